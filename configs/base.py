@@ -1,0 +1,90 @@
+"""Every key there is, with its meaning, and the values most experiments share.
+
+A config file returns `get_config()`; on the command line `--config=FILE` chooses it and
+`--config.KEY=VALUE` overrides a key. A key that is not here does not exist.
+"""
+
+from ml_collections import ConfigDict
+
+# Architectures as rows of `model` values.
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True, "tie_embeddings": True}
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, "tie_embeddings": False}
+
+
+def get_config() -> ConfigDict:
+    """The base: a Llama-shaped byte model; experiments change what differs."""
+    config = ConfigDict()
+    config.seed = 0  # of parameters, data order and dropout
+
+    config.model = model = ConfigDict()
+    model.d_model = 256  # width of the residual stream
+    model.n_layers = 4
+    model.n_heads = 4  # query heads
+    model.n_kv_heads = 4  # key/value heads; fewer than n_heads is grouped-query attention
+    model.d_head = 64
+    model.d_ff = 768  # width of the MLP
+    model.vocab_size = 256
+    model.max_seq_len = 1024  # most positions the model can be given
+    model.update(LLAMA)  # norm: rmsnorm | layernorm; mlp: swiglu | gelu; position: rope | learned | none; ...
+    model.norm_eps = 1e-5
+    model.rope_theta = 10_000.0
+    model.rope_scaling = ()  # Llama 3.1: (factor, low_freq_factor, high_freq_factor, original_positions)
+    model.init_std = 0.02
+    model.scan = True  # one compiled block looped over stacked parameters; False: every layer on its own
+    model.dropout = 0.0  # on embedding, attention probabilities and both residual branches
+    model.attention = "auto"  # auto | naive | chunked | cudnn
+    model.attention_chunk = 512  # positions per block of the chunked kernel
+
+    config.loss = loss = ConfigDict()
+    loss.kind = "chunked"  # full | chunked: chunked never holds the whole logits array
+    loss.chunk = 2048  # tokens per data-parallel rank whose logits exist at once
+
+    config.precision = ConfigDict({"preset": "bf16"})  # fp32 | bf16: compute over float32 master parameters
+
+    config.remat = remat = ConfigDict()
+    remat.policy = "none"  # none | full | dots | dots_no_batch
+    remat.xla_pass = False  # XLA's own rematerialization when a program exceeds the device
+
+    config.data = data = ConfigDict()
+    data.source = "stdlib"  # stdlib | file | folder | glob; text, or .bin/.npy token shards
+    data.eval_source = ""  # held-out data; empty: a part of the source, chosen by file
+    data.tokenizer = "bytes"  # bytes | path of a Hugging Face tokenizer.json
+    data.dtype = "uint16"  # of .bin shards without an index.json
+    data.seq_len = 256  # tokens of one sequence
+    data.prefetch = 4  # batches read ahead
+    data.workers = 2  # reader threads
+
+    config.batch = batch = ConfigDict()
+    batch.micro = 8  # sequences per data-parallel rank and micro-step
+    batch.accumulation = 1  # micro-steps per optimizer update
+    batch.mode = "multisteps"  # multisteps: optax.MultiSteps, one call a micro-step | scan: inside one step
+
+    config.optimizer = optimizer = ConfigDict()
+    optimizer.name = "adamw"
+    optimizer.learning_rate = 3e-4  # at the end of warm-up
+    optimizer.warmup_steps = 100
+    optimizer.end_fraction = 0.1  # of the learning rate, where the cosine ends
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.95
+    optimizer.eps = 1e-8
+    optimizer.weight_decay = 0.1  # on matrices; norms and biases are never decayed
+    optimizer.clip_norm = 1.0  # global gradient norm; 0 for no clipping
+
+    config.mesh = mesh = ConfigDict()  # one of them may be -1: all remaining devices
+    mesh.data = -1  # replicas
+    mesh.fsdp = 1  # devices that share parameters, gradients and optimizer state
+    mesh.tensor = 1  # devices that share heads, MLP width and vocabulary
+
+    config.train = train = ConfigDict()
+    train.steps = 1000  # optimizer updates
+    train.log_every = 10
+    train.eval_every = 250
+    train.eval_batches = 0  # held-out micro-batches per evaluation; 0: all
+    train.checkpoint_every = 250
+    train.keep = 3  # newest checkpoints kept, besides the one with the best held-out loss
+    train.deterministic = False  # bit-equal reruns on GPUs too, at a price in speed
+    train.sample_tokens = 200  # generated at the end; 0: none
+    train.sample_prompt = "def "
+    train.tensorboard = True
+    train.cache_dir = ""  # of compiled programs; empty: $XDG_CACHE_HOME/headroom/xla; none: no cache
+    return config

@@ -1,0 +1,19 @@
+"""The small character-model shape everyone compares on, in float32.
+
+    python -m train --config=configs/char.py
+"""
+
+from configs import base
+
+
+def get_config():
+    config = base.get_config()
+    config.model.update(base.GPT2)
+    config.model.update(d_model=384, n_layers=6, n_heads=6, n_kv_heads=6, d_head=64, d_ff=1536, max_seq_len=256)
+    config.precision.preset = "fp32"
+    config.remat.policy = "dots_no_batch"
+    config.data.seq_len = 256
+    config.batch.micro = 12
+    config.optimizer.update(learning_rate=1e-3, b2=0.99)
+    config.train.update(steps=2000)
+    return config

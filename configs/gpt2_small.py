@@ -1,0 +1,18 @@
+"""GPT-2 124M (Radford et al. 2019) on token shards of its vocabulary, 50257 padded to 50304.
+
+    python -m train --config=configs/gpt2_small.py --config.data.source=SHARDS
+"""
+
+from configs import base
+
+
+def get_config():
+    config = base.get_config()
+    config.model.update(base.GPT2)
+    config.model.update(d_model=768, n_layers=12, n_heads=12, n_kv_heads=12, d_head=64, d_ff=3072,
+                        vocab_size=50304, max_seq_len=1024)
+    config.data.seq_len = 1024
+    config.batch.update(micro=32, accumulation=16)
+    config.optimizer.update(learning_rate=6e-4, warmup_steps=2000)
+    config.train.update(steps=600_000, eval_every=2000, eval_batches=100, checkpoint_every=2000)
+    return config

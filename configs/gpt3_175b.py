@@ -1,0 +1,18 @@
+"""GPT-3 175B (Brown et al. 2020, arXiv 2005.14165), fully sharded and recomputed.
+
+    python -m train --config=configs/gpt3_175b.py --config.data.source=SHARDS
+"""
+
+from configs import gpt2_small
+
+
+def get_config():
+    config = gpt2_small.get_config()
+    config.model.update(d_model=12288, n_layers=96, n_heads=96, n_kv_heads=96, d_head=128, d_ff=49152,
+                        max_seq_len=2048)
+    config.data.seq_len = 2048
+    config.batch.update(micro=1, accumulation=1)
+    config.remat.policy = "full"
+    config.optimizer.update(learning_rate=6e-5, warmup_steps=375)
+    config.mesh.update(data=1, fsdp=-1)
+    return config

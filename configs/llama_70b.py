@@ -1,0 +1,13 @@
+"""Llama 3.1 70B (Grattafiori et al. 2024, arXiv 2407.21783), fully sharded and recomputed.
+
+    python -m train --config=configs/llama_70b.py --config.data.source=SHARDS
+"""
+
+from configs import llama_8b
+
+
+def get_config():
+    config = llama_8b.get_config()
+    config.model.update(d_model=8192, n_layers=80, n_heads=64, d_ff=28672)
+    config.optimizer.learning_rate = 1.5e-4
+    return config

@@ -1,0 +1,16 @@
+"""A Flax NNX transformer whose every tensor worth saving has a name.
+
+Shape letters, the same in every file and einsum string:
+
+    B  sequences in the micro-batch      H  query heads           F  MLP width
+    L  positions of the queries          G  key/value heads       V  vocabulary
+    S  positions of the keys             R  query heads per G     N  layers
+    D  model width                       K  width of one head
+"""
+
+from model.config import ModelConfig
+from model.precision import PRECISIONS, Precision
+from model.remat import POLICIES
+from model.transformer import Transformer
+
+__all__ = ["POLICIES", "PRECISIONS", "ModelConfig", "Precision", "Transformer"]

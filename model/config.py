@@ -1,0 +1,66 @@
+"""The shape of a transformer. GPT-2 and Llama are values of these fields, not classes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+POSITIVE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "max_seq_len",
+            "attention_chunk")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Frozen description of the architecture; the fields are those of `config.model`.
+
+    Raises:
+      ValueError: sizes that cannot be built, with the value and the remedy.
+    """
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_ff: int
+    vocab_size: int
+    max_seq_len: int
+    norm: str
+    norm_eps: float
+    mlp: str
+    position: str
+    rope_theta: float
+    # (factor, low_frequency_factor, high_frequency_factor, original_positions); () for none.
+    rope_scaling: tuple[float, ...]
+    bias: bool
+    tie_embeddings: bool
+    init_std: float
+    scan: bool
+    dropout: float
+    attention: str
+    attention_chunk: int
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
+        """From `config.model`: exactly the fields above."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if set(values) != names:
+            odd = ", ".join(sorted(set(values) ^ names))
+            raise ValueError(f"config.model and ModelConfig disagree on: {odd}")
+        return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
+
+    def __post_init__(self):
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: give 1 or more")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
+                "every key/value head serves the same number of query heads")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
+        if self.position == "rope" and self.d_head % 2:
+            raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions turn pairs, give an even width")
+        if len(self.rope_scaling) not in (0, 4):
+            raise ValueError(
+                f"model.rope_scaling={self.rope_scaling}: give () or (factor, low_frequency_factor, "
+                "high_frequency_factor, original_positions)")

@@ -1,0 +1,47 @@
+"""The vocabulary of checkpoint names: every tensor a remat policy may save, offload or recompute.
+
+`tag` is the only way a name enters the program, so a name outside this table cannot be traced,
+and a policy that asks for one can be told so.
+"""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+# name -> (shape suffix, what it is)
+NAMES = {
+    "embed": ("BLD", "token (and position) embedding, input of the first block"),
+    "embed_mask": ("BLD", "dropout mask of the embedding, one byte an element"),
+    "block_in": ("BLD", "residual stream entering a block"),
+    "attn_norm": ("BLD", "normed input of the attention projections"),
+    "q": ("BLHK", "queries as projected, before rotation"),
+    "k": ("BLGK", "keys as projected, before rotation"),
+    "v": ("BLGK", "values as projected"),
+    "q_rot": ("BLHK", "queries as the attention core reads them"),
+    "k_rot": ("BLGK", "keys as the attention core reads them"),
+    "probs": ("BGRLS", "softmax of the scores (naive kernel only)"),
+    "probs_mask": ("BGRLS", "dropout mask of the probabilities, one byte an element"),
+    "probs_dropped": ("BGRLS", "probabilities after dropout"),
+    "lse": ("BGRL", "log of the softmax's denominator (chunked kernel only)"),
+    "context": ("BLHK", "output of the attention core, input of the output projection"),
+    "attn_out": ("BLD", "output projection of attention"),
+    "attn_out_mask": ("BLD", "dropout mask of the attention branch, one byte an element"),
+    "mid": ("BLD", "residual stream between attention and MLP"),
+    "mlp_norm": ("BLD", "normed input of the MLP"),
+    "gate": ("BLF", "gate projection (gated MLPs only)"),
+    "up": ("BLF", "up projection"),
+    "act": ("BLF", "input of the down projection"),
+    "mlp_out": ("BLD", "down projection"),
+    "mlp_out_mask": ("BLD", "dropout mask of the MLP branch, one byte an element"),
+    "final_norm": ("BLD", "normed output of the last block, input of the head"),
+}
+
+
+def tag(x: jax.Array, name: str) -> jax.Array:
+    """`x` under its checkpoint name.
+
+    Raises:
+      KeyError: the name is not in the vocabulary; add it there first.
+    """
+    if name not in NAMES:
+        raise KeyError(f"checkpoint name {name!r} is not in model/names.py")
+    return checkpoint_name(x, name)

@@ -1,0 +1,137 @@
+"""The decoder: embedding, N blocks scanned or unrolled, final norm, head."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.block import Block
+from model.config import ModelConfig
+from model.layers import Constrain, Norm, dropout, fold, param, read
+from model.names import tag
+from model.precision import Precision
+from model.remat import POLICIES
+
+
+def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """The sharding constraint of a program on one device: none."""
+    del axes
+    return x
+
+
+class Transformer(nnx.Module):
+    """Decoder-only transformer.
+
+    Parameters are float arrays in `precision.param`, each with its logical axes in the variable's
+    metadata (`axes`). With `config.scan` the blocks are one Block whose parameters are stacked
+    along a leading `layers` axis; otherwise a list of Blocks. Both start from the same values.
+
+    Args:
+      config: the architecture.
+      precision: dtypes by role.
+      remat: a row of `model.remat.POLICIES`.
+      constrain: `constrain(x, logical_axes)` pins an activation to the mesh; identity on one device.
+      rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe without allocating.
+    """
+
+    def __init__(self, config: ModelConfig, precision: Precision, *, remat: str = "none",
+                 constrain: Constrain = unconstrained, rngs: nnx.Rngs):
+        self.config, self.precision, self.remat, self.constrain = config, precision, remat, constrain
+        V, D, dtype = config.vocab_size, config.d_model, precision.param
+        self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std)
+        if config.position == "learned":
+            self.w_position = param(rngs.params(), (config.max_seq_len, D), ("position", "d_model"), dtype,
+                                    std=config.init_std)
+        if not config.tie_embeddings:
+            self.w_head = param(rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std)
+        self.final_norm = Norm(config, precision, constrain)
+        self.blocks = self._init_blocks(jax.random.split(rngs.params(), config.n_layers))
+
+    def _init_blocks(self, key_N: jax.Array) -> nnx.Module:
+        def block(key: jax.Array) -> Block:
+            return Block(self.config, self.precision, self.constrain, rngs=nnx.Rngs(params=key))
+
+        if not self.config.scan:
+            return nnx.List([block(key) for key in key_N])
+        graph, _ = nnx.split(nnx.eval_shape(partial(block, key_N[0])))
+        return nnx.merge(graph, jax.vmap(lambda key: nnx.split(block(key))[1])(key_N))
+
+    def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None) -> jax.Array:
+        """Normed output of the last block, [B, L, D] in the compute dtype.
+
+        Args:
+          tokens_BL: int32 token ids, L at most `max_seq_len`.
+          dropout_key_B: one key a sequence, or None for no dropout (evaluation, generation).
+        """
+        config = self.config
+        if tokens_BL.shape[1] > config.max_seq_len:
+            raise ValueError(f"{tokens_BL.shape[1]} positions, but model.max_seq_len={config.max_seq_len}")
+        if config.dropout == 0.0:
+            dropout_key_B = None
+        with jax.named_scope("embed"):
+            x_BLD = self._embed(tokens_BL)
+            x_BLD = tag(self.constrain(x_BLD, ("batch", "length", None)), "embed")
+            x_BLD = dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
+        with jax.named_scope("blocks"):
+            x_BLD = self._run_blocks(x_BLD, dropout_key_B)
+        with jax.named_scope("final_norm"):
+            return tag(self.final_norm(x_BLD), "final_norm")
+
+    def _embed(self, tokens_BL: jax.Array) -> jax.Array:
+        # The table stays split along the width: each device looks its columns up for all sequences of
+        # its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
+        # instead would hold V x D on every device, and its gradient again.
+        tokens_BL = self.constrain(tokens_BL, ("group_batch", "length"))
+        x_BLD = jnp.take(self.w_token[...], tokens_BL, axis=0, mode="clip")
+        x_BLD = self.constrain(x_BLD, ("group_batch", "length", "d_model")).astype(self.precision.compute)
+        if self.config.position == "learned":
+            w_LD = read(self.w_position, x_BLD.dtype, self.constrain)[: x_BLD.shape[1]]
+            x_BLD = self.constrain(x_BLD, ("batch", "length", None)) + w_LD[None]
+        return x_BLD
+
+    def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        policy = POLICIES[self.remat]
+
+        def run(graph: nnx.GraphDef, x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int) -> jax.Array:
+            return nnx.merge(graph, state)(x_BLD, fold(key_B, layer))
+
+        if self.config.scan:
+            graph, state_N = nnx.split(self.blocks)
+            block: Callable = policy.wrap(partial(run, graph), scanned=True)
+            layer_N = jnp.arange(self.config.n_layers)
+            x_BLD, _ = jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs), None), x_BLD, (state_N, layer_N))
+            return x_BLD
+        for layer, module in enumerate(self.blocks):
+            graph, state = nnx.split(module)
+            with jax.named_scope(f"layer_{layer}"):
+                x_BLD = policy.wrap(partial(run, graph), scanned=False)(x_BLD, state, layer)
+        return x_BLD
+
+    def head(self) -> jax.Array:
+        """The matrix from hidden to logits, [D, V] as stored (`precision.param`); the token table if tied."""
+        return self.w_token[...].T if self.config.tie_embeddings else self.w_head[...]
+
+    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
+        """Logits [B, L, V] in `precision.logits`."""
+        x_BLD = self.hidden(tokens_BL)
+        with jax.named_scope("head"):
+            w_DV = self.head().astype(x_BLD.dtype)
+            return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=self.precision.logits)
+
+
+def logical_axes(model: Transformer) -> dict:
+    """Tree like the parameters with each one's logical axes; stacked blocks lead with `layers`."""
+    def axes(variable: nnx.Variable) -> tuple[str, ...]:
+        own = variable.get_metadata()["axes"]
+        return ("layers",) * (variable.ndim - len(own)) + own
+
+    flat = [(path, axes(variable)) for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    tree: dict = {}
+    for path, value in flat:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree

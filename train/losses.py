@@ -1,0 +1,118 @@
+"""Cross-entropy over the vocabulary, rows of one table. Each returns the sum over counted positions.
+
+    loss(x_BLD, w_DV, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
+
+Targets equal to IGNORE carry no loss. The head `w_DV` comes as stored, so that its gradient is
+accumulated and returned in the parameter dtype.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from train.batch import IGNORE
+from train.sharding import Layout
+
+HEAD_AXES = ("d_model", "vocab")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products."""
+
+    layout: Layout
+    compute: DTypeLike
+    positions: int
+
+
+def count_tokens(targets_BL: jax.Array) -> jax.Array:
+    """Counted positions, int32."""
+    return (targets_BL != IGNORE).sum(dtype=jnp.int32)
+
+
+def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(negative log-likelihood, log-denominator) of each position, float32; 0 where ignored."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
+
+
+def full(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
+    """All logits at once: 4 bytes x B x L x V, several times over in the backward pass."""
+    w_DV = settings.layout.constrain(w_DV.astype(settings.compute), (None, "vocab"))
+    logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=jnp.float32)
+    logits_BLV = settings.layout.constrain(logits_BLV, ("batch", "length", "vocab"))
+    return _nll(logits_BLV, targets_BL)[0].sum()
+
+
+def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
+    """[B, L, ...] -> [n, R, B/R, positions, ...]: chunks of positions, data-parallel ranks apart."""
+    ranks, positions = settings.layout.ranks, settings.positions
+    pad = -x.shape[1] % positions
+    if pad:
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+    x = x.reshape(ranks, x.shape[0] // ranks, -1, positions, *x.shape[2:])
+    return jnp.moveaxis(x, 2, 0)
+
+
+def _chunk_logits(x_RBCD: jax.Array, w_DV: jax.Array, settings: LossSettings) -> jax.Array:
+    x_RBCD = settings.layout.constrain(x_RBCD, ("rank", None, None, None))
+    return jnp.einsum("rbcd,dv->rbcv", x_RBCD, w_DV, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def chunked(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
+    """The logits of a few positions at a time, forward and backward; sums in float32.
+
+    Under differentiation the gradients are made in the same pass as the loss, while the logits of
+    a chunk are at hand: three matrix products, none of them twice. (The idea of fused linear
+    cross-entropy, Hsu et al. 2024, arXiv 2410.10989.)
+    """
+    w_DV = settings.layout.constrain(w_DV.astype(settings.compute), (None, "vocab"))
+
+    def chunk(total, xs):
+        x_RBCD, targets_RBC = xs
+        return total + _nll(_chunk_logits(x_RBCD, w_DV, settings), targets_RBC)[0].sum(), None
+
+    xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
+    return jax.lax.scan(chunk, jnp.zeros((), jnp.float32), xs)[0]
+
+
+def _chunked_forward(x_BLD, w_DV, targets_BL, settings):
+    layout = settings.layout
+    narrow_DV = layout.constrain(w_DV.astype(settings.compute), (None, "vocab"))
+    D, V = w_DV.shape
+
+    def chunk(carry, xs):
+        total, dw_RDV = carry
+        x_RBCD, targets_RBC = xs
+        logits = _chunk_logits(x_RBCD, narrow_DV, settings)
+        nll, lse = _nll(logits, targets_RBC)
+        vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
+        d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
+        d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
+        dx_RBCD = jnp.einsum("rbcv,dv->rbcd", d_logits, narrow_DV)
+        # One accumulator a rank: summing over ranks here would be a collective in every chunk.
+        dw_RDV = dw_RDV + jnp.einsum("rbcv,rbcd->rdv", d_logits, x_RBCD, preferred_element_type=jnp.float32)
+        return (total + nll.sum(), layout.constrain(dw_RDV, ("rank", None, "vocab"))), dx_RBCD
+
+    start = (jnp.zeros((), jnp.float32),
+             layout.constrain(jnp.zeros((layout.ranks, D, V), jnp.float32), ("rank", None, "vocab")))
+    xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
+    (total, dw_RDV), dx = jax.lax.scan(chunk, start, xs)
+    dx_BLD = jnp.moveaxis(dx, 0, 2).reshape(x_BLD.shape[0], -1, D)[:, : x_BLD.shape[1]]
+    return total, (dx_BLD, layout.constrain(dw_RDV.sum(0), HEAD_AXES).astype(w_DV.dtype))
+
+
+def _chunked_backward(settings, residuals, d_total):
+    del settings
+    dx_BLD, dw_DV = residuals
+    return (dx_BLD * d_total).astype(dx_BLD.dtype), (dw_DV * d_total).astype(dw_DV.dtype), None
+
+
+chunked.defvjp(_chunked_forward, _chunked_backward)
+
+LOSSES = {"full": full, "chunked": chunked}

@@ -1,0 +1,73 @@
+"""Optimizers and accumulation as rows of tables; gradients come as sums over tokens."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+
+class ClipState(NamedTuple):
+    """`grad_norm`: global L2 norm of the mean gradient before clipping, float32 scalar."""
+
+    grad_norm: jax.Array
+
+
+def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm.
+
+    The division happens here, after accumulation, so that micro-batches weigh by their unmasked
+    tokens and not each the same. `max_norm` 0 does not clip. The norm is kept for the metrics.
+    """
+    def init(params):
+        del params
+        return ClipState(jnp.zeros((), jnp.float32))
+
+    def update(updates, state, params=None, *, tokens, **extra):
+        del state, params, extra
+        with jax.named_scope("grad_norm"):
+            inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates)) * inverse
+            scale = inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), ClipState(norm)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
+    """Linear warm-up, then a cosine to `end_fraction` of the peak at `steps` updates."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
+    return optax.schedules.warmup_cosine_decay_schedule(
+        peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction)
+
+
+def decayed(params: Any) -> Any:
+    """True for matrices: leaves named `w_*`. Biases `b_*`, norm scales and their biases are not decayed."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
+
+
+def _adamw(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps,
+                       weight_decay=config.weight_decay, mask=decayed)
+
+
+OPTIMIZERS = {"adamw": _adamw}
+
+
+def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, multisteps: int) -> Any:
+    """The optimizer of `config.optimizer`; its update takes `tokens`, the unmasked tokens of the update.
+
+    With `multisteps` above 1 it is wrapped in `optax.MultiSteps`, which sums the gradients of that
+    many calls in a float32 tree of its own; for 1 that tree would be pure loss, so there is no wrapping.
+    """
+    chain = optax.chain(mean_and_clip(config.clip_norm), OPTIMIZERS[config.name](config, schedule))
+    if multisteps == 1:
+        return chain
+    return optax.MultiSteps(chain, multisteps, use_grad_mean=False)
+
+
+def grad_norm(opt_state: Any) -> jax.Array:
+    """The norm that `mean_and_clip` saw last."""
+    inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
+    return inner[0].grad_norm

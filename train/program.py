@@ -1,0 +1,218 @@
+"""The hinge: config and devices in; the step that will run, its abstract arguments and initializer out.
+
+The loop runs `Program.step`; reports analyse `Program.lower()`. They are the same program.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from model import POLICIES, PRECISIONS, ModelConfig, Precision, Transformer
+from model.attention import choose_kernel
+from model.layers import MLPS, NORMS, POSITIONS
+from model.transformer import logical_axes
+from train.batch import BatchAlgebra
+from train.losses import LOSSES, LossSettings
+from train.optimizer import OPTIMIZERS, make_optimizer, make_schedule
+from train.sharding import AXES, Layout, make_mesh, match_parameters
+from train.step import ACCUMULATION, StepParts, TrainState, eval_step, zero_tally
+
+# Every key that names a row of a table: a typo fails here, with the rows.
+CHOICES = {
+    "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
+    "precision.preset": PRECISIONS, "remat.policy": POLICIES, "batch.mode": ACCUMULATION,
+    "optimizer.name": OPTIMIZERS,
+}
+
+
+def check_choices(config: ConfigDict) -> None:
+    """Raises ValueError for a value that is no row of its table, naming the rows."""
+    for key, table in CHOICES.items():
+        group, name = key.split(".")
+        if config[group][name] not in table:
+            raise ValueError(f"{key}={config[group][name]!r}: choose one of {', '.join(table)}")
+
+
+@contextlib.contextmanager
+def xla_remat_pass(enabled: bool):
+    """XLA's own rematerialization pass on or off for the compiles inside."""
+    before = jax.config.jax_compiler_enable_remat_pass
+    jax.config.update("jax_compiler_enable_remat_pass", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compiler_enable_remat_pass", before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training program, described: nothing is allocated until `init` runs.
+
+    `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings. `kernel` is the attention
+    kernel with the reason for it.
+    """
+
+    config: ConfigDict
+    layout: Layout
+    model: ModelConfig
+    precision: Precision
+    kernel: tuple[str, str]
+    batch: BatchAlgebra
+    parts: StepParts
+    state: TrainState
+    transformer: Callable[[nnx.Rngs], Transformer]
+    graph: nnx.GraphDef
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def scanned(self) -> bool:
+        """Whether one call of the step takes the whole global batch [A, B, L]."""
+        return self.config.batch.mode == "scan"
+
+    @property
+    def calls_per_update(self) -> int:
+        """Calls of the step for one optimizer update."""
+        return 1 if self.scanned else self.batch.accumulation
+
+    @cached_property
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """One call's batch: int32 [B, L], or [A, B, L] with in-step accumulation."""
+        shape, axes = (self.batch.rows, self.batch.seq_len), ("batch", "length")
+        if self.scanned:
+            shape, axes = (self.batch.accumulation, *shape), (None, *axes)
+        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.sharding(axes))
+        return {"inputs": array, "targets": array}
+
+    @cached_property
+    def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """One held-out micro-batch: int32 [B, L]."""
+        array = jax.ShapeDtypeStruct((self.batch.rows, self.batch.seq_len), jnp.int32,
+                                     sharding=self.layout.sharding(("batch", "length")))
+        return {"inputs": array, "targets": array}
+
+    @cached_property
+    def step(self) -> Any:
+        """The jitted step (state, batch) -> (state, metrics); the state is donated."""
+        # A function of its own, so that its arguments carry the names `state` and `batch` into reports.
+        body, parts = ACCUMULATION[self.config.batch.mode][0], self.parts
+
+        def step(state: TrainState, batch: dict[str, jax.Array]):
+            return body(parts, state, batch)
+
+        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The jitted (params, batch) -> Tally."""
+        return jax.jit(partial(eval_step, self.parts.loss))
+
+    @property
+    def _shardings(self) -> TrainState:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step that will run, lowered for the mesh's devices, present or described."""
+        with xla_remat_pass(self.config.remat.xla_pass):
+            return self.step.lower(self.state, self.batch_shapes)
+
+    def compile(self) -> jax.stages.Compiled:
+        """The step that will run, compiled."""
+        lowered = self.lower()
+        with xla_remat_pass(self.config.remat.xla_pass):
+            return lowered.compile()
+
+    def init(self) -> TrainState:
+        """Fresh state, made in place on the devices; the same values on every mesh."""
+        def init(seed: jax.Array) -> TrainState:
+            return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer)
+
+        return jax.jit(init, out_shardings=self._shardings)(self.config.seed)
+
+
+def init_state(transformer: Transformer, optimizer: Any) -> TrainState:
+    """The state before the first step."""
+    params = nnx.to_pure_dict(nnx.state(transformer, nnx.Param))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally())
+
+
+def describe_state(transformer: Transformer, layout: Layout, optimizer: Any) -> TrainState:
+    """Abstract state with shardings, from an abstract transformer.
+
+    Raises:
+      ValueError: a parameter that does not divide over the mesh.
+    """
+    state = jax.eval_shape(lambda: init_state(transformer, optimizer))
+    axes = logical_axes(transformer)
+    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
+
+    def place(path, shape_axes, leaf):
+        layout.check("/".join(str(key.key) for key in path), leaf.shape, shape_axes)
+        return layout.sharding(shape_axes)
+
+    shardings = jax.tree_util.tree_map_with_path(place, axes, state.params, is_leaf=is_axes)
+    everywhere = match_parameters(state, state.params, shardings, layout.sharding())
+    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                        state, everywhere)
+
+
+def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
+              micro: int) -> Callable[..., jax.Array]:
+    """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
+    if config.loss.chunk < 1:
+        raise ValueError(f"loss.chunk={config.loss.chunk}: give 1 or more tokens")
+    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len)
+    settings = LossSettings(layout, precision.compute, positions)
+    cross_entropy = LOSSES[config.loss.kind]
+
+    def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:
+        transformer = nnx.merge(graph, params)
+        x_BLD = transformer.hidden(batch["inputs"], dropout_key_B)
+        with jax.named_scope("loss"):
+            return cross_entropy(x_BLD, transformer.head(), batch["targets"], settings)
+
+    return loss
+
+
+def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
+    """The program of `config` over `devices` (default: all of this process's backend), described only.
+
+    Raises:
+      ValueError: anything in the config that cannot run there, with the value and the remedy.
+    """
+    check_choices(config)
+    devices = jax.devices() if devices is None else list(devices)
+    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices))
+    precision = PRECISIONS[config.precision.preset]
+    asked = ModelConfig.from_dict(config.model)
+    if config.data.seq_len > asked.max_seq_len:
+        raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
+                         f"{asked.max_seq_len}: shorten the sequences or raise the positions")
+    kernel = choose_kernel(asked, precision, devices[0].platform, config.data.seq_len)
+    model = dataclasses.replace(asked, attention=kernel[0])
+    batch = BatchAlgebra(config.batch.micro, config.batch.accumulation, layout.ranks, config.data.seq_len)
+    transformer = partial(_transformer, model, precision, config.remat.policy, layout)
+    abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
+    graph, _ = nnx.split(abstract)
+    schedule = make_schedule(config.optimizer, config.train.steps)
+    wrapped = ACCUMULATION[config.batch.mode][1]
+    optimizer = make_optimizer(config.optimizer, schedule, multisteps=batch.accumulation if wrapped else 1)
+    parts = StepParts(make_loss(config, graph, layout, precision, batch.micro), optimizer, schedule,
+                      config.seed, precision.accumulator)
+    state = describe_state(abstract, layout, optimizer)
+    return Program(config, layout, model, precision, kernel, batch, parts, state, transformer, graph)
+
+
+def _transformer(model: ModelConfig, precision: Precision, policy: str, layout: Layout,
+                 rngs: nnx.Rngs) -> Transformer:
+    return Transformer(model, precision, remat=policy, constrain=layout.constrain, rngs=rngs)
