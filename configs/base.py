@@ -85,6 +85,7 @@ def get_config() -> ConfigDict:
     train.deterministic = False  # bit-equal reruns on GPUs too, at a price in speed
     train.sample_tokens = 200  # generated at the end; 0: none
     train.sample_prompt = "def "
+    train.sample_temperature = 0.8
     train.tensorboard = True
     train.cache_dir = ""  # of compiled programs; empty: $XDG_CACHE_HOME/headroom/xla; none: no cache
     return config

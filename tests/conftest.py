@@ -1,0 +1,22 @@
+"""Tests run on the CPU everywhere, on 8 simulated devices, with rank promotion forbidden."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# Compiled for this machine's own processor each time; nothing from an older run is trusted.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def devices():
+    """The 8 simulated CPU devices."""
+    found = jax.devices()
+    assert len(found) == 8, found
+    return found

@@ -1,0 +1,79 @@
+"""python -m train: trains a transformer, telling its memory before the first step."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from train.errors import UserError
+
+EPILOG = """\
+examples:
+  python -m train                                        tiny model, Python's standard library, two minutes
+  python -m train --config=char --config.train.steps=500
+  python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
+  python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
+
+The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
+exit codes: 0 done, 2 mistake in the command, config or data, 3 does not fit in memory, 4 non-finite loss"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument errors in one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m train --help")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; config overrides are left in `overrides`."""
+    from train.config import split_overrides
+
+    parser = Parser(prog="python -m train", description=__doc__.split(": ", 1)[1], epilog=EPILOG,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key, such as batch.micro")
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>)")
+    parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
+    rest, overrides = split_overrides(argv)
+    args = parser.parse_args(rest)
+    args.overrides = overrides
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    from memory.platform import choose_platform
+
+    choose_platform()  # before jax is imported
+    try:
+        return command(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def command(argv: Sequence[str]) -> int:
+    """The command itself; raises UserError for what the user can mend."""
+    args = parse(argv)
+    from train.config import load
+
+    config = load(args.config, args.overrides)
+    from train.runtime import prepare
+
+    prepare(config)
+    from train import loop
+    from train.display import make_console
+    from train.workdir import new_workdir
+
+    workdir = args.workdir or new_workdir(Path(args.config).stem)
+    loop.run(config, workdir=workdir, extend=args.extend, console=make_console())
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

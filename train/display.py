@@ -1,0 +1,77 @@
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+GIB = 2**30
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """The metrics of one row in one line."""
+    if "eval_loss" in row:
+        return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"grad {row['grad_norm']:.2f}",
+             f"{row['tokens_per_s']:,.0f} tok/s"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {100 * row['mfu']:.1f} %")
+    memory = row["memory"]
+    if memory.get("in_use_bytes") is not None:
+        parts.append(f"mem {memory['in_use_bytes'] / GIB:.2f}/{memory['peak_bytes'] / GIB:.2f} GiB")
+    return "  ".join(parts)
+
+
+def make_console() -> Console:
+    """The terminal, or 100 columns of plain text where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=100)
+
+
+class Display:
+    """Shows rows as they come; `with Display(...) as display`."""
+
+    def __init__(self, console: Console, steps: int, start: int):
+        self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
+        self._progress = self._task = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=12), TextColumn("{task.fields[last]}"),
+                TimeRemainingColumn(compact=True), console=console, transient=False)
+            self._task = self._progress.add_task("train", total=steps, completed=start, last="")
+
+    def __enter__(self) -> "Display":
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """A step is done, logged or not."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics or of an evaluation."""
+        text = describe(row)
+        if self._progress is None:
+            self._console.print(f"step {row['step']:>6}/{self._steps}  {text}  {self._left(row['step'])}",
+                                soft_wrap=True, highlight=False)
+        elif "eval_loss" in row:
+            self._console.print(f"step {row['step']:>6}  {text}", highlight=False)
+        else:
+            self._progress.update(self._task, last=text, completed=row["step"])
+
+    def note(self, text: str) -> None:
+        """A line beside the metrics."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def _left(self, step: int) -> str:
+        done = max(step - self._start, 1)
+        left = int((time.monotonic() - self._began) / done * (self._steps - step))
+        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"

@@ -1,0 +1,55 @@
+"""Batches onto the devices, one ahead of the step that needs them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.program import Program
+
+HostBatch = dict[str, np.ndarray]
+
+
+def local_rows(program: Program) -> list[slice]:
+    """Rows of each global batch that this process's devices hold, in order, without repetition."""
+    sharding = program.eval_shapes["inputs"].sharding
+    rows, length = program.batch.rows, program.batch.seq_len
+    pieces = {index[0].indices(rows)[:2] for index in
+              sharding.addressable_devices_indices_map((rows, length)).values()}
+    return [slice(micro * rows + start, micro * rows + stop)
+            for micro in range(program.batch.accumulation) for start, stop in sorted(pieces)]
+
+
+def held_out_rows(program: Program) -> list[slice]:
+    """Rows of each held-out micro-batch that this process holds."""
+    rows = program.batch.rows
+    return [piece for piece in local_rows(program) if piece.stop <= rows]
+
+
+def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """This process's rows as global arrays of `shapes`; the transfer runs behind the caller."""
+    def one(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_process_local_data(shape.sharding, array, shape.shape)
+
+    return {name: one(host[name], shape) for name, shape in shapes.items()}
+
+
+def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
+    """The batches of every call of the step that make up one update."""
+    micro_steps = program.batch.accumulation
+    split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
+    if program.scanned:
+        return [put(split, program.batch_shapes)]
+    return [put({name: array[micro] for name, array in split.items()}, program.batch_shapes)
+            for micro in range(micro_steps)]
+
+
+def feed(program: Program, batches: Iterator[HostBatch]) -> Iterator[list[dict[str, Any]]]:
+    """Device batches of one update after the other.
+
+    The caller asks for the next while the device is busy with the last, so reading and transfer hide
+    behind the step.
+    """
+    for host in batches:
+        yield calls(program, host)

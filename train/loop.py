@@ -1,0 +1,245 @@
+"""The training run: claim the workdir, show the memory, then step, evaluate, save; nothing is lost."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from memory.live import predicted_against_measured, sample
+from memory.records import Report
+from train import startup
+from train.checkpoint import Checkpoints, Position
+from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
+from train.display import Display
+from train.errors import NonFinite, UserError
+from train.failures import explained, refuse_if_too_big
+from train.feed import feed, held_out_rows, local_rows, put
+from train.metrics import Events, MetricsLog, model_flops_per_token
+from train.program import Program, build
+from train.runtime import return_freed_memory
+from train.sample import generate
+from train.step import Tally
+from train.workdir import Identity, claim, write_atomically
+
+
+@dataclasses.dataclass
+class Run:
+    """What the parts of the loop share."""
+
+    program: Program
+    data: Data
+    checkpoints: Checkpoints
+    log: MetricsLog
+    events: Events
+    display: Display
+    compiled: Any
+    evaluate: Any
+    report: Report
+    peak_flops: float | None
+    stop: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def config(self) -> ConfigDict:
+        return self.program.config
+
+    def record(self, row: dict[str, Any]) -> None:
+        """One row to disk, to TensorBoard and to the screen."""
+        self.log.write(row)
+        self.events.write(row)
+        self.display.show(row)
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: list[str]) -> Iterator[None]:
+    """SIGTERM and SIGINT ask the loop to save at the next step; a second SIGINT interrupts at once."""
+    def ask(number, frame):
+        del frame
+        if number == signal.SIGINT and stop:
+            raise KeyboardInterrupt
+        stop.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def data_config(config: ConfigDict) -> DataConfig:
+    return DataConfig(**config.data)
+
+
+class Clock:
+    """Seconds per step between rows, without counting evaluations and saves."""
+
+    def __init__(self):
+        self._since, self._steps = time.perf_counter(), 0
+
+    def tick(self) -> None:
+        self._steps += 1
+
+    def lap(self) -> float:
+        """Mean seconds of the steps since the last lap or pause."""
+        now = time.perf_counter()
+        mean = (now - self._since) / max(self._steps, 1)
+        self._since, self._steps = now, 0
+        return mean
+
+
+def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
+    """Reads one step's metrics (waiting for that step, not the one after it), checks and records them."""
+    values = jax.device_get(metrics)
+    clock.tick()
+    loss = float(values["loss"])
+    if not math.isfinite(loss) or not math.isfinite(float(values["grad_norm"])):
+        run.checkpoints.wait()
+        good = run.checkpoints.steps()
+        last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
+        raise NonFinite(f"loss {loss}, gradient norm {float(values['grad_norm'])} at step {step}; {last}. "
+                        "Lower --config.optimizer.learning_rate, or look at the data of that step")
+    run.display.advance(step)
+    if step % run.config.train.log_every and step != run.config.train.steps:
+        return
+    seconds = clock.lap()
+    batch, mesh = run.program.batch, run.program.mesh
+    flops = model_flops_per_token(run.program.model, batch.seq_len) * batch.tokens / seconds
+    live = sample(mesh.local_devices[0])
+    run.record({
+        "step": step, "loss": loss, "grad_norm": float(values["grad_norm"]), "lr": float(values["lr"]),
+        "tokens_per_s": batch.tokens / seconds, "step_time_s": seconds,
+        "mfu": flops / (run.peak_flops * mesh.size) if run.peak_flops else None,
+        "memory": live.metrics(prefix="") if live else {}})
+
+
+def evaluate(run: Run, params: Any, step: int) -> float:
+    """Held-out loss in nats per token, recorded."""
+    program, total = run.program, None
+    batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
+                              limit_batches=run.config.train.eval_batches or None)
+    for host in batches:
+        tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
+        total = tally if total is None else jax.tree.map(jax.numpy.add, total, tally)
+    loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
+    run.record({"step": step, "eval_loss": loss / max(tokens, 1.0), "eval_tokens": int(tokens)})
+    return loss / max(tokens, 1.0)
+
+
+def train(run: Run, state: Any, start: Position) -> Any:
+    """Steps from `start` to the end, or to a signal. Returns the state, saved."""
+    config, program = run.config.train, run.program
+    batches = feed(program, train_batches(
+        run.data, rows=program.batch.global_rows, row_slices=local_rows(program), seed=run.config.seed,
+        position=start.sequences, config=data_config(run.config)))
+    pending, clock, step, saved = None, Clock(), start.step, start.step
+
+    def save(eval_loss: float | None) -> int:
+        sequences = start.sequences + (step - start.step) * program.batch.global_rows
+        run.checkpoints.save(state, Position(step, sequences), eval_loss)
+        return step
+
+    while step < config.steps and not run.stop:
+        micro_batches = next(batches)
+        with jax.transfer_guard("disallow"):
+            for batch in micro_batches:
+                state, metrics = run.compiled(state, batch)
+        if pending is not None:
+            finish_step(run, *pending, clock)
+        step += 1
+        pending, last = (step, metrics), step == config.steps
+        eval_due = last or _every(config.eval_every, step)
+        save_due = last or _every(config.checkpoint_every, step)
+        if eval_due or save_due:
+            finish_step(run, *pending, clock)  # nothing is saved before its loss is known to be finite
+            pending = None
+            eval_loss = evaluate(run, state.params, step) if eval_due else None
+            saved = save(eval_loss) if save_due else saved
+            clock.lap()
+    if pending is not None:
+        finish_step(run, *pending, clock)
+    if saved != step:
+        save(None)
+    run.checkpoints.wait()
+    return state
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0
+
+
+def show_sample(run: Run, params: Any) -> None:
+    """Text that the trained model writes."""
+    config = run.config.train
+    if not config.sample_tokens:
+        return
+    prompt = run.data.encode(config.sample_prompt)
+    if program_text := run.data.decode(prompt + generate(
+            run.program, params, prompt, config.sample_tokens, config.sample_temperature)):
+        run.display.note(f"sample:\n{program_text}")
+
+
+def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
+    """The newest good checkpoint, or a fresh state."""
+    restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
+    if restored is None:
+        return program.init(), Position(0, 0)
+    console.print(f"resumed at step {restored[1].step}")
+    return restored
+
+
+def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console) -> None:
+    """One start of `python -m train`: everything from the config to the last checkpoint.
+
+    Raises:
+      UserError and its kinds: see train/errors.py for the exit codes.
+    """
+    try:
+        program = build(config)
+    except ValueError as error:  # the remedy is in the message
+        raise UserError(str(error)) from error
+    data = open_data(data_config(config))
+    check_vocab(data, config.model.vocab_size)
+    identity = Identity.of(config, program.batch.global_rows, data.fingerprint)
+    for note in claim(workdir, identity, extend=extend):
+        console.print(note, soft_wrap=True)
+    with contextlib.closing(Checkpoints(workdir, config.train.keep)) as checkpoints:
+        done = checkpoints.steps()
+        if done and done[-1] >= config.train.steps:
+            console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
+                          "more steps with --config.train.steps=N --extend", soft_wrap=True)
+            return
+        startup.show_program(console, program, data.description)
+        compiled, report = startup.compile_step(program, console)
+        write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
+        refuse_if_too_big(report)
+        with explained(report, program.mesh.local_devices[0]):
+            _run(program, data, checkpoints, compiled, report, workdir, console)
+
+
+def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: Any, report: Report, workdir: Path,
+         console: Console) -> None:
+    config = program.config.train
+    state, position = start_state(program, checkpoints, console)
+    return_freed_memory()  # what compiling and restoring took
+    with (contextlib.closing(MetricsLog(workdir / "metrics.jsonl", position.step)) as log,
+          contextlib.closing(Events(workdir / "events", position.step, config.tensorboard)) as events,
+          Display(console, config.steps, position.step) as display):
+        run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate, report,
+                  startup.peak_flops(program))
+        console.print(f"run directory {workdir}", soft_wrap=True)
+        with stop_on_signals(run.stop):
+            state = train(run, state, position)
+        if run.stop:
+            display.note(f"{run.stop[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
+            return
+        show_sample(run, state.params)
+        display.note(predicted_against_measured(report, sample(program.mesh.local_devices[0])))

@@ -1,0 +1,88 @@
+"""Metrics of a run: one JSON object a row, TensorBoard events, FLOPs and what they say of the device."""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model import ModelConfig
+from train.workdir import write_atomically
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Parameters that a token multiplies with once: all matrices but the embedding look-ups."""
+    D, K = model.d_model, model.d_head
+    attention = D * K * (2 * model.n_heads + 2 * model.n_kv_heads)
+    mlp = D * model.d_ff * (3 if model.mlp == "swiglu" else 2)
+    return model.n_layers * (attention + mlp) + D * model.vocab_size
+
+
+def model_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs of one training step per token: forward and backward, nothing recomputed.
+
+    6 a matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half as the
+    literature does. Leaves out norms, activations, softmax and the optimizer.
+    """
+    core = 12 * model.n_layers * model.n_heads * model.d_head * seq_len
+    return 6.0 * matmul_parameters(model) + core
+
+
+class MetricsLog:
+    """`metrics.jsonl`: rows reach the disk one by one.
+
+    Opening drops a torn last line and every row past `step`, so that a resumed run writes them anew.
+    """
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        kept = [line for line in self._lines() if self._step_of(line) is not None and self._step_of(line) <= step]
+        write_atomically(path, "".join(line + "\n" for line in kept))
+        self._file = open(path, "a")
+
+    def _lines(self) -> list[str]:
+        return self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
+
+    @staticmethod
+    def _step_of(line: str) -> int | None:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Events:
+    """TensorBoard scalars of the same rows; `enabled=False` writes nothing."""
+
+    def __init__(self, directory: Path, step: int, enabled: bool):
+        self._writer = None
+        if enabled:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
+                from tensorboardX import SummaryWriter
+            self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else None, flush_secs=10)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Adds the numbers of `row` at its step; nested objects as group/name."""
+        if self._writer is None:
+            return
+        for name, value in row.items():
+            values = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+            for tag, number in values.items():
+                if tag != "step" and isinstance(number, (int, float)):
+                    self._writer.add_scalar(tag, number, row["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

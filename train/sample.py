@@ -1,0 +1,45 @@
+"""Text from the model as it stands: temperature sampling over a fixed buffer.
+
+The model is causal, so positions behind the last token do not matter and one compiled program
+serves every length. Without a key/value cache each token costs a whole forward pass: this is for a
+look at the end of training, not for serving.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from train.program import Program
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _generate(graph: nnx.GraphDef, params: Any, tokens_BL: jax.Array, span: jax.Array, temperature: float,
+              key: jax.Array) -> jax.Array:
+    transformer = nnx.merge(graph, params)
+
+    def extend(place: jax.Array, tokens_BL: jax.Array) -> jax.Array:
+        x_BLD = transformer.hidden(tokens_BL)
+        x_BD = jax.lax.dynamic_index_in_dim(x_BLD, place - 1, axis=1, keepdims=False)
+        logits_BV = jnp.einsum("bd,dv->bv", x_BD.astype(jnp.float32), transformer.head().astype(jnp.float32))
+        chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
+        return jax.lax.dynamic_update_slice_in_dim(
+            tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
+
+    return jax.lax.fori_loop(span[0], span[1], extend, tokens_BL)
+
+
+def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
+    """Up to `count` tokens after `prompt`, as many as the training length leaves room for."""
+    length = program.batch.seq_len
+    prompt = prompt[: length - 1] or [0]
+    # One row a rank: a batch of one would not divide over the mesh. The first row is shown.
+    tokens = np.zeros((program.batch.ranks, length), np.int32)
+    tokens[:, : len(prompt)] = prompt
+    end = min(len(prompt) + count, length)
+    out = _generate(program.graph, params, jax.device_put(tokens, program.layout.sharding(("batch", "length"))),
+                    np.asarray([len(prompt), end], np.int32), temperature, jax.random.key(program.config.seed))
+    return np.asarray(out)[0, len(prompt): end].tolist()
