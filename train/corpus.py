@@ -113,8 +113,9 @@ class Text:
         if len(self.documents) == 1:
             document = self.documents[0]
             cut = _cut(document)
-            return (replace(self, documents=(replace(document, stop=cut),)),
-                    replace(self, documents=(replace(document, start=cut),)))
+            ends = replace(document, stop=cut), replace(document, start=cut)
+            # A part without text must not count as a document, which would end in a separator.
+            return tuple(replace(self, documents=(end,) if end.start < end.stop else ()) for end in ends)
         marks = {document.name: _mark(document.name) for document in self.documents}
         chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
         if not 0 < len(chosen) < len(marks):  # few files: chance may choose none of them, or all

@@ -28,7 +28,7 @@ def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
         del state, params, extra
         with jax.named_scope("grad_norm"):
             inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates)) * inverse
+            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates)) * inverse
             scale = inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
         return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), ClipState(norm)
 

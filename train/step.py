@@ -77,7 +77,7 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     micro = state.opt_state.mini_step if multi else 0
     tally, grads = parts.gradients(state.params, batch, parts.dropout_keys(state.step, micro * rows, rows))
-    tally = state.tally + tally
+    tally = state.tally + tally if multi else tally
     params, opt_state = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state)
     if not multi:
