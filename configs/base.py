@@ -79,7 +79,7 @@ def get_config() -> ConfigDict:
     train.steps = 1000  # optimizer updates
     train.log_every = 10
     train.eval_every = 250
-    train.eval_batches = 0  # held-out micro-batches per evaluation; 0: all
+    train.eval_sequences = 0  # held-out sequences per evaluation; 0: all
     train.checkpoint_every = 250
     train.keep = 3  # newest checkpoints kept, besides the one with the best held-out loss
     train.deterministic = False  # bit-equal reruns on GPUs too, at a price in speed

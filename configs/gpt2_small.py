@@ -14,5 +14,5 @@ def get_config():
     config.data.seq_len = 1024
     config.batch.update(micro=32, accumulation=16)
     config.optimizer.update(learning_rate=6e-4, warmup_steps=2000)
-    config.train.update(steps=600_000, eval_every=2000, eval_batches=100, checkpoint_every=2000)
+    config.train.update(steps=600_000, eval_every=2000, eval_sequences=3200, checkpoint_every=2000)
     return config

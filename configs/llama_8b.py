@@ -17,5 +17,5 @@ def get_config():
     config.batch.micro = 1
     config.optimizer.update(learning_rate=3e-4, warmup_steps=2000)
     config.mesh.update(data=1, fsdp=-1)
-    config.train.update(steps=100_000, eval_every=1000, eval_batches=50, checkpoint_every=1000)
+    config.train.update(steps=100_000, eval_every=1000, eval_sequences=512, checkpoint_every=1000)
     return config

@@ -86,7 +86,8 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
     if platform not in ("gpu", "cuda"):
         return f"it runs on NVIDIA GPUs, not on {platform}; use chunked"
     if np.dtype(precision.compute).itemsize != 2:
-        return f"it computes in 16-bit floats, not {np.dtype(precision.compute)}; set precision.preset=bf16 or use chunked"
+        return (f"it computes in 16-bit floats, not {np.dtype(precision.compute)}; set precision.preset=bf16 or "
+                "use chunked")
     if config.d_head % 8 or config.d_head > 128:
         return f"it takes heads of a multiple of 8 up to 128, not model.d_head={config.d_head}; use chunked"
     return _needs_no_dropout(config, precision, platform)

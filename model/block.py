@@ -9,7 +9,16 @@ from flax import nnx
 from model.attention import KERNELS
 from model.config import ModelConfig
 from model.layers import (
-    ACTIVATIONS, MLPS, Constrain, Norm, dropout, fold, param, read, rope_frequencies, rotate,
+    ACTIVATIONS,
+    MLPS,
+    Constrain,
+    Norm,
+    dropout,
+    fold,
+    param,
+    read,
+    rope_frequencies,
+    rotate,
 )
 from model.names import tag
 from model.precision import Precision

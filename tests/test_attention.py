@@ -75,7 +75,8 @@ def test_chunked_memory_is_linear_and_naive_quadratic():
 def test_masked_blocks_cost_nothing():
     """The blocks above the diagonal are not walked: n (n + 1) / 2 of n^2."""
     q, k, v, _ = inputs(64)
-    jaxpr = str(jax.make_jaxpr(lambda: KERNELS["chunked"].run(q, k, v, config=config(attention_chunk=16), key_B=None))())
+    cut = config(attention_chunk=16)
+    jaxpr = str(jax.make_jaxpr(lambda: KERNELS["chunked"].run(q, k, v, config=cut, key_B=None))())
     assert "length=10" in jaxpr and "length=16" not in jaxpr
 
 
@@ -91,7 +92,8 @@ def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length,
 
 @pytest.mark.parametrize(("platform", "preset", "changes", "message"), [
     ("cpu", "bf16", {"attention": "cudnn"}, "NVIDIA GPUs, not on cpu; use chunked"),
-    ("gpu", "fp32", {"attention": "cudnn"}, "16-bit"), ("gpu", "bf16", {"attention": "cudnn", "d_head": 12}, "d_head=12"),
+    ("gpu", "fp32", {"attention": "cudnn"}, "16-bit"),
+    ("gpu", "bf16", {"attention": "cudnn", "d_head": 12}, "d_head=12"),
     ("gpu", "bf16", {"attention": "cudnn", "dropout": 0.1}, "dropout"),
     ("cpu", "fp32", {"attention": "chunked", "dropout": 0.1}, "dropout=0.1"),
     ("cpu", "fp32", {"attention": "flash"}, "choose one of auto, naive, chunked, cudnn")])

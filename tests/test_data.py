@@ -157,7 +157,10 @@ def test_every_held_out_token_is_a_target_once(tokens, seq_len, rows):
 def test_held_out_batches_are_limited_and_parted():
     whole = list(heldout_batches(DATA, rows=2))
     assert len(whole) == 2 and whole[1]["targets"].tolist() == [[9, 10, IGNORE, IGNORE], [IGNORE] * 4]
-    assert len(list(heldout_batches(DATA, rows=2, limit_batches=1))) == 1
+    for rows in (1, 2, 3):  # the first two windows, however they are cut into batches
+        first = np.concatenate([batch["targets"] for batch in heldout_batches(DATA, rows=rows, sequences=2)])
+        counted = first[(first != IGNORE).any(1)]
+        np.testing.assert_array_equal(counted, DATA.heldout.windows(range(2))[:, 1:])
     for row in range(2):
         part = list(heldout_batches(DATA, rows=2, row_slices=[slice(row, row + 1)]))
         assert all(np.array_equal(p["targets"], w["targets"][[row]]) for p, w in zip(part, whole))

@@ -61,8 +61,8 @@ def test_head_gradient_is_reduced_once_not_in_every_chunk():
     x, w, targets = problem(B=8, L=16)
     here = settings(2, 8, data=8)
     step = jax.jit(jax.grad(lambda w, x: LOSSES["chunked"](x, w, targets, here)))
-    arguments = (jax.device_put(w, here.layout.sharding()), jax.device_put(x, here.layout.sharding(("batch", None, None))))
-    text = step.lower(*arguments).compile().as_text()
+    rows = here.layout.sharding(("batch", None, None))
+    text = step.lower(jax.device_put(w, here.layout.sharding()), jax.device_put(x, rows)).compile().as_text()
     bodies = [text.split(f"\n%{name} (")[1].split("\n}")[0] for name in re.findall(r"body=%([\w.-]+)", text)]
     assert bodies and "all-reduce(" in text
     assert not any("all-reduce" in body or "all-gather" in body for body in bodies)
@@ -80,16 +80,21 @@ def test_chunked_takes_a_quarter_of_full_at_32k_tokens_and_128k_words():
 
 
 def test_chunked_never_holds_the_logits_array():
-    for direction in (jax.jit, lambda f: jax.jit(jax.grad(f, (0, 1)))):
-        x, w, targets = problem(L=64)
-        text = direction(lambda x, w: LOSSES["chunked"](x, w, targets, settings(8))).lower(x, w).compile().as_text()
+    x, w, targets = problem(L=64)
+
+    def run(x, w):
+        return LOSSES["chunked"](x, w, targets, settings(8))
+
+    for direction in (run, jax.grad(run, (0, 1))):
+        text = jax.jit(direction).lower(x, w).compile().as_text()
         assert "40]" in text and "4,64,40]" not in text and "256,40]" not in text
 
 
 def test_sums_are_float32_under_bf16():
     x, w, targets = problem()
-    value, grads = jax.value_and_grad(
-        lambda x, w: LOSSES["chunked"](x, w, targets, settings(4, compute=jnp.bfloat16)), (0, 1))(x.astype(jnp.bfloat16), w)
+    narrow = settings(4, compute=jnp.bfloat16)
+    run = jax.value_and_grad(lambda x, w: LOSSES["chunked"](x, w, targets, narrow), (0, 1))
+    value, grads = run(x.astype(jnp.bfloat16), w)
     assert value.dtype == jnp.float32 and grads[1].dtype == jnp.float32 and grads[0].dtype == jnp.bfloat16
     np.testing.assert_allclose(value, reference(x, w, targets), rtol=1e-2)
 

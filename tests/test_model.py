@@ -16,8 +16,8 @@ from model.layers import rope_frequencies, rotate
 from model.names import NAMES, tag
 from model.transformer import logical_axes
 
-SMALL = dict(d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_head=8, d_ff=48, vocab_size=50, max_seq_len=64,
-             attention="naive")
+SMALL = {"d_model": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 8, "d_ff": 48, "vocab_size": 50,
+         "max_seq_len": 64, "attention": "naive"}
 
 
 def small(family=base.LLAMA, remat="none", **changes) -> Transformer:

@@ -81,10 +81,11 @@ class TokenSource:
             at, part = at + len(tokens), part + 1
         return window
 
-    def windows(self, numbers: Iterable[int]) -> np.ndarray:
-        """Returns the windows of these numbers, int32 [n, seq_len + 1]; past the end all `IGNORE`."""
+    def windows(self, numbers: Iterable[int], stop: int | None = None) -> np.ndarray:
+        """Returns the windows of these numbers, int32 [n, seq_len + 1]; from `stop` or the end on all `IGNORE`."""
         padding = np.full(self.seq_len + 1, IGNORE, np.int32)
-        return np.stack([self[int(i)] if i < len(self) else padding for i in numbers])
+        end = len(self) if stop is None else min(stop, len(self))
+        return np.stack([self[int(i)] if i < end else padding for i in numbers])
 
 
 @dataclass(frozen=True)
@@ -173,19 +174,20 @@ def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None =
     )
 
 
-def heldout_batches(data: Data, *, rows: int, limit_batches: int | None = None,
+def heldout_batches(data: Data, *, rows: int, sequences: int | None = None,
                     row_slices: Sequence[slice] | None = None) -> Iterator[Batch]:
     """Returns an iterator that gives every held-out token as a target once, in order.
 
     Items are like those of `train_batches`. The last window and the last batch are padded with targets of
-    `IGNORE`; every process gets equally many batches, at most `limit_batches`.
+    `IGNORE`; every process gets equally many batches. With `sequences`, only that many
+    windows from the first on, the same ones however they are cut into batches.
     """
     mine, source = _own_rows(rows, row_slices), data.heldout
-    steps = -(-len(source) // rows)
-    steps = steps if limit_batches is None else min(steps, limit_batches)
+    count = len(source) if sequences is None else min(sequences, len(source))
+    steps = -(-count // rows)
     numbers = grain.MapDataset.range(steps).map(lambda step: step * rows + mine)
     return iter(
-        numbers.map(lambda batch: _to_batch(source.windows(batch)))
+        numbers.map(lambda batch: _to_batch(source.windows(batch, count)))
         .to_iter_dataset(_read_options(workers=1, prefetch=2))
     )
 

@@ -125,7 +125,7 @@ def evaluate(run: Run, params: Any, step: int) -> float:
     """Held-out loss in nats per token, recorded."""
     program, total = run.program, None
     batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
-                              limit_batches=run.config.train.eval_batches or None)
+                              sequences=run.config.train.eval_sequences or None)
     for host in batches:
         tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
         total = tally if total is None else jax.tree.map(jax.numpy.add, total, tally)

@@ -40,7 +40,7 @@ class MetricsLog:
         self.path = path
         kept = [line for line in self._lines() if self._step_of(line) is not None and self._step_of(line) <= step]
         write_atomically(path, "".join(line + "\n" for line in kept))
-        self._file = open(path, "a")
+        self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 
     def _lines(self) -> list[str]:
         return self.path.read_text(errors="replace").splitlines() if self.path.exists() else []

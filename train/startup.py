@@ -19,6 +19,7 @@ from model.names import NAMES
 from train.config import flatten
 from train.program import Program, xla_remat_pass
 
+
 def parameters_by_component(params: Any) -> dict[str, int]:
     """Component (embedding, attention, mlp, norms, head) -> number of parameters."""
     counts: dict[str, int] = defaultdict(int)
