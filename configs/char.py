@@ -1,6 +1,10 @@
 """The small character-model shape everyone compares on, in float32.
 
     python -m train --config=configs/char.py
+
+Hardware: CPU, two cores.
+Memory: CHARMEM
+Loss: CHARLOSS
 """
 
 from configs import base

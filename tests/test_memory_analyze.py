@@ -73,7 +73,7 @@ def test_phases_come_in_order(subject):
     phases = [point.phase for point in subject[2].timeline]
     assert phases[0] == "argument"
     assert phases.index("forward") < phases.index("recompute") < len(phases) - 1
-    assert phases[-1] == "optimizer"
+    assert "optimizer" in phases[phases.index("backward"):]
 
 
 def test_source_lines_are_the_users(subject):

@@ -199,7 +199,7 @@ def test_mistakes_are_one_line_and_exit_2(text, tmp_path, arguments, message, ca
     write(tmp_path, {"file": "x", "shards/a.bin": "aa"})
     assert main([argument.format(text=text, tmp=tmp_path) for argument in arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("train.prepare: ") and err.count("\n") == 1 and message in err
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
 def test_nothing_that_exists_is_overwritten(text, tmp_path, capsys):

@@ -1,6 +1,6 @@
 """The files behind `data.source`: text documents, in which order, and which of them are held out.
 
-`find` looks at the source and returns a `Text`, or the names of token shards (`train.prepare` reads those).
+`find` looks at the source and returns a `Text`, or the names of token shards (`train.shards` reads those).
 What is held out follows from names, never from chance, so it is the same in every run and on every machine.
 """
 

@@ -17,7 +17,7 @@ import numpy as np
 from train.batch import IGNORE
 from train.corpus import ShardFiles, Text, find
 from train.errors import UserError
-from train.prepare import DTYPES, Shards, open_shards
+from train.shards import DTYPES, Shards, open_shards
 from train.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, load_tokenizer
 
 Batch = dict[str, np.ndarray]

@@ -1,0 +1,76 @@
+"""What names say: phases, scopes and components from op_names, roles from argument paths."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memory.attribution import source_line
+from memory.hlo import Frame, Metadata
+from memory.roles import role
+from memory.scopes import component_of_code, parse
+
+
+@pytest.mark.parametrize(("op_name", "phase", "path", "component", "operation"), [
+    ("jit(step)/jvp(blocks)/while/body/closed_call/attention/norm/mul",
+     "forward", ("blocks", "attention", "norm"), "attention", "mul"),
+    ("jit(step)/transpose(jvp(blocks))/while/body/closed_call/checkpoint/mlp/dot_general",
+     "backward", ("blocks", "mlp"), "mlp", "dot_general"),
+    ("jit(step)/transpose(jvp(blocks))/while/body/checkpoint/rematted_computation/mlp/tanh",
+     "recompute", ("blocks", "mlp"), "mlp", "tanh"),
+    ("jit(step)/optimizer/sqrt", "", ("optimizer",), "optimizer", "sqrt"),
+    ("jit(step)/jvp(final_norm)/norm/rsqrt", "forward", ("final_norm", "norm"), "norm", "rsqrt"),
+    ("jit(f)/jvp(Mlp)/Dense_0/dot_general", "forward", ("Mlp", "Dense_0"), "mlp", "dot_general"),
+    ("jit(step)/transpose(jvp(a))/while/body/(rematted_computation/attention/dot:mlp/transpose)",
+     "recompute", ("a", "attention"), "attention", "dot"),
+    ("jit(f)/add", "", (), "", "add"),
+    ("", "", (), "", ""),
+])
+def test_op_names(op_name, phase, path, component, operation):
+    scope = parse(op_name)
+    assert (scope.phase, scope.path, scope.component, scope.operation) == (phase, path, component, operation)
+
+
+@given(st.text(alphabet="ab/()jvp:_.\n", max_size=60))
+def test_any_op_name(text):
+    assert isinstance(parse(text).component, str)
+
+
+def test_components_from_code():
+    frames = (Frame("/x/optax/losses/_classification.py", 1, function="softmax_cross_entropy"),)
+    assert component_of_code(frames) == "loss"
+    assert component_of_code((Frame("/x/optax/_src/transform.py", 3, function="update_fn"),)) == "optimizer"
+    assert component_of_code((Frame("mine.py", 3, function="main"),)) == ""
+
+
+def test_source_lines_skip_libraries():
+    inner = Frame("/venv/lib/python3.11/site-packages/optax/_src/base.py", 3)
+    assert source_line(Metadata("a", (inner, Frame("train.py", 7)))) == "train.py:7"
+    assert source_line(Metadata("a", (inner,))).endswith("base.py:3")
+    assert source_line(Metadata()) == ""
+
+
+@pytest.mark.parametrize(("path", "expected"), [
+    ("state.params['blocks']['w_q']", "params"),
+    ("state['params']['opt_head']", "params"),
+    ("params['batch_norm']['scale']", "params"),
+    ("state.opt_state[1][0].mu['blocks']['w_q']", "optimizer"),
+    ("state.opt_state.acc_grads['embed']", "accumulator"),
+    ("state.opt_state.inner_opt_state[0].nu['w']", "optimizer"),
+    ("state.opt_state.mini_step", "optimizer"),
+    ("state.step", "optimizer"),
+    ("opt_state[0].trace['w']", "optimizer"),
+    ("batch['inputs']", "batch"),
+    ("variables['params']['Dense_0']['kernel']", "params"),
+    ("kv_cache[0]", "batch"),
+    ("x", "batch"),
+    ("", "batch"),
+    ("something_else", "batch"),
+])
+def test_roles(path, expected):
+    assert role(path) == expected
+
+
+def test_roles_of_ones_own_go_first():
+    assert role("state.ema['w']", [("ema", "params")]) == "params"
+    with pytest.raises(ValueError, match="regular expression"):
+        role("w", [("(", "params")])
