@@ -1,0 +1,16 @@
+"""Reads any compiled JAX program, down to the buffer: what every byte of its device memory is.
+
+    import memory
+    report = memory.analyze(jax.jit(step).lower(state, batch))
+    memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")
+
+`python -m memory report --help` is the same as a command. Importing this package does not import jax.
+"""
+
+from memory.analyze import analyze
+from memory.errors import GuardError, ReportError
+from memory.guard import assert_fits
+from memory.records import Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats, load
+
+__all__ = ["Buffer", "Finding", "GuardError", "LedgerRow", "Report", "ReportError", "TimelinePoint",
+           "XlaStats", "analyze", "assert_fits", "load"]

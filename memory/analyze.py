@@ -1,0 +1,192 @@
+"""`analyze`: any compiled JAX program in, a report out.
+
+From a `jax.stages.Traced` or `Lowered`, and from an HloProto, everything is exact: the compiler's own buffers
+and heap trace are read. A finished `Compiled` keeps neither on most backends; then lifetimes are derived from
+its schedule, totals are XLA's, and the report's `method` and `notes` say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from memory import build, findings, xla
+from memory.checkpoint_names import Names, places_of
+from memory.compiler import Compilation, compile_lowered, read_compiled
+from memory.errors import ReportError
+from memory.records import Buffer, Report, XlaStats
+from memory.scheduled import derive
+
+# Above this share of the limit a program fits, but tightly.
+TIGHT = 0.95
+_MAX_PROTO = 2**31
+# Rows in the order in which a derivation may have made too much of them.
+_DOUBTFUL = ("workspace", "logits_loss", "collectives", "gradients", "residuals", "outputs", "unattributed",
+             "accumulator", "batch", "optimizer", "params")
+
+
+def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | None = None,
+            roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = ()) -> Report:
+    """What every byte of a program's peak is, on one device.
+
+    Args:
+        program: a `jax.stages.Traced`, `Lowered` or `Compiled`, anything with a `lower()` that gives a
+            Lowered, a serialized HloProto (bytes), or the path of one. A Traced tells checkpoint names best.
+        target: what it is compiled for, a `memory.targets.Target` or its name; None judges a program of the
+            devices at hand by those, and leaves a proto or a program for described devices unjudged.
+        config: goes into the report as it is.
+        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before
+            `memory.roles.DEFAULT`; roles are params, optimizer, accumulator, gradients and batch.
+        names: the program's checkpoint names, for programs that put them into named scopes too.
+
+    Raises ReportError for what is no program, a damaged proto, or a target that does not exist.
+    """
+    if isinstance(target, str):
+        from memory import targets
+
+        target = targets.parse(target)
+    compilation = compilation_of(program, described=bool(getattr(target, "is_described", False)))
+    if target is None and compilation.local:
+        target = _local()
+    return report_of(compilation, target=target, config=config, roles=roles, names=names)
+
+
+def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[str, Any] | None = None,
+              roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = ()) -> Report:
+    """The report of a finished compilation (`memory.compiler`), without compiling anything."""
+    known = Names(names, places_of(compilation.jaxpr) if compilation.jaxpr is not None else None)
+    if compilation.module:
+        program = xla.read_module(compilation.module, compilation.assignment)
+    else:
+        program = xla.read(compilation.proto)
+    # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
+    derived = not program.traces and not (program.allocations and (compilation.proto or _settled(program)))
+    source = derive(program.module) if derived else program
+    method = "schedule" if derived else "heap_trace"
+    try:
+        report = build.report(source, roles=roles, names=known, method=method)
+    except RecursionError as error:
+        raise ReportError("a program nested too deep to be one: dump it again") from error
+    stats = compilation.stats or _stats(program)
+    if derived:
+        report = _reconcile(report, program, stats)
+    report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
+                                 config=dict(config or {}))
+    report = judge(report, getattr(target, "limit_bytes", None))
+    return dataclasses.replace(report, findings=findings.find(report, source))
+
+
+def judge(report: Report, limit: int | None) -> Report:
+    """The report with its verdict: fits, tight (above 95 % of the limit), exceeds; unknown for no limit."""
+    if limit is None:
+        return report
+    fits = report.allocated_bytes <= limit
+    verdict = "exceeds" if not fits else "tight" if report.allocated_bytes > TIGHT * limit else "fits"
+    return dataclasses.replace(report, limit_bytes=int(limit), fits=fits, verdict=verdict)
+
+
+def compilation_of(program: Any, described: bool = False) -> Compilation:
+    """Brings whatever `analyze` takes to a Compilation, compiling it if it must."""
+    if isinstance(program, Compilation):
+        return program
+    if isinstance(program, (str, Path)):
+        return Compilation(proto=_read(Path(program)))
+    if isinstance(program, (bytes, bytearray, memoryview)):
+        return Compilation(proto=bytes(program))
+    if hasattr(program, "runtime_executable") and hasattr(program, "memory_analysis"):
+        return read_compiled(program)
+    if hasattr(program, "compile") and hasattr(program, "compiler_ir"):
+        return compile_lowered(program, described=described)
+    if hasattr(program, "lower"):
+        jaxpr = getattr(program, "jaxpr", None)
+        try:
+            lowered = program.lower()
+        except TypeError as error:
+            raise ReportError(f"a {type(program).__name__} that is not lowered: call .lower(*arguments) on "
+                              "it and give the result") from error
+        return dataclasses.replace(compilation_of(lowered, described), jaxpr=jaxpr)
+    raise ReportError(f"a {type(program).__name__} is no program: give a jax.stages.Lowered, Traced or "
+                      "Compiled, the bytes of an HloProto, or its path")
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump")
+    try:
+        if path.stat().st_size >= _MAX_PROTO:
+            raise ReportError(f"{path} is larger than a proto can be: give a *after_optimizations.hlo.pb")
+        return path.read_bytes()
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _local() -> Any:
+    from memory import targets
+
+    return targets.parse("local")
+
+
+def _describe(target: Any) -> dict[str, Any]:
+    if target is None:
+        return {}
+    return target.to_json() if hasattr(target, "to_json") else {"name": str(getattr(target, "name", target))}
+
+
+def _settled(program: xla.Program) -> bool:
+    """Whether a program needs no trace: it has allocations, and none of them is temporary memory in parts."""
+    return bool(program.allocations) and all(
+        a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations)
+
+
+def _stats(program: xla.Program) -> XlaStats:
+    """The statistics that follow from allocations alone, for a proto without a Compiled."""
+    main = [a for a in program.allocations if not a.thread_local and a.color == 0]
+    alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
+    return XlaStats(
+        argument_bytes=sum(a.size for a in main if a.entry_parameter),
+        output_bytes=alias + sum(a.size for a in main if a.live_out and not a.entry_parameter),
+        alias_bytes=alias,
+        temp_bytes=sum(a.size for a in main if not a.indefinite),
+        host_temp_bytes=sum(a.size for a in program.allocations
+                            if a.color == build.HOST_COLOR and not a.indefinite))
+
+
+def _reconcile(report: Report, program: xla.Program, stats: XlaStats) -> Report:
+    """Totals as XLA states them; what the derivation makes too little is the unattributed row, named so.
+
+    What it makes too much, values that XLA puts in one place and the derivation does not, is taken off the
+    workspace, then off the other temporary rows.
+    """
+    allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
+    if not allocated and stats.argument_bytes is not None:
+        allocated = (stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
+                     + (stats.temp_bytes or 0))
+    if not allocated:
+        return report
+    held = sum(b.bytes for b in report.buffers if b.memory == "device" and b.start == 0
+               and b.phase in ("argument", "output"))
+    # A peak that leaves temporaries out (the CPU's) or counts host memory in is none.
+    stated = stats.peak_bytes if stats.peak_bytes and held < stats.peak_bytes <= allocated else None
+    if stats.temp_bytes and stated is not None and stated <= held + stats.temp_bytes // 100:
+        stated = None
+    peak = min(stated if stated is not None else report.peak_bytes, allocated)
+    rows = dict(report.breakdown)
+    missing = peak - report.peak_bytes
+    buffers, notes = report.buffers, list(report.notes)
+    if missing >= 0:
+        rows["unattributed"] += missing
+        if missing:
+            last = len(report.timeline) - 1
+            buffers += (Buffer("difference to XLA's peak", missing, end=last, at_peak=True),)
+    else:
+        excess = -missing
+        for row in _DOUBTFUL:
+            taken = min(rows[row], excess)
+            rows[row], excess = rows[row] - taken, excess - taken
+    rows["fragmentation"] = allocated - peak
+    notes.append(f"lifetimes are derived from the schedule: they make a peak of {report.peak_bytes} bytes, "
+                 f"XLA's totals make {peak}")
+    return dataclasses.replace(report, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows,
+                               buffers=buffers, notes=tuple(notes))

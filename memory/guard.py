@@ -1,0 +1,63 @@
+"""Guards for other people's tests: a program's memory as an assertion.
+
+    def test_step_fits(memory_guard):
+        memory_guard(jax.jit(step).lower(state, batch), "72GiB")
+
+The fixture comes with `pytest_plugins = ["memory.guard"]` in a conftest.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from memory.errors import GuardError, ReportError
+from memory.records import Report
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size as people write it: 1024, "512 MB", "72GiB". Raises ReportError for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.match(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ReportError(f"{size!r} is no size: write it as 72GiB, 512MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> Report:
+    """Asserts that a program's allocated bytes are at most `size`; returns its report.
+
+    `program` and `options` are those of `memory.analyze`. Without a `size` the target's limit is the bound.
+    Raises GuardError, an AssertionError, when it does not fit, naming what the peak is made of; ReportError
+    when there is no bound.
+    """
+    from memory.analyze import analyze
+    from memory.text import human
+
+    report = program if isinstance(program, Report) else analyze(program, **options)
+    limit = report.limit_bytes if size is None else parse_bytes(size)
+    if limit is None:
+        raise ReportError("no size to fit in: give one as in assert_fits(program, \"72GiB\"), or a target")
+    if report.allocated_bytes > limit:
+        rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
+        parts = ", ".join(f"{row} {human(count)}" for row, count in rows if count)
+        raise GuardError(f"{report.program or 'the program'} takes {human(report.allocated_bytes)}, "
+                         f"{human(report.allocated_bytes - limit)} more than {human(limit)}: {parts}")
+    return report
+
+
+try:
+    import pytest
+except ImportError:  # the assertion works without it
+    pass
+else:
+
+    @pytest.fixture
+    def memory_guard():
+        """`assert_fits` as a fixture."""
+        return assert_fits

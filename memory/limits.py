@@ -1,0 +1,126 @@
+"""How many bytes a device's runtime may hand out: what a program is judged against."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memory.errors import ReportError
+from memory.platform import memory_fraction
+from memory.target_table import CHIPS
+
+# cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
+_CGROUP_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def limit_bytes(device: Any) -> int:
+    """Bytes that one device may hand out to programs; `device` is a Target or a jax device.
+
+    - A device that is here: what its allocator says (`memory_stats()["bytes_limit"]`).
+    - A described GPU: (memory - context) x fraction; the fraction is the user's
+      XLA_PYTHON_CLIENT_MEM_FRACTION, else 0.92. XLA itself multiplies the whole card, so a real card may give
+      fraction x context (some 460 MiB) more.
+    - A described TPU: what libtpu leaves of the HBM; there is no fraction.
+    - The CPU: free host memory, cgroup limits included, divided by the number of local devices, since
+      simulated devices share the host. It moves with what else the machine does.
+
+    Raises ReportError for a device without statistics that the table of targets does not know.
+    """
+    if hasattr(device, "memory_stats"):
+        return _device_limit(device)
+    if device.is_described:
+        return _described_limit(device.platform, device.device_memory_bytes, device.reserved_bytes)
+    return _device_limit(device.devices()[0])
+
+
+def _described_limit(platform: str, memory: int, reserved: int) -> int:
+    return int((memory - reserved) * (memory_fraction() if platform == "cuda" else 1.0))
+
+
+def _device_limit(device: Any) -> int:
+    try:
+        stats = device.memory_stats() or {}
+    except Exception:  # a compile-only device has no runtime to ask
+        stats = {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform == "cpu":
+        sharing = sum(d.process_index == device.process_index for d in device.client.devices())
+        return free_host_bytes() // max(sharing, 1)
+    for chip in CHIPS.values():  # compile-only, or an allocator without a pool
+        if chip.kind == device.device_kind:
+            return _described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
+    raise ReportError(f"nothing says how much memory {device.device_kind} has: name a target it resembles")
+
+
+def free_host_bytes(root: str = "/") -> int:
+    """Bytes this process may still take of the host: the least of the free memory and each cgroup's room.
+
+    `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
+    """
+    free = list(_cgroup_rooms(Path(root)))
+    available = _proc_value(Path(root) / "proc/meminfo", "MemAvailable:")
+    free.append(physical_bytes(root) if available is None else available * 1024)
+    return max(min(free), 0)
+
+
+def physical_bytes(root: str = "/") -> int:
+    """The host's memory in bytes, whoever uses it (0 where the system does not say)."""
+    total = _proc_value(Path(root) / "proc/meminfo", "MemTotal:")
+    if total is not None:
+        return total * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # no such name on this system
+        return 0
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Room left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
+    for line in _lines(root / "proc/self/cgroup"):
+        if line.count(":") < 2:
+            continue
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        # Inside a container the path is the host's and may not exist here: the ancestors still do.
+        for depth in range(len(parts), -1, -1):
+            room = _room(mount.joinpath(*parts[:depth]), *_CGROUP_FILES[version])
+            if room is not None:
+                yield room
+
+
+def _room(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
+    limit, use = _number(group / limit_name), _number(group / use_name)
+    if limit is None or use is None:  # "max" is no number: no limit
+        return None
+    return limit - use + (_proc_value(group / "memory.stat", cache_key) or 0)
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _proc_value(path: Path, key: str) -> int | None:
+    """The number behind `key` in a file of "key number" lines."""
+    for line in _lines(path):
+        words = line.split()
+        if len(words) > 1 and words[0] == key and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []

@@ -1,0 +1,257 @@
+"""The report as plain records: what every reader fills and every renderer reads.
+
+All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1):
+
+- `schema`: the number of this layout. It rises when a key changes its meaning or goes away.
+- `versions`: name -> version of what compiled the program (jax, jaxlib, plugin, python).
+- `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
+- `config`: the configuration the caller passed; {} when there is none.
+- `program`: the name of the compiled module; `method`: how lifetimes were found (`METHODS`).
+- `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
+- `peak_bytes`: the most that is live at once in main memory, as XProf's memory viewer has it.
+- `peak_index`: the point of `timeline` at which it is.
+- `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, and the packed
+  temporaries.
+- `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement; null, null and "unknown"
+  when no target was given.
+- `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
+- `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
+  to `allocated_bytes`.
+- `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
+  parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
+  next as "(blocks input)"; sums to the residuals row.
+- `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
+- `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
+- `notes`: sentences on what is not exact in this report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memory.errors import ReportError
+
+SCHEMA = 1
+
+# What a byte at the peak can be, in the order in which reports show it.
+ROWS = ("params", "optimizer", "accumulator", "gradients", "residuals", "workspace", "logits_loss",
+        "collectives", "batch", "outputs", "unattributed", "fragmentation")
+CATEGORIES = ROWS[:-1]
+PHASES = ("argument", "forward", "recompute", "backward", "optimizer", "output", "")
+MEMORIES = ("device", "on_chip", "host")
+METHODS = {
+    "heap_trace": "exact: the compiler's own heap trace",
+    "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
+}
+VERDICTS = ("fits", "tight", "exceeds", "unknown")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One stretch of memory over one stretch of the step.
+
+    Fields:
+        name: the instruction that defines it, or the pytree path of an argument.
+        bytes: its size; shape, dtype: of the array it holds ("" and () for what is no array).
+        category: a row of `CATEGORIES`; phase: one of `PHASES`.
+        component: attention, mlp, embed, ... ("" when no named scope says so).
+        module: the named scopes around it, joined by "/".
+        op_name: the operation as JAX named it; source: "file.py:line" of the user's code, "" if unknown.
+        checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
+        start, end: the first and the last point of the timeline at which it is alive, both included.
+        at_peak: alive at the peak; memory: one of `MEMORIES`; only "device" is part of the peak.
+    """
+
+    name: str
+    bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    category: str = "unattributed"
+    phase: str = ""
+    component: str = ""
+    module: str = ""
+    op_name: str = ""
+    source: str = ""
+    checkpoint_name: str = ""
+    start: int = 0
+    end: int = 0
+    at_peak: bool = False
+    memory: str = "device"
+
+
+@dataclasses.dataclass(frozen=True)
+class TimelinePoint:
+    """Live bytes in main memory once `instruction` has its output (index = position in the list)."""
+
+    index: int
+    bytes: int
+    phase: str
+    instruction: str
+    component: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerRow:
+    """State of one role and dtype: `elements` values taking `bytes`, `bytes_per_param` of each parameter.
+
+    The last row has role "total" and dtype "". `bytes_per_param` is 0.0 for a program without parameters.
+    """
+
+    role: str
+    dtype: str
+    elements: int
+    bytes: int
+    bytes_per_param: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something an expert would point at: how many bytes it concerns, and what to do about it."""
+
+    kind: str
+    bytes: int
+    message: str
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaStats:
+    """The compiler's statistics, main memory only; None where the backend gives none."""
+
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    temp_bytes: int | None = None
+    host_temp_bytes: int | None = None
+    peak_bytes: int | None = None
+    generated_code_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What every byte of a program's peak is. Its fields are the JSON keys explained above."""
+
+    peak_bytes: int
+    allocated_bytes: int
+    breakdown: Mapping[str, int]
+    timeline: tuple[TimelinePoint, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    ledger: tuple[LedgerRow, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    xla: XlaStats = XlaStats()
+    limit_bytes: int | None = None
+    fits: bool | None = None
+    verdict: str = "unknown"
+    host_bytes: int = 0
+    on_chip_bytes: int = 0
+    peak_index: int = 0
+    program: str = ""
+    method: str = "heap_trace"
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    def alive_at(self, index: int) -> tuple[Buffer, ...]:
+        """Buffers of main memory alive at a point of the timeline, largest first."""
+        live = (b for b in self.buffers if b.memory == "device" and b.start <= index <= b.end)
+        return tuple(sorted(live, key=lambda b: -b.bytes))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
+        out = {key: _plain(getattr(self, key)) for key in KEYS}
+        out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
+        return out
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_json()` to a file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def from_json(cls, value: Any) -> Report:
+        """The report of a JSON object. Raises ReportError when it is not one, or of another schema."""
+        if not isinstance(value, dict) or "peak_bytes" not in value:
+            raise ReportError("not a memory report: write one with python -m memory report --json=FILE")
+        if value.get("schema") != SCHEMA:
+            raise ReportError(f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
+                              "write it again with python -m memory report --json=FILE")
+        try:
+            return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ReportError(f"a damaged memory report ({_one_line(error)}): write it again") from error
+
+
+# The order of keys in the JSON.
+KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
+        "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
+        "residuals_by_name", "workspace_by_scope", "ledger", "findings", "notes", "timeline", "buffers")
+
+_ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding}
+_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
+_OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config")
+
+
+def load(path: str | Path) -> Report:
+    """Reads a report's JSON. Raises ReportError for a missing, damaged or foreign file."""
+    try:
+        return Report.from_json(json.loads(Path(path).read_text()))
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+    except ReportError as error:
+        raise ReportError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{path}: not JSON ({_one_line(error)})") from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _read(key: str, value: Any) -> Any:
+    """One key's value as the record holds it. Raises TypeError or ValueError when it is of another kind."""
+    if key in _ITEMS:
+        return tuple(_item(_ITEMS[key], item) for item in value)
+    if key == "xla":
+        return _item(XlaStats, value)
+    if key == "notes":
+        return tuple(str(note) for note in value)
+    if key in _COUNTS and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{key} is {value!r}, not a number of bytes")
+    if key in _OBJECTS and not isinstance(value, dict):
+        raise TypeError(f"{key} is {type(value).__name__}, not an object")
+    if key in ("breakdown", "residuals_by_name", "workspace_by_scope"):
+        return {str(row): int(count) for row, count in value.items()}
+    return value
+
+
+def _item(record: type, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise TypeError(f"{record.__name__} is {type(value).__name__}, not an object")
+    known = {f.name: f for f in dataclasses.fields(record)}
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name in known}
+    for name, v in fields.items():
+        allowed = _KINDS[str(known[name].type)]
+        if not isinstance(v, allowed) or (isinstance(v, bool) and bool not in allowed):
+            raise TypeError(f"{record.__name__}.{name} is {v!r}")
+    return record(**fields)
+
+
+_KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
+          "int | None": (int, type(None)), "tuple[int, ...]": (tuple,)}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120]

@@ -1,0 +1,137 @@
+"""The report on one screen of a terminal, 100 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memory.records import METHODS, Report, TimelinePoint
+
+WIDTH = 100
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
+PHASE_STYLE = {"argument": "dim", "forward": "blue", "recompute": "yellow", "backward": "magenta",
+               "optimizer": "green", "output": "dim", "": "dim"}
+_BAR, _NAMES, _FINDINGS = 22, 7, 5
+
+
+def human(count: float) -> str:
+    """Bytes for people: 21.44 GiB, 3.0 KiB, 17 B."""
+    for unit, scale in _UNITS:
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Prints the report, to a console of 100 columns when none is given."""
+    (console or Console(width=WIDTH)).print(render(report))
+
+
+def render(report: Report) -> RenderableType:
+    """The report as something rich prints: peak, composition, ledger, timeline, findings."""
+    parts: list[RenderableType] = [_head(report), Text()]
+    columns = Table.grid(padding=(0, 3))
+    columns.add_row(_breakdown(report), Group(
+        _names("residuals by checkpoint name", report.residuals_by_name),
+        _names("workspace by phase and component", report.workspace_by_scope)))
+    parts += [columns, _timeline(report), _ledger(report), *_findings(report)]
+    if report.method != "heap_trace":
+        parts.append(Text(f"method: {METHODS.get(report.method, report.method)}", style="yellow"))
+    parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
+    return Group(*parts)
+
+
+def _head(report: Report) -> RenderableType:
+    target = report.target.get("name", "an unnamed target")
+    kind = report.target.get("kind", "")
+    versions = " ".join(f"{name} {report.versions[name]}" for name in ("jax", "jaxlib")
+                        if name in report.versions)
+    title = Text.assemble((report.program or "program", "bold"), f" on {target}",
+                          f" ({kind})" if kind else "", (f"  {versions}", "dim"))
+    limit = report.limit_bytes
+    share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
+    peak = Text.assemble("peak ", (human(report.peak_bytes), "bold"), "   allocated ",
+                         (human(report.allocated_bytes), "bold"), share, "   ",
+                         (report.verdict.upper(), VERDICT_STYLE.get(report.verdict, "bold")))
+    xla = report.xla
+    stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
+             ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
+             ("on chip", report.on_chip_bytes))
+    beside = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
+    return Group(title, peak, Text(beside, style="dim"))
+
+
+def _breakdown(report: Report) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    largest = max([*report.breakdown.values(), 1])
+    for row, size in report.breakdown.items():
+        if size:
+            table.add_row(row, human(size), f"{size / max(report.peak_bytes, 1):.1%}",
+                          Text("█" * max(round(_BAR * size / largest), 1 if size else 0), style="cyan"))
+    return Group(Text("at the peak", style="bold"), table)
+
+
+def _names(title: str, sizes: Mapping[str, int]) -> RenderableType:
+    if not sizes:
+        return Text()
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True, max_width=30, overflow="ellipsis")
+    table.add_column(justify="right", no_wrap=True)
+    rows = sorted(sizes.items(), key=lambda item: -item[1])
+    for name, size in rows[:_NAMES]:
+        table.add_row(name, human(size))
+    rest = sum(size for _, size in rows[_NAMES:])
+    if rest:
+        table.add_row(f"{len(rows) - _NAMES} more", human(rest), style="dim")
+    return Group(Text(title, style="bold"), table)
+
+
+def _timeline(report: Report) -> RenderableType:
+    """Live bytes over the step in 94 columns, each the most of its points, coloured and lettered by phase."""
+    if len(report.timeline) < 2:
+        return Text()
+    buckets = list(_buckets(report.timeline, WIDTH - 6))
+    most = max(max(point.bytes for point in report.timeline), 1)
+    curve, phases = Text(), Text(style="dim")
+    for point in buckets:
+        style = PHASE_STYLE.get(point.phase, "dim")
+        curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
+        phases.append(point.phase[:1] or " ", style=style)
+    legend = Text("timeline  ", style="bold")
+    for phase in ("forward", "recompute", "backward", "optimizer"):
+        legend.append(f"{phase} ", style=PHASE_STYLE[phase])
+    return Group(Text(), legend, curve, phases)
+
+
+def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[TimelinePoint]:
+    count = min(width, len(timeline))
+    for column in range(count):
+        start, stop = column * len(timeline) // count, (column + 1) * len(timeline) // count
+        yield max(timeline[start:max(stop, start + 1)], key=lambda point: point.bytes)
+
+
+def _ledger(report: Report) -> RenderableType:
+    rows = [row for row in report.ledger if row.bytes_per_param >= 0.005]
+    if not rows:
+        return Text()
+    line = Text("bytes per parameter  ", style="bold")
+    for row in rows[:-1]:
+        line.append(f"{row.role} {row.dtype} {row.bytes_per_param:.2f}  ")
+    line.append(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")
+    return Group(Text(), line)
+
+
+def _findings(report: Report) -> list[RenderableType]:
+    out: list[RenderableType] = [Text()] if report.findings else []
+    for finding in report.findings[:_FINDINGS]:
+        out.append(Text.assemble(("! ", "bold yellow"), finding.message, (f": {finding.remedy}", "dim")))
+    if len(report.findings) > _FINDINGS:
+        out.append(Text(f"  and {len(report.findings) - _FINDINGS} more findings", style="dim"))
+    return out

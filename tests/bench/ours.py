@@ -1,0 +1,126 @@
+"""Our side of a benchmark: the program the trainer runs, compiled cold, with state and random tokens.
+
+    python tests/bench/ours.py --config=char     # a child of throughput.py: one JSON line a turn
+
+Imported by the benchmarks that compare our programs with each other.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from interleave import (
+    Turn,
+    forget_peak,
+    peak_resident,
+    random_tokens,
+    serve,
+    timed,
+    versions,
+)
+from ml_collections import ConfigDict
+
+from memory.platform import choose_platform
+from train.config import load, split_overrides
+from train.feed import calls
+from train.metrics import model_flops_per_token
+from train.program import Program, build
+from train.runtime import return_freed_memory
+from train.startup import peak_flops
+
+WARM_UP = 2  # updates before the first that is timed
+
+
+def start() -> None:
+    """Settles the platform and makes every compile a cold one."""
+    choose_platform()
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def read_config(argv: list[str], parsed: argparse.Namespace) -> ConfigDict:
+    """`--config=NAME` with the `--config.KEY=VALUE` of `argv`, as `python -m train` reads them."""
+    return load(parsed.config, split_overrides(argv)[1])
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Arguments, temporaries and outputs that alias no argument, bytes of one device."""
+    stats = compiled.memory_analysis()
+    return {"arguments": stats.argument_size_in_bytes, "temp": stats.temp_size_in_bytes,
+            "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes}
+
+
+class Trainer:
+    """The step of `config` compiled, its state, and what a turn of `take_turns` needs.
+
+    Does what the trainer does, in its order: compile, give back what compiling freed, initialize.
+    """
+
+    def __init__(self, config: ConfigDict):
+        self.program: Program = build(config)
+        began = time.perf_counter()
+        self.compiled = self.program.compile()
+        self.compile_seconds = time.perf_counter() - began
+        return_freed_memory()
+        self.state = jax.block_until_ready(self.program.init())
+        return_freed_memory()
+        batch = self.program.batch
+        self._tokens = random_tokens(batch.global_rows, batch.seq_len, config.model.vocab_size)
+        self.losses: list[Any] = []
+
+    def update(self) -> Any:
+        """One optimizer update, dispatched; its loss, perhaps still being computed."""
+        tokens = next(self._tokens)
+        host = {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:])}
+        for batch in calls(self.program, host):
+            self.state, metrics = self.compiled(self.state, batch)
+        return metrics["loss"]
+
+    def warm_up(self) -> "Trainer":
+        self.losses = [float(self.update()) for _ in range(WARM_UP)]
+        return self
+
+    @property
+    def turn(self) -> Turn:
+        # On a CPU a step computes with the host's own cores: running ahead would gain nothing.
+        each = jax.default_backend() == "cpu"
+        return lambda steps: timed(self.update, jax.block_until_ready, steps, each=each)
+
+    def peak_bytes(self) -> int:
+        """Most bytes: of the device's allocator, or of this process where the device is its CPU."""
+        stats = self.program.mesh.local_devices[0].memory_stats()
+        return stats["peak_bytes_in_use"] if stats else peak_resident()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="char")
+    parser.add_argument("--save", metavar="FILE", help="write the first parameters there (.npz)")
+    parsed, rest = parser.parse_known_args()
+    start()
+    trainer = Trainer(read_config(rest, parsed))
+    params = trainer.program.state.params
+    if parsed.save:
+        flat = jax.tree_util.tree_leaves_with_path(trainer.state.params)
+        np.savez(parsed.save, **{"/".join(str(key.key) for key in path): leaf for path, leaf in flat})
+    trainer.warm_up()
+    began = trainer.peak_bytes()
+    forget_peak()
+    batch, model = trainer.program.batch, trainer.program.model
+    device = trainer.program.mesh.local_devices[0]
+
+    def turn(steps: int) -> dict[str, Any]:
+        seconds = trainer.turn(steps)
+        return {"seconds": seconds, "peak_bytes": max(began, trainer.peak_bytes()),
+                "step_peak_bytes": trainer.peak_bytes(), "loss": float(trainer.update())}
+
+    serve({"parameters": sum(leaf.size for leaf in jax.tree.leaves(params)), "compile_s": trainer.compile_seconds,
+           "tokens": batch.tokens, "flops": model_flops_per_token(model, batch.seq_len) * batch.tokens,
+           "peak_flops": peak_flops(trainer.program), "device": device.device_kind, "losses": trainer.losses,
+           "kernel": trainer.program.kernel[0], "bytes": compiled_bytes(trainer.compiled),
+           "versions": versions()}, turn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Findings: each on a program that has the fault, and not on one that lacks it."""
+
+import dataclasses
+
+import jax
+import memory_programs as programs
+import pytest
+
+import memory
+from memory import findings, targets, xla
+from memory.analyze import report_of
+from memory.compiler import compile_lowered
+from memory.hlo import Instruction, Module
+from memory.records import ROWS, Buffer, Report, TimelinePoint
+from memory.xla import Allocation, Program
+
+NOTHING = Program(Module())
+
+
+def report(rows=(), buffers=(), peak=1000, **fields):
+    """A report made by hand: rows given by name, the rest zero."""
+    breakdown = {row: dict(rows).get(row, 0) for row in ROWS}
+    return Report(peak, fields.pop("allocated", peak), breakdown, buffers=tuple(buffers), **fields)
+
+
+def kinds(found, program=NOTHING):
+    return {finding.kind for finding in findings.find(found, program)}
+
+
+def test_a_sound_program_has_none():
+    assert kinds(report({"params": 900, "workspace": 100})) == set()
+
+
+def test_full_logits():
+    logits = Buffer("dot.1", 400, (2, 50), "float32", "logits_loss", at_peak=True)
+    found, = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
+    assert (found.kind, found.bytes) == ("full_logits", 400)
+    assert "dot.1 float32[2, 50]" in found.message and found.remedy
+    assert kinds(report({"logits_loss": 40})) == set()
+
+
+def test_fragmentation():
+    assert kinds(report({"fragmentation": 300}, allocated=1300)) == {"fragmentation"}
+    assert kinds(report({"fragmentation": 100}, allocated=1100)) == set()
+
+
+def test_wide_activations_only_where_narrow_ones_were_asked():
+    wide = Buffer("a", 500, (5,), "float32", "residuals", "forward", at_peak=True)
+    narrow = Buffer("b", 10, (5,), "bfloat16", "workspace", "forward")
+    assert kinds(report({"residuals": 500}, [wide])) == set()
+    assert kinds(report({"residuals": 500}, [wide, narrow])) == {"wide_activations"}
+    assert kinds(report({"residuals": 500}, [wide], config={"precision": {"preset": "bf16"}})) == {"wide_activations"}
+
+
+def test_idle_offload():
+    asked = {"remat": {"policy": "offload_dots"}}
+    assert kinds(report(config=asked)) == {"idle_offload"}
+    assert kinds(report(config=asked, host_bytes=10)) == set()
+
+
+def test_xla_remat():
+    program = Program(Module(instructions={1: Instruction(1, "fusion.3.remat2"), 2: Instruction(2, "remat_of")}))
+    assert kinds(report(buffers=[Buffer("fusion.3.remat2", 70)]), program) == {"xla_remat"}
+
+
+def test_lasting_gathers_and_large_collective():
+    points = tuple(TimelinePoint(i, 0, phase, "") for i, phase in enumerate(["forward"] * 5 + ["backward"] * 5))
+    kept = Buffer("all-gather.1", 300, (3,), "bfloat16", "collectives", "forward", start=1, end=8, at_peak=True)
+    assert kinds(report({"collectives": 300}, [kept], timeline=points)) == {"lasting_gathers", "large_collective"}
+    brief = dataclasses.replace(kept, end=3)
+    assert kinds(report({"collectives": 300}, [brief], timeline=points)) == {"large_collective"}
+
+
+def test_not_donated(devices):
+    given = programs.trace_step(devices[:1], "full", donate=False)
+    found = {finding.kind: finding for finding in memory.analyze(given).findings}
+    state = sum(leaf.size * 4 for leaf in jax.tree.leaves(programs.parameters())) * 3
+    assert found["not_donated"].bytes == pytest.approx(state, rel=0.01)
+
+
+def test_not_donated_needs_a_twin():
+    program = Program(Module(), allocations=[Allocation(size=500, live_out=True)])
+    assert kinds(report(), program) == set()
+
+
+def test_replicated_batch(devices):
+    whole = memory.analyze(programs.trace_step(devices, "full", shard_batch=False))
+    split = memory.analyze(programs.trace_step(devices, "full"))
+    tokens = 2 * 4 * programs.BATCH * programs.LENGTH
+    assert {f.kind: f.bytes for f in whole.findings}["replicated_batch"] == tokens
+    assert "replicated_batch" not in {f.kind for f in split.findings}
+
+
+def test_findings_of_a_described_gpu():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    compilation = compile_lowered(programs.trace_step(targets.parse("h200").devices(), "none").lower())
+    found = report_of(compilation)
+    assert found.findings == findings.find(found, xla.read(compilation.proto))
+    assert all(f.message and f.remedy and f.bytes >= 0 for f in found.findings)
+    assert [f.bytes for f in found.findings] == sorted((f.bytes for f in found.findings), reverse=True)
