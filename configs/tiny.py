@@ -18,5 +18,5 @@ def get_config():
     config.data.seq_len = 128
     config.batch.micro = 16
     config.optimizer.update(learning_rate=3e-3, warmup_steps=50)
-    config.train.update(steps=600, log_every=10, eval_every=300, checkpoint_every=200)
+    config.train.update(steps=400, log_every=10, eval_every=200, checkpoint_every=200)
     return config

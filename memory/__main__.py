@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from memory.errors import ReportError
 
@@ -21,7 +21,7 @@ examples:
 
 exit codes: 0 done, 1 grew above --fail-above, 2 mistake in the command or its files"""
 
-# Subcommand -> (module with add_arguments(parser) and run(args, overrides) -> exit code, what it does).
+# Subcommand -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does).
 COMMANDS = {
     "report": ("memory.report_command", "peak, composition, ledger, timeline and findings of one program"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         rest, overrides = _split(argv)
         command = next((word for word in rest if word in COMMANDS), None)
         args = parser(command).parse_args(rest)
-        return importlib.import_module(COMMANDS[args.command][0]).run(args, overrides)
+        return importlib.import_module(COMMANDS[args.command][0]).run(args, overrides, trainer_step)
     except ValueError as error:  # ReportError, and the trainer's errors with exit codes of their own
         if not hasattr(error, "exit_code"):
             raise
@@ -62,6 +62,27 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def trainer_step(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, dict[str, Any]]:
+    """The trainer's own step of a config, compiled for a target: (Compilation, the config as plain values).
+
+    The one place where this package knows of the trainer. Raises the trainer's errors, with their exit codes.
+    """
+    from memory.analyze import compilation_of
+    from train.config import load
+    from train.program import build, xla_remat_pass
+
+    config = load(name, overrides)
+    try:
+        program = build(config, target.devices())
+    except ValueError as error:  # a config that cannot run there: the message says what to change
+        if hasattr(error, "exit_code"):
+            raise
+        raise ReportError(" ".join(str(error).split())) from error
+    with xla_remat_pass(config.remat.xla_pass):
+        traced = program.step.trace(program.state, program.batch_shapes)
+        return compilation_of(traced, described=target.is_described), config.to_dict()
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

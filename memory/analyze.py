@@ -14,8 +14,9 @@ from typing import Any
 
 from memory import build, findings, xla
 from memory.checkpoint_names import Names, places_of
-from memory.compiler import Compilation, compile_lowered, read_compiled
+from memory.compiler import Argument, Compilation, compile_lowered, read_compiled
 from memory.errors import ReportError
+from memory.hlo import Module
 from memory.records import Buffer, Report, XlaStats
 from memory.scheduled import derive
 
@@ -64,6 +65,8 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
     derived = not program.traces and not (program.allocations and (compilation.proto or _settled(program)))
     source = derive(program.module) if derived else program
+    if compilation.arguments:
+        source.replicated = _replicated(program.module, compilation.arguments)
     method = "schedule" if derived else "heap_trace"
     try:
         report = build.report(source, roles=roles, names=known, method=method)
@@ -120,6 +123,21 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _replicated(module: Module, arguments: Iterable[Argument]) -> frozenset[int]:
+    """Numbers of the entry parameters that are whole on every device; jax leaves out arguments not used."""
+    entry = module.computations.get(module.entry)
+    left = iter(arguments)
+    found = set()
+    for number, id in sorted(entry.parameters.items()) if entry else ():
+        shape = module.shape(module.instructions[id])
+        for dims, dtype, whole in left:
+            if (dims, dtype) == (shape.dims, shape.dtype):
+                if whole:
+                    found.add(number)
+                break
+    return frozenset(found)
 
 
 def _local() -> Any:

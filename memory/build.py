@@ -62,11 +62,9 @@ def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...],
     others = {memory: sum(a.size for a in program.allocations
                           if not a.thread_local and _memory(a.color) == memory)
               for memory in ("host", "on_chip")}
-    # An optimizer that updates in place allocates nothing: the last point stands for it.
-    updates = sorted({p.index for p in points if p.phase == "optimizer"} | {len(points) - 1})
     return Report(
         peak_bytes=peak, allocated_bytes=allocated, breakdown=breakdown, method=method,
-        timeline=points, buffers=buffers, ledger=ledger_rows(buffers, elements, updates),
+        timeline=points, buffers=buffers, ledger=ledger_rows(buffers, elements),
         residuals_by_name=_sums((b.checkpoint_name or f"({b.component}/{_operation(b)})", b.bytes)
                                 for b in live if b.category == "residuals"),
         workspace_by_scope=_sums((f"{b.phase}/{b.component}", b.bytes)

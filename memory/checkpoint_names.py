@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memory.hlo import Frame, Metadata
+from memory.scopes import COMPONENTS
 
 Place = tuple[str, int, int]
 Chain = tuple[Place, ...]
@@ -48,7 +49,8 @@ class Names:
     """Looks up checkpoint names by vocabulary, by `places_of` a jaxpr, or without one in source files."""
 
     def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[Tagged] | None = None):
-        self.vocabulary = frozenset(vocabulary)
+        # A word that also names a part of the model ("embed") does not tell a tensor from that part.
+        self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
         self._in_source = places is None
         self._table: dict[Chain, list[Tagged]] = {}
         for tagged in places or ():

@@ -23,6 +23,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "j
              "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
+Argument = tuple[tuple[int, ...], str, bool]
+
+
 @dataclasses.dataclass(frozen=True)
 class Compilation:
     """A compiled program and what the compiler left of its buffers.
@@ -33,6 +36,7 @@ class Compilation:
         compiled: the executable, None when only a proto was given.
         stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
         local: it was compiled for devices that are here.
+        arguments: (shape on one device, dtype, whether every device holds all of it) of the arguments in order.
     """
 
     proto: bytes = b""
@@ -43,6 +47,7 @@ class Compilation:
     jaxpr: Any = None
     local: bool = False
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arguments: tuple[Argument, ...] = ()
 
 
 def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True) -> Compilation:
@@ -61,7 +66,7 @@ def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True
     if not proto:
         return dataclasses.replace(read_compiled(compiled), local=not described)
     return Compilation(proto=proto, compiled=compiled, stats=stats_of(compiled), local=not described,
-                       versions=versions())
+                       versions=versions(), arguments=arguments_of(compiled))
 
 
 def read_compiled(compiled: Any) -> Compilation:
@@ -74,7 +79,8 @@ def read_compiled(compiled: Any) -> Compilation:
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", None) or b""
     return Compilation(module=module, assignment=assignment, compiled=compiled, stats=stats_of(compiled),
-                       local=hasattr(compiled.runtime_executable(), "local_devices"), versions=versions())
+                       local=hasattr(compiled.runtime_executable(), "local_devices"), versions=versions(),
+                       arguments=arguments_of(compiled))
 
 
 def stats_of(compiled: Any) -> XlaStats | None:
@@ -93,6 +99,21 @@ def stats_of(compiled: Any) -> XlaStats | None:
         generated_code_bytes=analysis.generated_code_size_in_bytes)
 
 
+def arguments_of(compiled: Any) -> tuple[Argument, ...]:
+    """How an executable's arguments lie on its devices, () where it does not tell."""
+    import jax
+
+    try:
+        shardings = jax.tree.leaves(compiled.input_shardings)
+        arrays = jax.tree.leaves(compiled.args_info)
+        if len(shardings) != len(arrays):
+            return ()
+        return tuple((tuple(sharding.shard_shape(array.shape)), str(array.dtype), sharding.is_fully_replicated)
+                     for sharding, array in zip(shardings, arrays))
+    except Exception:  # loaded executables, shardings of kinds without shards
+        return ()
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides a program's memory."""
     found = {"python": platform.python_version()}
@@ -108,7 +129,7 @@ def _compile(lowered: Any) -> tuple[Any, bytes]:
     with folders as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
-        # Small helper programs may be compiled on the way; the step's is the largest.
+        # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda p: p.stat().st_size)
         proto = protos[-1].read_bytes() if protos else b""
     return compiled, proto if _has_buffers(proto) else b""

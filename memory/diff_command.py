@@ -28,7 +28,7 @@ def _percent(text: str) -> float:
     return value
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: object) -> int:
     """Prints the table; 1 when memory grew above the bound, else 0."""
     if overrides:
         raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")

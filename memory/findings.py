@@ -48,10 +48,12 @@ def replicated_batch(report: Report, program: Program) -> Seen:
         return None
     batch = {b.name for b in report.buffers if b.phase == "argument" and b.category == "batch"}
     size = 0
-    for id in entry.parameters.values():
+    for number, id in entry.parameters.items():
         parameter = module.instructions[id]
         shape = module.shape(parameter)
-        if module.metadata(parameter).op_name in batch and shape.dims and module.replicated(parameter):
+        known = program.replicated
+        whole = module.replicated(parameter) if known is None else number in known
+        if whole and shape.dims and module.metadata(parameter).op_name in batch:
             size += shape.bytes
     return (size, f"the batch is whole on each of {module.devices} devices, and so is what comes of it") \
         if size else None
@@ -80,7 +82,7 @@ def wide_activations(report: Report, program: Program) -> Seen:
     """float32 residuals in a program that computes in bfloat16."""
     wide = sum(b.bytes for b in _at_peak(report, "residuals") if b.shape and b.dtype == "float32")
     made = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
-    asked = made or any("bf16" in word or "bfloat16" in word for word in _words(report.config.get("precision")))
+    asked = made or any("bf16" in word or "bfloat16" in word for word in _words(report.config, "precision"))
     if not asked or wide <= LARGE * report.peak_bytes:
         return None
     why = "; the CPU computes bfloat16 in float32" if report.target.get("platform") == "cpu" else ""
@@ -97,7 +99,7 @@ def fragmentation(report: Report, program: Program) -> Seen:
 
 def idle_offload(report: Report, program: Program) -> Seen:
     """A program that asks for offload and holds nothing on the host."""
-    wanted = any("offload" in word for word in _words(report.config.get("remat")))
+    wanted = any("offload" in word for word in _words(report.config, "remat"))
     return (0, "the policy offloads, and nothing is in host memory") if wanted and not report.host_bytes else None
 
 
@@ -166,10 +168,16 @@ def _largest(report: Report, category: str) -> str:
     return f"the largest {largest.name} {largest.dtype}{list(largest.shape)}"
 
 
-def _words(value: Any) -> list[str]:
-    """Every string in a nested config value."""
-    if isinstance(value, Mapping):
-        return [word for item in value.values() for word in _words(item)]
-    if isinstance(value, (list, tuple)):
-        return [word for item in value for word in _words(item)]
-    return [value] if isinstance(value, str) else []
+def _words(config: Mapping[str, Any], group: str) -> list[str]:
+    """Every string of one group of a config, nested (remat -> policy) or flat (remat.policy)."""
+    pending = [value for key, value in config.items() if key == group or key.startswith(f"{group}.")]
+    words = []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+        elif isinstance(value, str):
+            words.append(value)
+    return words

@@ -93,9 +93,12 @@ class Module:
         return self._metadata[instruction.id]
 
     def replicated(self, instruction: Instruction) -> bool:
-        """Whether every device holds all of a value: OpSharding type 1 = 0, or no axis of it is tiled."""
+        """Whether every device holds all of a value: OpSharding type 1 = 0, or no axis of it is tiled.
+
+        False where the module says nothing: newer compilers leave shardings out.
+        """
         if instruction.sharding == (0, 0):
-            return self.devices == 1
+            return False
         kind, tiles, partial = 0, [], False
         for field, value in wire.fields(self.data, instruction.sharding):
             if field == 1:

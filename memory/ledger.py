@@ -1,14 +1,13 @@
 """The state ledger: bytes per parameter by role and dtype, the accounting in which bf16 AdamW is 16 or 20.
 
-State that lives through the step is counted from the arguments; gradients are those that last into the
-optimizer in the shape the parameter is stored in, where most of them are alive together. All of it is what ONE
-device holds, so bytes per parameter divide by the parameters it holds.
+State that lives through the step is counted from the arguments; gradients are those in the shape that the
+parameter is stored in, at the point where most of them are alive together. All of it is what ONE device holds,
+so bytes per parameter divide by the parameters it holds.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from memory.records import Buffer, LedgerRow
 
@@ -16,12 +15,10 @@ from memory.records import Buffer, LedgerRow
 STATE = ("params", "gradients", "accumulator", "optimizer")
 
 
-def rows(buffers: Iterable[Buffer], elements: dict[int, int],
-         updates: Sequence[int]) -> tuple[LedgerRow, ...]:
+def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow, ...]:
     """Ledger rows of a report's buffers, a total last.
 
-    `elements`: position in `buffers` -> number of values the buffer holds; `updates`: the points of the
-    timeline at which the optimizer is at work, in order.
+    `elements`: position in `buffers` -> number of values the buffer holds.
     """
     buffers = tuple(buffers)
     stored = {_core(b.shape) for b in buffers if b.phase == "argument" and b.category == "params"}
@@ -37,7 +34,7 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int],
             parameters += count if buffer.category == "params" else 0
         elif buffer.category == "gradients" and buffer.memory == "device" and _core(buffer.shape) in stored:
             gradients.append((buffer, count))
-    for buffer, count in _together([item for item in gradients if _reaches(item[0], updates)]):
+    for buffer, count in _together(gradients):
         total = state.setdefault(("gradients", buffer.dtype), [0, 0])
         total[0] += count
         total[1] += buffer.bytes
@@ -50,12 +47,6 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int],
 def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Dimensions without ones, in no order."""
     return tuple(sorted(dim for dim in shape if dim != 1))
-
-
-def _reaches(buffer: Buffer, updates: Sequence[int]) -> bool:
-    """Whether a buffer made before an update lasts to it."""
-    after = bisect.bisect_right(updates, buffer.start)
-    return after < len(updates) and updates[after] <= buffer.end
 
 
 def _together(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:

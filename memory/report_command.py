@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="write what XProf, TensorBoard and pprof open")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
-    """Prints the report and writes the files that were asked for."""
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
+        trainer: Callable[..., tuple[Any, dict[str, Any]]]) -> int:
+    """Prints the report and writes the files that were asked for; `trainer` compiles a config's step."""
     from memory import targets
     from memory.platform import choose_platform
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> int:
     choose_platform()  # before jax is imported
     target = targets.parse(args.target)
     if args.config:
-        compilation, config = of_config(args.config, overrides, target)
+        compilation, config = trainer(args.config, overrides, target)
     else:
         compilation, config = _of_file(args.hlo), None
 
@@ -52,19 +53,6 @@ def _of_file(path: str) -> Any:
     from memory.analyze import compilation_of
 
     return compilation_of(path)
-
-
-def of_config(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, dict[str, Any]]:
-    """The trainer's own step, compiled for the target's devices, and its config as plain values."""
-    from memory.analyze import compilation_of
-    from train.config import load
-    from train.program import build, xla_remat_pass
-
-    config = load(name, overrides)
-    program = build(config, target.devices())
-    with xla_remat_pass(config.remat.xla_pass):
-        traced = program.step.trace(program.state, program.batch_shapes)
-        return compilation_of(traced, described=target.is_described), config.to_dict()
 
 
 def _write(args: argparse.Namespace, report: Any, proto: bytes) -> None:

@@ -60,12 +60,16 @@ ALLOC, FREE, SHARE = 0, 1, 2
 
 @dataclasses.dataclass(slots=True)
 class Program:
-    """Everything read from one HloProto."""
+    """Everything read from one HloProto.
+
+    `replicated`: numbers of the entry parameters that every device of several holds whole; None when unknown.
+    """
 
     module: Module
     buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)
     allocations: list[Allocation] = dataclasses.field(default_factory=list)
     traces: list[Trace] = dataclasses.field(default_factory=list)
+    replicated: frozenset[int] | None = None
 
 
 _REMEDY = ("give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' "

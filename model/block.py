@@ -46,11 +46,12 @@ class Attention(nnx.Module):
     def project(self, x_BLD: jax.Array, which: str) -> jax.Array:
         """Queries [B,L,H,K], keys or values [B,L,G,K]."""
         dtype = self.precision.compute
-        y_BLHK = jnp.einsum("bld,dhk->blhk", x_BLD, read(getattr(self, f"w_{which}"), dtype, self.constrain))
-        if self.config.bias:
-            y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), dtype, self.constrain)[None, None]
-        heads = "heads" if which == "q" else "kv_heads"
-        return tag(self.constrain(y_BLHK, ("batch", "length", heads, None)), which)
+        with jax.named_scope(which):
+            y_BLHK = jnp.einsum("bld,dhk->blhk", x_BLD, read(getattr(self, f"w_{which}"), dtype, self.constrain))
+            if self.config.bias:
+                y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), dtype, self.constrain)[None, None]
+            heads = "heads" if which == "q" else "kv_heads"
+            return tag(self.constrain(y_BLHK, ("batch", "length", heads, None)), which)
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         config, dtype = self.config, self.precision.compute

@@ -1,5 +1,6 @@
 """The command, the diff, the guard and the terminal view: what a user sees, and the exit codes."""
 
+import io
 import json
 import subprocess
 import sys
@@ -47,8 +48,21 @@ def test_report_of_a_proto(step, capsys, tmp_path):
     assert "<html" in page.read_text() and (folder / "m.hlo_proto.pb").read_bytes() == proto.read_bytes()
 
 
+def test_report_of_a_config(capsys, tmp_path):
+    small = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.data.seq_len=32"]
+    code, _, err = run(capsys, "report", "--config=tiny", *small, "--config.mesh.fsdp=1",
+                         "--target=cpu:8", f"--json={tmp_path / 'r.json'}")
+    assert (code, err) == (0, "")
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["config"]["model"]["d_model"] == 32 and written["target"]["name"] == "cpu:8"
+    assert written["breakdown"]["unattributed"] < 0.02 * written["peak_bytes"]
+    for mistake in ("--config.model.d_modle=3", "--config.remat.policy=ful", "--config.model.n_layers=x"):
+        code, out, err = run(capsys, "report", "--config=tiny", mistake)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
 def test_one_screen(step):
-    console = Console(width=text.WIDTH, record=True, file=open("/dev/null", "w"))
+    console = Console(width=text.WIDTH, record=True, file=io.StringIO())
     text.show(step[2], console)
     lines = console.export_text().splitlines()
     assert len(lines) <= 50
@@ -81,7 +95,7 @@ def test_unwritable_output(step, capsys, tmp_path):
 
 
 def test_diff_fails_above(step, capsys, tmp_path):
-    _, before, report = step
+    before = step[1]
     grown = json.loads(before.read_text())
     grown["peak_bytes"] += grown["peak_bytes"] // 20
     grown["breakdown"]["workspace"] += 4096
@@ -142,12 +156,13 @@ def test_ledger_by_hand():
     buffers = [held("params", "bfloat16", 32), held("optimizer", "float32", 64), held("optimizer", "float32", 64),
                held("optimizer", "float32", 64), held("batch", "int32", 999),
                Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
-               Buffer("passing", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=3)]
-    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16), [5, 9])
+               Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
+               Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9)]
+    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
     assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
         ("params", "bfloat16", 2.0), ("gradients", "bfloat16", 2.0), ("optimizer", "float32", 12.0),
         ("total", "", 16.0)]
-    assert ledger.rows([], {}, [])[-1].bytes_per_param == 0.0
+    assert ledger.rows([], {})[-1].bytes_per_param == 0.0
 
 
 def test_importing_needs_no_jax():

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory.attribution import source_line
+from memory.checkpoint_names import Names, Tagged
 from memory.hlo import Frame, Metadata
 from memory.roles import role
 from memory.scopes import component_of_code, parse
@@ -40,6 +41,29 @@ def test_components_from_code():
     assert component_of_code(frames) == "loss"
     assert component_of_code((Frame("/x/optax/_src/transform.py", 3, function="update_fn"),)) == "optimizer"
     assert component_of_code((Frame("mine.py", 3, function="main"),)) == ""
+
+
+def test_names_by_vocabulary():
+    names = Names({"q", "embed"}, places=[])
+    assert names.of([Metadata("jit(f)/jvp(blocks)/attention/q/reduce_precision")]) == "q"
+    assert names.of([Metadata("jit(f)/jvp(embed)/gather"), Metadata("")]) == ""
+
+
+def test_names_by_place():
+    """Two values of one expression are told apart by where it ends, and by what made them."""
+    call = Tagged((("block.py", 3, 8), ("train.py", 9, 0)), (3, 20), "mlp/reduce_precision", "up")
+    maker = Tagged((("block.py", 3, 8),), (3, 20), "mlp/dot_general", "up")
+    names = Names(places=[call, maker])
+    here = Frame("block.py", 3, 8, 3, 20)
+    assert names.of([Metadata("jit(f)/mlp/reduce_precision", (here,))]) == "up"
+    assert names.of([Metadata("jit(f)/mlp/dot_general", (here,))]) == "up"
+    assert names.of([Metadata("jit(f)/mlp/mul", (here,))]) == ""
+    assert names.of([Metadata("jit(f)/mlp/dot_general", (here._replace(end_column=30),))]) == ""
+    assert names.of([Metadata("jit(f)/mlp/dot_general", (Frame("block.py", 3, 8),))]) == "up"
+    other = Tagged((("block.py", 3, 8), ("train.py", 11, 0)), (3, 20), "mlp/reduce_precision", "gate")
+    both = Names(places=[call, other])
+    assert both.of([Metadata("mlp/reduce_precision", (here, Frame("train.py", 11)))]) == "gate"
+    assert both.of([Metadata("mlp/reduce_precision", (here,))]) == ""
 
 
 def test_source_lines_skip_libraries():

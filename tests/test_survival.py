@@ -222,3 +222,17 @@ def test_out_of_memory_and_a_full_disk_are_explained():
     assert explain(ValueError("a bug"), report, jax.devices()[0]) is None
     with pytest.raises(DoesNotFit, match="1.00 GiB too much"):
         refuse_if_too_big(Report(peak_bytes=1, allocated_bytes=3 * 2**30, breakdown={}, limit_bytes=2**31, fits=False))
+
+
+def test_sigterm_during_an_evaluation_does_not_wait_for_it(place, uninterrupted):
+    """The last evaluation is cut short, the state is saved, and the next start makes the row."""
+    workdir = place / "evaluating"
+    process = start(place, f"--workdir={workdir}")
+    for line in process.stdout:
+        if line.startswith("step     29/30"):
+            process.send_signal(signal.SIGTERM)
+            break
+    process.communicate()
+    assert process.returncode == 0
+    done = run(place, f"--workdir={workdir}")
+    assert done.returncode == 0 and rows(workdir) == rows(uninterrupted[1])

@@ -23,7 +23,7 @@ from train.display import Display
 from train.errors import NonFinite, UserError
 from train.failures import explained, refuse_if_too_big
 from train.feed import feed, held_out_rows, local_rows, put
-from train.metrics import Events, MetricsLog, model_flops_per_token
+from train.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
 from train.program import Program, build
 from train.runtime import return_freed_memory
 from train.sample import generate
@@ -121,12 +121,14 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         "memory": live.metrics(prefix="") if live else {}})
 
 
-def evaluate(run: Run, params: Any, step: int) -> float:
-    """Held-out loss in nats per token, recorded."""
+def evaluate(run: Run, params: Any, step: int) -> float | None:
+    """Held-out loss in nats per token, recorded; None if a signal came first (the next start evaluates)."""
     program, total = run.program, None
     batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
                               sequences=run.config.train.eval_sequences or None)
     for host in batches:
+        if run.stop:
+            return None
         tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
         total = tally if total is None else jax.tree.map(jax.numpy.add, total, tally)
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
@@ -147,6 +149,8 @@ def train(run: Run, state: Any, start: Position) -> Any:
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 
+    if _eval_due(config, step) and not run.log.has_evaluation(step):
+        evaluate(run, state.params, step)  # a signal cut it short last time
     while step < config.steps and not run.stop:
         micro_batches = next(batches)
         with jax.transfer_guard("disallow"):
@@ -156,7 +160,7 @@ def train(run: Run, state: Any, start: Position) -> Any:
             finish_step(run, *pending, clock)
         step += 1
         pending, last = (step, metrics), step == config.steps
-        eval_due = last or _every(config.eval_every, step)
+        eval_due = _eval_due(config, step)
         save_due = last or _every(config.checkpoint_every, step)
         if eval_due or save_due:
             finish_step(run, *pending, clock)  # nothing is saved before its loss is known to be finite
@@ -170,6 +174,10 @@ def train(run: Run, state: Any, start: Position) -> Any:
         save(None)
     run.checkpoints.wait()
     return state
+
+
+def _eval_due(config: ConfigDict, step: int) -> bool:
+    return step > 0 and (step == config.steps or _every(config.eval_every, step))
 
 
 def _every(period: int, step: int) -> bool:
@@ -213,7 +221,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console) ->
         console.print(note, soft_wrap=True)
     with contextlib.closing(Checkpoints(workdir, config.train.keep)) as checkpoints:
         done = checkpoints.steps()
-        if done and done[-1] >= config.train.steps:
+        if done and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1]):
             console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
                           "more steps with --config.train.steps=N --extend", soft_wrap=True)
             return
@@ -230,7 +238,7 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: Any, 
     config = program.config.train
     state, position = start_state(program, checkpoints, console)
     return_freed_memory()  # what compiling and restoring took
-    with (contextlib.closing(MetricsLog(workdir / "metrics.jsonl", position.step)) as log,
+    with (contextlib.closing(MetricsLog(workdir / METRICS, position.step)) as log,
           contextlib.closing(Events(workdir / "events", position.step, config.tensorboard)) as events,
           Display(console, config.steps, position.step) as display):
         run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate, report,

@@ -30,6 +30,28 @@ def model_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return 6.0 * matmul_parameters(model) + core
 
 
+METRICS = "metrics.jsonl"
+
+
+def has_evaluation(path: Path, step: int) -> bool:
+    """Whether the rows of a run hold the evaluation of `step`."""
+    rows = [_parse(line) for line in _lines(path)]
+    return any(row is not None and row["step"] == step and "eval_loss" in row for row in rows)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The row of a line, None for a torn one."""
+    try:
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 class MetricsLog:
     """`metrics.jsonl`: rows reach the disk one by one.
 
@@ -38,19 +60,13 @@ class MetricsLog:
 
     def __init__(self, path: Path, step: int):
         self.path = path
-        kept = [line for line in self._lines() if self._step_of(line) is not None and self._step_of(line) <= step]
-        write_atomically(path, "".join(line + "\n" for line in kept))
+        kept = [row for line in _lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 
-    def _lines(self) -> list[str]:
-        return self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
-
-    @staticmethod
-    def _step_of(line: str) -> int | None:
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            return None
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation of `step` is recorded."""
+        return has_evaluation(self.path, step)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row."""

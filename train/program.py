@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from memory.compiler import Compilation, compile_lowered
 from model import POLICIES, PRECISIONS, ModelConfig, Precision, Transformer
 from model.attention import choose_kernel
 from model.layers import MLPS, NORMS, POSITIONS
@@ -131,6 +132,16 @@ class Program:
         lowered = self.lower()
         with xla_remat_pass(self.config.remat.xla_pass):
             return lowered.compile()
+
+    def compile_for_report(self, *, exact: bool = False) -> Compilation:
+        """The same executable with what the compiler left of its buffers, for `memory.analyze.report_of`.
+
+        With `exact`, one out of the persistent cache is compiled anew: a cached one keeps no heap trace.
+        """
+        with xla_remat_pass(self.config.remat.xla_pass):
+            traced = self.step.trace(self.state, self.batch_shapes)
+            compilation = compile_lowered(traced.lower(), exact=exact)
+        return dataclasses.replace(compilation, jaxpr=traced.jaxpr)
 
     def init(self) -> TrainState:
         """Fresh state, made in place on the devices; the same values on every mesh."""

@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from memory.analyze import report_of
-from memory.compiler import compile_lowered
 from memory.records import Report
 from memory.targets import parse
 from memory.text import show
 from model.names import NAMES
 from train.config import flatten
-from train.program import Program, xla_remat_pass
+from train.program import Program
 
 
 def parameters_by_component(params: Any) -> dict[str, int]:
@@ -68,10 +67,9 @@ def compile_step(program: Program, console: Console) -> tuple[jax.stages.Compile
     An executable out of the persistent cache keeps no heap trace; its report says that lifetimes are
     derived, and is not compiled again for the sake of a picture.
     """
-    console.print("compiling", end="\r")
     began = time.perf_counter()
-    with xla_remat_pass(program.config.remat.xla_pass):
-        compilation = compile_lowered(program.lower(), exact=False)
+    with console.status("compiling"):
+        compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES)
     console.print(f"compiled in {seconds:.1f} s; what the step will hold:")

@@ -163,7 +163,7 @@ class Child:
 
 
 def serve(ready: Mapping[str, Any], turn: Callable[[int], Mapping[str, Any]]) -> None:
-    """The child's end: prints `ready`, then one line `turn(steps)` for every line asked, until there is no more."""
+    """The child's end: prints `ready`, then one line `turn(steps)` for every line it is asked."""
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
         print(json.dumps(turn(json.loads(line)["steps"])), flush=True)
@@ -181,13 +181,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def parser(doc: str, *, rounds: int, steps: int) -> argparse.ArgumentParser:
-    """The options every benchmark has; the help is the script's docstring."""
+def parser(doc: str, *, rounds: int, steps: int, config: str | None = None) -> argparse.ArgumentParser:
+    """The options every benchmark has, and `--config` where there is a default one; the help is `doc`."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds, help="turns of every side (default %(default)s)")
     made.add_argument("--steps", type=int, default=steps, help="steps of a turn (default %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    if config:
+        made.add_argument("--config", default=config, help="and --config.KEY=VALUE (default %(default)s)")
     return made
+
+
+def parse_config(flags: argparse.ArgumentParser) -> tuple[argparse.Namespace, Any, list[str]]:
+    """(options, config, overrides as given), read as by `python -m train`; a mistake is one line."""
+    from train.config import load, split_overrides
+    from train.errors import UserError
+
+    asked, rest = flags.parse_known_args()
+    try:
+        unknown, overrides = split_overrides(rest)
+        if unknown:
+            flags.error(f"unknown: {' '.join(unknown)}")
+        return asked, load(asked.config, overrides), rest
+    except UserError as error:
+        flags.error(str(error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +221,9 @@ class Check:
 
     def __str__(self) -> str:
         if self.limit is None:
-            return f"{self.name}: {self.value:.3f}"
-        return f"{self.name}: {self.value:.3f}, at most {self.limit:g} asked: {'held' if self.held else 'EXCEEDED'}"
+            return f"{self.name}: {self.value:.3g}"
+        verdict = "held" if self.held else "EXCEEDED"
+        return f"{self.name}: {self.value:.3g}, at most {self.limit:g} asked: {verdict}"
 
 
 def finish(title: str, rows: Sequence[Mapping[str, str]], checks: Sequence[Check], figures: Mapping[str, Any],
@@ -223,9 +241,11 @@ def finish(title: str, rows: Sequence[Mapping[str, str]], checks: Sequence[Check
     console.print(table)
     for check in checks:
         console.print(str(check), style=None if check.held else "bold red", highlight=False)
+    if hasattr(os, "getloadavg"):
+        console.print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", highlight=False)
     if target:
-        document = {"title": title, "rows": list(rows), "checks": [dataclasses.asdict(check) for check in checks],
-                    "platform": platform.platform(), **figures}
+        document = {"title": title, "rows": list(rows), "platform": platform.platform(),
+                    "checks": [dataclasses.asdict(check) for check in checks], **figures}
         target.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(check.held for check in checks) else 1
 

@@ -7,6 +7,7 @@ Imported by the benchmarks that compare our programs with each other.
 
 import argparse
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from interleave import (
     Turn,
     forget_peak,
+    parse_config,
     peak_resident,
     random_tokens,
     serve,
@@ -23,7 +25,7 @@ from interleave import (
 from ml_collections import ConfigDict
 
 from memory.platform import choose_platform
-from train.config import load, split_overrides
+from train.config import override
 from train.feed import calls
 from train.metrics import model_flops_per_token
 from train.program import Program, build
@@ -39,9 +41,12 @@ def start() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
-def read_config(argv: list[str], parsed: argparse.Namespace) -> ConfigDict:
-    """`--config=NAME` with the `--config.KEY=VALUE` of `argv`, as `python -m train` reads them."""
-    return load(parsed.config, split_overrides(argv)[1])
+def variant(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
+    """A copy of `config` with `values` (dotted key -> value)."""
+    made = config.copy_and_resolve_references()
+    for key, value in values.items():
+        override(made, key, str(value))
+    return made
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
@@ -67,18 +72,20 @@ class Trainer:
         return_freed_memory()
         batch = self.program.batch
         self._tokens = random_tokens(batch.global_rows, batch.seq_len, config.model.vocab_size)
-        self.losses: list[Any] = []
+        self.loss: Any = None
 
     def update(self) -> Any:
         """One optimizer update, dispatched; its loss, perhaps still being computed."""
         tokens = next(self._tokens)
-        host = {"inputs": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:])}
+        host = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
         for batch in calls(self.program, host):
             self.state, metrics = self.compiled(self.state, batch)
-        return metrics["loss"]
+        self.loss = metrics["loss"]
+        return self.loss
 
     def warm_up(self) -> "Trainer":
-        self.losses = [float(self.update()) for _ in range(WARM_UP)]
+        for _ in range(WARM_UP):
+            jax.block_until_ready(self.update())
         return self
 
     @property
@@ -94,16 +101,16 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default="char")
-    parser.add_argument("--save", metavar="FILE", help="write the first parameters there (.npz)")
-    parsed, rest = parser.parse_known_args()
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--config", default="char", help="and --config.KEY=VALUE (default %(default)s)")
+    flags.add_argument("--save", metavar="FILE", help="write the first parameters there (.npz)")
+    asked, config, _ = parse_config(flags)
     start()
-    trainer = Trainer(read_config(rest, parsed))
-    params = trainer.program.state.params
-    if parsed.save:
+    trainer = Trainer(config)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.program.state.params))
+    if asked.save:
         flat = jax.tree_util.tree_leaves_with_path(trainer.state.params)
-        np.savez(parsed.save, **{"/".join(str(key.key) for key in path): leaf for path, leaf in flat})
+        np.savez(asked.save, **{"/".join(str(key.key) for key in path): leaf for path, leaf in flat})
     trainer.warm_up()
     began = trainer.peak_bytes()
     forget_peak()
@@ -111,13 +118,15 @@ def main() -> None:
     device = trainer.program.mesh.local_devices[0]
 
     def turn(steps: int) -> dict[str, Any]:
+        began_cpu = time.process_time()
         seconds = trainer.turn(steps)
-        return {"seconds": seconds, "peak_bytes": max(began, trainer.peak_bytes()),
-                "step_peak_bytes": trainer.peak_bytes(), "loss": float(trainer.update())}
+        return {"seconds": seconds, "cpu_s": (time.process_time() - began_cpu) / steps,
+                "peak_bytes": max(began, trainer.peak_bytes()),
+                "step_peak_bytes": trainer.peak_bytes(), "loss": float(trainer.loss)}
 
-    serve({"parameters": sum(leaf.size for leaf in jax.tree.leaves(params)), "compile_s": trainer.compile_seconds,
+    serve({"parameters": parameters, "compile_s": trainer.compile_seconds,
            "tokens": batch.tokens, "flops": model_flops_per_token(model, batch.seq_len) * batch.tokens,
-           "peak_flops": peak_flops(trainer.program), "device": device.device_kind, "losses": trainer.losses,
+           "peak_flops": peak_flops(trainer.program), "device": device.device_kind,
            "kernel": trainer.program.kernel[0], "bytes": compiled_bytes(trainer.compiled),
            "versions": versions()}, turn)
 

@@ -1,0 +1,50 @@
+"""On a card: cuDNN attention equals the plain kernel, and a deterministic run repeats bit for bit.
+
+    python -m pytest tests/gpu/test_kernels.py
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from memory import platform
+from model import ModelConfig
+from model.attention import KERNELS
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVIDIA card in this machine")
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(8, 8, 64), (8, 2, 128)])
+def test_cudnn_equals_naive_in_values_and_gradients(heads, groups, width):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, 512, heads, width), (2, 512, groups, width), (2, 512, groups, width), (2, 512, heads, width)]
+    q, k, v, weight = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
+    config = ModelConfig.from_dict({**base.get_config().model.to_dict(), "d_head": width})
+
+    def run(kernel):
+        value, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, config=config, key_B=None), q, k, v)
+        return value, *pull(weight)
+
+    for one, other in zip(jax.jit(run, static_argnums=0)("cudnn"), jax.jit(run, static_argnums=0)("naive")):
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        assert np.abs(one - other).max() <= 0.03 * np.abs(other).max()
+
+
+def test_a_deterministic_run_repeats_bit_for_bit(tmp_path):
+    curves = []
+    for name in ("first", "second"):
+        subprocess.run([sys.executable, "-m", "train", "--config=tiny", f"--workdir={tmp_path / name}",
+                        "--config.precision.preset=bf16", "--config.train.steps=30", "--config.train.log_every=1",
+                        "--config.train.eval_sequences=64", "--config.train.sample_tokens=0",
+                        "--config.train.deterministic=True"], check=True, cwd=ROOT, timeout=600)
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        curves.append([(row["step"], row.get("loss"), row.get("eval_loss")) for row in rows])
+    assert curves[0] == curves[1]
