@@ -3,7 +3,7 @@
     python -m train --config=configs/gpt2_small.py --config.data.source=SHARDS
 
 Hardware: one H200 (described).
-Memory: 26.94 GiB allocated of 128.17 GiB
+Memory: 26.93 GiB allocated of 128.17 GiB
   (`python -m memory report --config=gpt2_small --target=h200`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """

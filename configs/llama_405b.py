@@ -3,7 +3,7 @@
     python -m train --config=configs/llama_405b.py --config.data.source=SHARDS
 
 Hardware: 512 H100 on 64 hosts (described).
-Memory: 62.09 GiB a device, allocated, of 72.32 GiB
+Memory: 54.72 GiB a device, allocated, of 72.32 GiB
   (`python -m memory report --config=llama_405b --target=h100:64x8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """

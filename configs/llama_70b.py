@@ -3,7 +3,7 @@
     python -m train --config=configs/llama_70b.py --config.data.source=SHARDS
 
 Hardware: 64 H100 on 8 hosts (described).
-Memory: 35.45 GiB a device, allocated, of 72.32 GiB
+Memory: 31.63 GiB a device, allocated, of 72.32 GiB
   (`python -m memory report --config=llama_70b --target=h100:8x8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """

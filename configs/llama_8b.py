@@ -3,7 +3,7 @@
     python -m train --config=configs/llama_8b.py --config.data.source=SHARDS
 
 Hardware: 8 H100 or H200 (described).
-Memory: 21.20 GiB a device, allocated, of 72.32 GiB on an H100
+Memory: 19.73 GiB a device, allocated, of 72.32 GiB on an H100
   (`python -m memory report --config=llama_8b --target=h100:8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """

@@ -69,9 +69,8 @@ def trainer_step(name: str, overrides: Sequence[tuple[str, str]], target: Any) -
 
     The one place where this package knows of the trainer. Raises the trainer's errors, with their exit codes.
     """
-    from memory.analyze import compilation_of
-    from train.config import load
-    from train.program import build, xla_remat_pass
+    from train.config import flatten, load
+    from train.program import build
 
     config = load(name, overrides)
     try:
@@ -80,9 +79,7 @@ def trainer_step(name: str, overrides: Sequence[tuple[str, str]], target: Any) -
         if hasattr(error, "exit_code"):
             raise
         raise ReportError(" ".join(str(error).split())) from error
-    with xla_remat_pass(config.remat.xla_pass):
-        traced = program.step.trace(program.state, program.batch_shapes)
-        return compilation_of(traced, described=target.is_described), config.to_dict()
+    return program.compile_for_report(exact=True), flatten(config)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -11,6 +11,8 @@ import pytest
 from memory import export, targets
 from memory.analyze import report_of
 from memory.compiler import compile_lowered
+from train.config import load, override
+from train.program import build
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("xprof") is None, reason="xprof is not installed")
 
@@ -32,12 +34,13 @@ def viewer(proto, folder):
     return found["peakHeapMib"] * 2**20, found["totalBufferAllocationMib"] * 2**20
 
 
-def compare(lowered, folder):
-    compilation = compile_lowered(lowered)
+def compare(compilation, folder):
     report = report_of(compilation)
     peak, allocated = viewer(compilation.proto, folder)
     assert report.peak_bytes == pytest.approx(peak, rel=1e-3)
     assert report.allocated_bytes == pytest.approx(allocated, rel=1e-3)
+    assert sum(report.breakdown.values()) == report.allocated_bytes
+    return report
 
 
 @pytest.mark.parametrize("policy", programs.POLICIES)
@@ -46,9 +49,26 @@ def test_training_step(target, policy, devices, tmp_path):
     if target != "cpu":
         pytest.importorskip("jax_plugins.xla_cuda13")
         devices = targets.parse(target).devices()
-    compare(programs.trace_step(devices, policy, shard_state=len(devices) > 1).lower(), tmp_path)
+    compare(compile_lowered(programs.trace_step(devices, policy, shard_state=len(devices) > 1).lower()), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["linen", "convolution", "two_scans", "conditional", "while"])
 def test_other_programs(name, tmp_path):
-    compare(programs.OTHERS[name](), tmp_path)
+    compare(compile_lowered(programs.OTHERS[name]()), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "target", "changes"), [
+    ("tiny", "cpu:1", {}), ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
+    ("gpt2_small", "h200", {"remat.policy": "none"}), ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch"}),
+    ("gpt2_xl", "h100:8", {"batch.mode": "scan"}), ("llama_1b", "b200", {"model.attention": "chunked"}),
+    ("llama_8b", "h200:8", {"remat.policy": "none"}), ("llama_8b", "h200:8", {"loss.kind": "full"}),
+    ("llama_70b", "h100:8x8", {}), ("llama_405b", "h100:64x8", {}), ("gpt3_175b", "a100-80g:16x8", {}),
+    ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"})], ids=str)
+def test_shipped_configs(name, target, changes, tmp_path):
+    if not target.startswith("cpu"):
+        pytest.importorskip("jax_plugins.xla_cuda13")
+    config = load(name)
+    for key, text in changes.items():
+        override(config, key, text)
+    report = compare(build(config, targets.parse(target).devices()).compile_for_report(exact=True), tmp_path)
+    assert report.breakdown["unattributed"] < 0.02 * report.peak_bytes

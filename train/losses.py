@@ -104,7 +104,10 @@ def _chunked_forward(x_BLD, w_DV, targets_BL, settings):
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
     (total, dw_RDV), dx = jax.lax.scan(chunk, start, xs)
     dx_BLD = jnp.moveaxis(dx, 0, 2).reshape(x_BLD.shape[0], -1, D)[:, : x_BLD.shape[1]]
-    return total, (dx_BLD, layout.constrain(dw_RDV.sum(0), HEAD_AXES).astype(w_DV.dtype))
+    dw_DV = layout.constrain(dw_RDV.sum(0), HEAD_AXES).astype(w_DV.dtype)
+    # The backward pass of the blocks waits for the head's gradient to be reduced: left to itself the
+    # scheduler keeps the unreduced D x V on every device until the optimizer.
+    return total, jax.lax.optimization_barrier((dx_BLD, dw_DV))
 
 
 def _chunked_backward(settings, residuals, d_total):

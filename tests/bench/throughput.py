@@ -47,6 +47,11 @@ def peer_arguments(config: ConfigDict, asked: argparse.Namespace) -> list[str]:
     flags |= {"train_steps": config.train.steps, "precision": config.precision.preset,
               "recompute": int(config.remat.policy == "full"), "compile": int(asked.compile),
               "fused": int(not asked.unfused), "attention": asked.attention}
+    if asked.peer_accumulation:
+        rows = flags["micro"] * flags["accumulation"]
+        if rows % asked.peer_accumulation:
+            raise SystemExit(f"{rows} sequences do not divide into {asked.peer_accumulation} micro-batches")
+        flags |= {"micro": rows // asked.peer_accumulation, "accumulation": asked.peer_accumulation}
     return [f"--{key.replace('_', '-')}={value}" for key, value in flags.items()]
 
 
@@ -109,6 +114,8 @@ def main() -> int:
     flags.add_argument("--compile", action="store_true", help="the peer under torch.compile")
     flags.add_argument("--unfused", action="store_true", help="the peer with PyTorch's default AdamW")
     flags.add_argument("--attention", default="cudnn,flash", help="the peer's GPU attention, by priority")
+    flags.add_argument("--peer-accumulation", type=int, metavar="N",
+                       help="cut the peer's batch into N micro-batches (default: as ours)")
     flags.add_argument("--same-start", action="store_true", help="equal first parameters, losses compared")
     flags.add_argument("--assert-time", type=float, metavar="X", help="exit 1 above this ratio of time")
     flags.add_argument("--assert-memory", type=float, metavar="X", help="exit 1 above this ratio of memory")
