@@ -54,7 +54,7 @@ def test_report_of_a_config(capsys, tmp_path):
                          "--target=cpu:8", f"--json={tmp_path / 'r.json'}")
     assert (code, err) == (0, "")
     written = json.loads((tmp_path / "r.json").read_text())
-    assert written["config"]["model"]["d_model"] == 32 and written["target"]["name"] == "cpu:8"
+    assert written["config"]["model.d_model"] == 32 and written["target"]["name"] == "cpu:8"
     assert written["breakdown"]["unattributed"] < 0.02 * written["peak_bytes"]
     for mistake in ("--config.model.d_modle=3", "--config.remat.policy=ful", "--config.model.n_layers=x"):
         code, out, err = run(capsys, "report", "--config=tiny", mistake)
