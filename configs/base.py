@@ -13,10 +13,14 @@ LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False, 
 
 def get_config() -> ConfigDict:
     """The base: a Llama-shaped byte model; experiments change what differs."""
-    config = ConfigDict()
+    config = ConfigDict({name: group() for name, group in GROUPS.items()})
     config.seed = 0  # of parameters, data order and dropout
+    return config
 
-    config.model = model = ConfigDict()
+
+def _model() -> ConfigDict:
+    """The architecture."""
+    model = ConfigDict()
     model.d_model = 256  # width of the residual stream
     model.n_layers = 4
     model.n_heads = 4  # query heads
@@ -34,18 +38,35 @@ def get_config() -> ConfigDict:
     model.dropout = 0.0  # on embedding, attention probabilities and both residual branches
     model.attention = "auto"  # auto | naive | chunked | cudnn
     model.attention_chunk = 512  # positions per block of the chunked kernel
+    return model
 
-    config.loss = loss = ConfigDict()
+
+def _loss() -> ConfigDict:
+    """Cross-entropy over the vocabulary."""
+    loss = ConfigDict()
     loss.kind = "chunked"  # full | chunked: chunked never holds the whole logits array
     loss.chunk = 2048  # tokens per data-parallel rank whose logits exist at once
+    return loss
 
-    config.precision = ConfigDict({"preset": "bf16"})  # fp32 | bf16: compute over float32 master parameters
 
-    config.remat = remat = ConfigDict()
+def _precision() -> ConfigDict:
+    """Dtypes."""
+    precision = ConfigDict()
+    precision.preset = "bf16"  # fp32 | bf16: compute over float32 master parameters
+    return precision
+
+
+def _remat() -> ConfigDict:
+    """What blocks keep for the backward pass."""
+    remat = ConfigDict()
     remat.policy = "none"  # none | full | dots | dots_no_batch
     remat.xla_pass = False  # XLA's own rematerialization when a program exceeds the device
+    return remat
 
-    config.data = data = ConfigDict()
+
+def _data() -> ConfigDict:
+    """What is read."""
+    data = ConfigDict()
     data.source = "stdlib"  # stdlib | file | folder | glob; text, or .bin/.npy token shards
     data.eval_source = ""  # held-out data; empty: a part of the source, chosen by file
     data.tokenizer = "bytes"  # bytes | path of a Hugging Face tokenizer.json
@@ -53,13 +74,21 @@ def get_config() -> ConfigDict:
     data.seq_len = 256  # tokens of one sequence
     data.prefetch = 4  # batches read ahead
     data.workers = 2  # reader threads
+    return data
 
-    config.batch = batch = ConfigDict()
+
+def _batch() -> ConfigDict:
+    """The batch of one update."""
+    batch = ConfigDict()
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
     batch.mode = "multisteps"  # multisteps: optax.MultiSteps, one call a micro-step | scan: inside one step
+    return batch
 
-    config.optimizer = optimizer = ConfigDict()
+
+def _optimizer() -> ConfigDict:
+    """The update."""
+    optimizer = ConfigDict()
     optimizer.name = "adamw"
     optimizer.learning_rate = 3e-4  # at the end of warm-up
     optimizer.warmup_steps = 100
@@ -69,13 +98,21 @@ def get_config() -> ConfigDict:
     optimizer.eps = 1e-8
     optimizer.weight_decay = 0.1  # on matrices; norms and biases are never decayed
     optimizer.clip_norm = 1.0  # global gradient norm; 0 for no clipping
+    return optimizer
 
-    config.mesh = mesh = ConfigDict()  # one of them may be -1: all remaining devices
+
+def _mesh() -> ConfigDict:
+    """Devices by use; one size may be -1: all that remain."""
+    mesh = ConfigDict()
     mesh.data = -1  # replicas
     mesh.fsdp = 1  # devices that share parameters, gradients and optimizer state
     mesh.tensor = 1  # devices that share heads, MLP width and vocabulary
+    return mesh
 
-    config.train = train = ConfigDict()
+
+def _train() -> ConfigDict:
+    """Length, cadence and records of a run."""
+    train = ConfigDict()
     train.steps = 1000  # optimizer updates
     train.log_every = 10
     train.eval_every = 250
@@ -88,4 +125,8 @@ def get_config() -> ConfigDict:
     train.sample_temperature = 0.8
     train.tensorboard = True
     train.cache_dir = ""  # of compiled programs; empty: $XDG_CACHE_HOME/headroom/xla; none: no cache
-    return config
+    return train
+
+
+GROUPS = {"model": _model, "loss": _loss, "precision": _precision, "remat": _remat, "data": _data, "batch": _batch,
+          "optimizer": _optimizer, "mesh": _mesh, "train": _train}

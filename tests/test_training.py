@@ -163,7 +163,9 @@ def test_learning_rate_warms_up_and_ends_where_it_should():
     ({"batch.micro": 0}, 1, "batch.micro=0"), ({"batch.accumulation": 0}, 1, "batch.accumulation=0"),
     ({"data.seq_len": 65}, 1, "data.seq_len=65 is longer than model.max_seq_len=64"),
     ({"remat.policy": "ful"}, 1, "choose one of none, full"), ({"loss.kind": "x"}, 1, "full, chunked"),
-    ({"loss.chunk": 0}, 1, "loss.chunk=0"), ({"optimizer.name": "adam"}, 1, "adamw")])
+    ({"loss.chunk": 0}, 1, "loss.chunk=0"), ({"train.log_every": 0}, 1, "log_every=0: give 1 or more"),
+    ({"optimizer.clip_norm": -1.0}, 1, "clip_norm=-1.0"), ({"optimizer.learning_rate": "nan"}, 1, "learning_rate=nan"),
+    ({"optimizer.name": "adam"}, 1, "adamw")])
 def test_what_cannot_run_is_refused_before_anything_is_made(overrides, devices, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:devices])

@@ -33,9 +33,21 @@ CHOICES = {
     "optimizer.name": OPTIMIZERS,
 }
 
+# key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
+LEAST = {
+    "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
+    "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
+    "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
+    "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
+}
 
-def check_choices(config: ConfigDict) -> None:
-    """Raises ValueError for a value that is no row of its table, naming the rows."""
+
+def check_values(config: ConfigDict) -> None:
+    """Raises ValueError for a value that is no row of its table, or below the least that makes sense."""
+    for key, least in LEAST.items():
+        group, name = key.split(".")
+        if not config[group][name] >= least:
+            raise ValueError(f"{key}={config[group][name]}: give {least} or more")
     for key, table in CHOICES.items():
         group, name = key.split(".")
         if config[group][name] not in table:
@@ -180,8 +192,6 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any) -> 
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
               micro: int) -> Callable[..., jax.Array]:
     """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
-    if config.loss.chunk < 1:
-        raise ValueError(f"loss.chunk={config.loss.chunk}: give 1 or more tokens")
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len)
     settings = LossSettings(layout, precision.compute, positions)
     cross_entropy = LOSSES[config.loss.kind]
@@ -201,7 +211,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
     """
-    check_choices(config)
+    check_values(config)
     devices = jax.devices() if devices is None else list(devices)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices))
     precision = PRECISIONS[config.precision.preset]
