@@ -95,7 +95,8 @@ def _attention_backward(chunk, residuals, d_context_BLHK):
     def pair(carry, ij):
         i, j = ij
         dq, dk, dv = carry
-        probs = jnp.exp(_scores(q[i], k[j], i, j) - lse[i][..., None])
+        with jax.named_scope("kernel_recompute"):
+            probs = jnp.exp(_scores(q[i], k[j], i, j) - lse[i][..., None])
         d_probs = jnp.einsum("blgrk,bsgk->bgrls", d_out[i], v[j], preferred_element_type=jnp.float32)
         d_scores = (probs * (d_probs - delta[i][..., None]) * K ** -0.5).astype(q.dtype)
         one = partial(jnp.einsum, preferred_element_type=jnp.float32)
