@@ -59,7 +59,12 @@ def _precision() -> ConfigDict:
 def _remat() -> ConfigDict:
     """What blocks keep for the backward pass."""
     remat = ConfigDict()
-    remat.policy = "none"  # none | full | dots | dots_no_batch
+    # none | full | selective | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
+    remat.policy = "none"
+    remat.save = ()  # custom: checkpoint names to keep (model/names.py)
+    remat.offload = ()  # custom: checkpoint names to keep in pinned host memory; the rest is recomputed
+    remat.layers = ()  # ranges with a policy of their own: 0-8:none,8-12:dots
+    remat.granularity = "block"  # block | parts: attention and MLP checkpointed apart
     remat.xla_pass = False  # XLA's own rematerialization when a program exceeds the device
     return remat
 

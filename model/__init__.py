@@ -10,7 +10,7 @@ Shape letters, the same in every file and einsum string:
 
 from model.config import ModelConfig
 from model.precision import PRECISIONS, Precision
-from model.remat import POLICIES
+from model.remat import POLICIES, RematPlan
 from model.transformer import Transformer
 
-__all__ = ["POLICIES", "PRECISIONS", "ModelConfig", "Precision", "Transformer"]
+__all__ = ["POLICIES", "PRECISIONS", "ModelConfig", "Precision", "RematPlan", "Transformer"]

@@ -1,6 +1,7 @@
 """One transformer block: attention and MLP, each behind a norm and added to the residual stream."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,9 @@ class Attention(nnx.Module):
             heads = "heads" if which == "q" else "kv_heads"
             return tag(self.constrain(y_BLHK, ("batch", "length", heads, None)), which)
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        config, dtype = self.config, self.precision.compute
+    def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values as the attention core reads them."""
+        config = self.config
         with jax.named_scope("qkv"):
             q_BLHK, k_BLGK, v_BLGK = (self.project(x_BLD, which) for which in "qkv")
         if config.position == "rope":
@@ -63,12 +65,20 @@ class Attention(nnx.Module):
                 positions_L = jnp.arange(x_BLD.shape[1])
                 q_BLHK = rotate(q_BLHK, positions_L, frequency)
                 k_BLGK = rotate(k_BLGK, positions_L, frequency)
-        q_BLHK, k_BLGK = tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot")
+        return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
+
+    def core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        """The kernel's context [B, L, H, K]."""
+        config = self.config
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do it inside.
             context_BLHK = KERNELS[config.attention].run(
                 q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0))
-            context_BLHK = self.constrain(context_BLHK, ("batch", "length", "heads", None))
+            return self.constrain(context_BLHK, ("batch", "length", "heads", None))
+
+    def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        """What attention adds to the residual stream, [B, L, D]."""
+        config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
             y_BLD = jnp.einsum("blhk,hkd->bld", context_BLHK, read(self.w_o, dtype, self.constrain))
             if config.bias:
@@ -123,11 +133,49 @@ class Block(nnx.Module):
         self.norm_mlp = Norm(config, precision, constrain)
         self.mlp = Mlp(config, precision, constrain, rngs=rngs)
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None) -> jax.Array:
-        x_BLD = tag(x_BLD, "block_in")
+    def _inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("attention"):
-            x_BLD = x_BLD + self.attention(tag(self.norm_attention(x_BLD), "attn_norm"), fold(key_B, 0))
+            return self.attention.inputs(tag(self.norm_attention(x_BLD), "attn_norm"))
+
+    def _core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        with jax.named_scope("attention"):
+            return self.attention.core(q_BLHK, k_BLGK, v_BLGK, fold(key_B, 0))
+
+    def _join(self, x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        with jax.named_scope("attention"):
+            return x_BLD + self.attention.output(context_BLHK, fold(key_B, 0))
+
+    def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        return self._join(x_BLD, self._core(*self._inputs(x_BLD), key_B), key_B)
+
+    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         x_BLD = tag(x_BLD, "mid")
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), fold(key_B, 1))
         return self.constrain(x_BLD, ("batch", "length", None))
+
+    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, *, cut: str = "block",
+                 wrap: Callable[[Callable], Callable] = lambda piece: piece) -> jax.Array:
+        """The block, with `wrap` (a checkpoint, say) around each of the pieces that `cut` makes: a row of CUTS."""
+        return CUTS[cut](self, wrap, x_BLD, key_B)
+
+
+def _whole(block: Block, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    # The name is inside the checkpoint: what is outside is an input of it, and no policy can move those.
+    return wrap(lambda x, key: block._feed(block._attend(tag(x, "block_in"), key), key))(x_BLD, key_B)
+
+
+def _parts(block: Block, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    x_BLD = wrap(lambda x, key: block._attend(tag(x, "block_in"), key))(x_BLD, key_B)
+    return wrap(block._feed)(x_BLD, key_B)
+
+
+def _around_core(block: Block, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    # A kernel whose residuals no name reaches (cuDNN's) stays outside, or keeping its output would not
+    # keep it from running again.
+    x_BLD = tag(x_BLD, "block_in")
+    context_BLHK = block._core(*wrap(block._inputs)(x_BLD), key_B)
+    return wrap(lambda x, context, key: block._feed(block._join(x, context, key), key))(x_BLD, context_BLHK, key_B)
+
+
+CUTS = {"block": _whole, "parts": _parts, "around_core": _around_core}

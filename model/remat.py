@@ -1,38 +1,162 @@
-"""Rematerialization policies: what a block keeps for its backward pass. One row a policy.
+"""Rematerialization: what blocks keep for their backward pass. One row a policy, ranges of layers by choice.
 
-A policy is a way to wrap the function of one block. Under `lax.scan` the loop already keeps
-XLA from merging the recomputed values with the originals, so `prevent_cse=False` is right and
-cheaper there; unrolled layers need `prevent_cse=True`, or common-subexpression elimination
-undoes the recomputation altogether.
+A policy wraps pieces of a block in `jax.checkpoint` and says which named tensors (model/names.py) stay.
+Under `lax.scan` the loop already keeps XLA from merging recomputed values with the originals, so
+`prevent_cse=False` is right and cheaper there; unrolled layers need `prevent_cse=True`, or
+common-subexpression elimination undoes the recomputation altogether.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax import checkpoint_policies as cp
 
+from model.names import NAMES
+
+# Everything a block makes outside the attention core that its backward pass reads: with it saved, only the
+# core is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198); `lse` is what
+# a flash kernel's own gradient needs, so that it is not run again.
+OUTSIDE_CORE = ("attn_norm", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm", "gate",
+                "up", "act", "mlp_out_mask")
+# Matmul outputs and the attention context: norms, rotations, activations and the scores are made again.
+MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up")
+
 
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
-    """`saveable` is a `jax.checkpoint` policy; None leaves the block unwrapped: nothing recomputed."""
+    """`saveable` is a `jax.checkpoint` policy, None for no checkpoint at all; `names` the names it keeps.
+
+    `nested` checkpoints groups of layers around the layers. `offloads` moves something to host memory.
+    """
 
     summary: str
-    saveable: Callable[..., bool] | None
+    saveable: Callable[..., object] | None
+    names: tuple[str, ...] = ()
+    nested: bool = False
+    offloads: bool = False
 
-    def wrap(self, block: Callable, *, scanned: bool) -> Callable:
-        """`block` with this policy's residuals."""
+    def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
+        """`piece` with this policy's residuals."""
         if self.saveable is None:
-            return block
+            return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
-        return jax.checkpoint(block, policy=self.saveable, prevent_cse=not scanned)
+        return jax.checkpoint(piece, policy=self.saveable, prevent_cse=not scanned)
 
 
-POLICIES = {
+def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> RematPolicy:
+    """The policy that saves and offloads exactly these names and recomputes the rest."""
+    if offload:
+        saveable = cp.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(save), names_which_can_be_offloaded=list(offload),
+            offload_src="device", offload_dst="pinned_host")
+    else:
+        saveable = cp.save_only_these_names(*save) if save else cp.nothing_saveable
+    return RematPolicy(summary, saveable, (*save, *offload), offloads=bool(offload))
+
+
+POLICIES: Mapping[str, RematPolicy | None] = {
     "none": RematPolicy("every residual kept, nothing recomputed", None),
-    "full": RematPolicy("only the input of each block kept, the block recomputed", cp.nothing_saveable),
+    "full": keep("only the input of each block kept, the block recomputed"),
+    "selective": keep("everything outside the attention core kept, the core recomputed", OUTSIDE_CORE),
+    "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
     "dots": RematPolicy("outputs of all matrix products kept", cp.dots_saveable),
     "dots_no_batch": RematPolicy(
         "outputs of matrix products with weights kept, the attention core recomputed",
         cp.dots_with_no_batch_dims_saveable),
+    "sqrt": dataclasses.replace(
+        keep("inputs of groups of about sqrt(N) blocks kept, each group and block recomputed"), nested=True),
+    "offload": keep("inputs of blocks in pinned host memory, the block recomputed", offload=("block_in",)),
+    "offload_dots": RematPolicy(
+        "outputs of matrix products with weights in pinned host memory, the rest recomputed",
+        cp.offload_dot_with_no_batch_dims("device", "pinned_host"), offloads=True),
+    "custom": None,  # from remat.save and remat.offload
 }
+
+GRANULARITIES = ("block", "parts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Layers [start, stop) under one policy."""
+
+    start: int
+    stop: int
+    policy: RematPolicy
+    name: str
+
+    @property
+    def groups(self) -> int:
+        """Outer steps of a nested policy: the divisor of the layers nearest to their square root."""
+        count = self.stop - self.start
+        divisors = [d for d in range(1, count + 1) if count % d == 0]
+        return min(divisors, key=lambda d: abs(d - math.sqrt(count))) if self.policy.nested else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RematPlan:
+    """`config.remat` made out: a policy for every layer.
+
+    Args:
+      policy: a row of POLICIES; `save` and `offload` are the names of `custom`.
+      layers: ranges with a policy of their own, "0-8:none"; `policy` has the others.
+      granularity: whether a block is one checkpoint, or attention and MLP one each.
+
+    Raises:
+      ValueError: an unknown policy, name or range, with the valid ones.
+    """
+
+    policy: str = "none"
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    granularity: str = "block"
+
+    def __post_init__(self):
+        for key, names in (("save", self.save), ("offload", self.offload)):
+            for name in names:
+                if name not in NAMES:
+                    raise ValueError(f"remat.{key} names {name!r}: choose from {', '.join(NAMES)}")
+        if both := set(self.save) & set(self.offload):
+            raise ValueError(f"remat.save and remat.offload both name {min(both)!r}: choose one")
+        used = [self.policy, *(self._range(text)[2] for text in self.layers)]
+        if bool(self.save or self.offload) != ("custom" in used):
+            raise ValueError("remat.save and remat.offload belong to remat.policy=custom: give the policy and at "
+                             "least one name, or neither")
+        for name in used:
+            if name not in POLICIES:
+                raise ValueError(f"remat.policy={name!r}: choose one of {', '.join(POLICIES)}")
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"remat.granularity={self.granularity!r}: choose one of {', '.join(GRANULARITIES)}")
+
+    def _range(self, text: str) -> tuple[int, int, str]:
+        match = re.fullmatch(r"(\d+)-(\d+):(\w+)", str(text))
+        if not match or int(match[1]) >= int(match[2]):
+            raise ValueError(f"remat.layers={text!r}: write FIRST-END:POLICY, such as 0-8:none for the first 8")
+        return int(match[1]), int(match[2]), match[3]
+
+    def row(self, name: str) -> RematPolicy:
+        """The policy of this name, `custom` made from the plan's own names."""
+        return POLICIES[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
+
+    def segments(self, n_layers: int) -> tuple[Segment, ...]:
+        """Consecutive ranges that cover all layers.
+
+        Raises:
+          ValueError: ranges that overlap or reach past the last layer.
+        """
+        out: list[Segment] = []
+        at = 0
+        for start, stop, name in sorted(self._range(text) for text in self.layers):
+            if start < at or stop > n_layers:
+                raise ValueError(f"remat.layers={start}-{stop}:{name} overlaps another range or passes the "
+                                 f"{n_layers} layers")
+            if start > at:
+                out.append(Segment(at, start, self.row(self.policy), self.policy))
+            out.append(Segment(start, stop, self.row(name), name))
+            at = stop
+        if at < n_layers:
+            out.append(Segment(at, n_layers, self.row(self.policy), self.policy))
+        return tuple(out)

@@ -12,13 +12,16 @@ from model.config import ModelConfig
 from model.layers import Constrain, Norm, dropout, fold, param, read
 from model.names import tag
 from model.precision import Precision
-from model.remat import POLICIES
+from model.remat import RematPlan, Segment
 
 
 def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """The sharding constraint of a program on one device: none."""
     del axes
     return x
+
+
+KEEP_ALL = RematPlan()
 
 
 class Transformer(nnx.Module):
@@ -31,12 +34,12 @@ class Transformer(nnx.Module):
     Args:
       config: the architecture.
       precision: dtypes by role.
-      remat: a row of `model.remat.POLICIES`.
+      remat: what each layer keeps for its backward pass.
       constrain: `constrain(x, logical_axes)` pins an activation to the mesh; identity on one device.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe without allocating.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, remat: str = "none",
+    def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
                  constrain: Constrain = unconstrained, rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.constrain = config, precision, remat, constrain
         V, D, dtype = config.vocab_size, config.d_model, precision.param
@@ -92,21 +95,58 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        policy = POLICIES[self.remat]
-
-        def run(graph: nnx.GraphDef, x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int) -> jax.Array:
-            return nnx.merge(graph, state)(x_BLD, fold(key_B, layer))
-
+        segments = self.remat.segments(self.config.n_layers)
         if self.config.scan:
             graph, state_N = nnx.split(self.blocks)
-            block: Callable = policy.wrap(partial(run, graph), scanned=True)
-            layer_N = jnp.arange(self.config.n_layers)
-            x_BLD, _ = jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs), None), x_BLD, (state_N, layer_N))
+            sizes = [segment.stop - segment.start for segment in segments]
+            for segment, state in zip(segments, _split_layers(state_N, sizes)):
+                x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B)
             return x_BLD
-        for layer, module in enumerate(self.blocks):
-            graph, state = nnx.split(module)
-            with jax.named_scope(f"layer_{layer}"):
-                x_BLD = policy.wrap(partial(run, graph), scanned=False)(x_BLD, state, layer)
+        for segment in segments:
+            x_BLD = self._unroll_segment(segment, x_BLD, key_B)
+        return x_BLD
+
+    def _block(self, segment: Segment, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
+        """block(x, state of one layer, layer number, keys) under the segment's policy."""
+        policy, cut = segment.policy, self.remat.granularity
+        if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
+            cut = "around_core"
+        wrap = partial(policy.wrap, scanned=self.config.scan)
+
+        def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
+            return nnx.merge(graph, state)(x_BLD, fold(key_B, layer), cut=cut, wrap=wrap)
+
+        return block
+
+    def _scan_segment(self, segment: Segment, graph: nnx.GraphDef, state_N: nnx.State, x_BLD: jax.Array,
+                      key_B: jax.Array | None) -> jax.Array:
+        block = self._block(segment, graph)
+
+        def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
+            return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B), None), x_BLD, xs)[0], None
+
+        xs = (state_N, jnp.arange(segment.start, segment.stop))
+        if segment.groups == 1:
+            return layers(x_BLD, xs)[0]
+        grouped = jax.tree.map(lambda leaf: leaf.reshape(segment.groups, -1, *leaf.shape[1:]), xs)
+        return jax.lax.scan(segment.policy.wrap(layers, scanned=True), x_BLD, grouped)[0]
+
+    def _unroll_segment(self, segment: Segment, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> jax.Array:
+            for state, layer in zip(states, numbers):
+                with jax.named_scope(f"layer_{layer}"):
+                    x_BLD = self._block(segment, graph)(x_BLD, state, layer, key_B)
+            return x_BLD
+
+        graph, _ = nnx.split(self.blocks[segment.start])
+        numbers = range(segment.start, segment.stop)
+        states = [nnx.split(self.blocks[layer])[1] for layer in numbers]
+        if segment.groups == 1:
+            return layers(x_BLD, states, numbers)
+        size = len(numbers) // segment.groups
+        for first in range(0, len(numbers), size):
+            group = partial(layers, numbers=numbers[first: first + size])
+            x_BLD = segment.policy.wrap(group, scanned=False)(x_BLD, states[first: first + size])
         return x_BLD
 
     def head(self) -> jax.Array:
@@ -119,6 +159,15 @@ class Transformer(nnx.Module):
         with jax.named_scope("head"):
             w_DV = self.head().astype(x_BLD.dtype)
             return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=self.precision.logits)
+
+
+def _split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
+    """The stacked state cut along its layers; a split's gradient is one concatenation, not a sum of paddings."""
+    if len(sizes) == 1:
+        return [state_N]
+    leaves, tree = jax.tree.flatten(state_N)
+    pieces = [jax.lax.split(leaf, sizes) for leaf in leaves]
+    return [tree.unflatten(piece) for piece in zip(*pieces)]
 
 
 def logical_axes(model: Transformer) -> dict:

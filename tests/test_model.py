@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from configs import base, gpt2_small, gpt3_175b, llama_1b, llama_8b, llama_405b
-from model import PRECISIONS, ModelConfig, Transformer
+from model import PRECISIONS, ModelConfig, RematPlan, Transformer
 from model.layers import rope_frequencies, rotate
 from model.names import NAMES, tag
 from model.transformer import logical_axes
@@ -22,7 +22,8 @@ SMALL = {"d_model": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 
 
 def small(family=base.LLAMA, remat="none", **changes) -> Transformer:
     values = {**base.get_config().model.to_dict(), **SMALL, **family, **changes}
-    return Transformer(ModelConfig.from_dict(values), PRECISIONS["fp32"], remat=remat, rngs=nnx.Rngs(params=0))
+    config, plan = ModelConfig.from_dict(values), RematPlan(remat)
+    return Transformer(config, PRECISIONS["fp32"], remat=plan, rngs=nnx.Rngs(params=0))
 
 
 def tokens(length=24, rows=2) -> jax.Array:

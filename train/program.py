@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from memory.compiler import Compilation, compile_lowered
-from model import POLICIES, PRECISIONS, ModelConfig, Precision, Transformer
+from model import PRECISIONS, ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.layers import MLPS, NORMS, POSITIONS
 from model.transformer import logical_axes
@@ -29,7 +29,7 @@ from train.step import ACCUMULATION, StepParts, TrainState, eval_step, zero_tall
 # Every key that names a row of a table: a typo fails here, with the rows.
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
-    "precision.preset": PRECISIONS, "remat.policy": POLICIES, "batch.mode": ACCUMULATION,
+    "precision.preset": PRECISIONS, "batch.mode": ACCUMULATION,
     "optimizer.name": OPTIMIZERS,
 }
 
@@ -222,7 +222,9 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     kernel = choose_kernel(asked, precision, devices[0].platform, config.data.seq_len)
     model = dataclasses.replace(asked, attention=kernel[0])
     batch = BatchAlgebra(config.batch.micro, config.batch.accumulation, layout.ranks, config.data.seq_len)
-    transformer = partial(_transformer, model, precision, config.remat.policy, layout)
+    remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
+                      tuple(config.remat.layers), config.remat.granularity)
+    transformer = partial(_transformer, model, precision, remat, layout)
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = make_schedule(config.optimizer, config.train.steps)
@@ -234,6 +236,6 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     return Program(config, layout, model, precision, kernel, batch, parts, state, transformer, graph)
 
 
-def _transformer(model: ModelConfig, precision: Precision, policy: str, layout: Layout,
+def _transformer(model: ModelConfig, precision: Precision, remat: RematPlan, layout: Layout,
                  rngs: nnx.Rngs) -> Transformer:
-    return Transformer(model, precision, remat=policy, constrain=layout.constrain, rngs=rngs)
+    return Transformer(model, precision, remat=remat, constrain=layout.constrain, rngs=rngs)
