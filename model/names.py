@@ -6,6 +6,7 @@ and a policy that asks for one can be told so.
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 
 # name -> (shape suffix, what it is)
 NAMES = {
@@ -45,3 +46,17 @@ def tag(x: jax.Array, name: str) -> jax.Array:
     if name not in NAMES:
         raise KeyError(f"checkpoint name {name!r} is not in model/names.py")
     return checkpoint_name(x, name)
+
+
+def names_in(jaxpr: core.Jaxpr) -> set[str]:
+    """The checkpoint names that a traced program makes, those inside its loops and calls included."""
+    found = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                found |= names_in(getattr(value, "jaxpr", value))
+    return found
+
+
+def _is_jaxpr(value: object) -> bool:
+    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))

@@ -19,6 +19,7 @@ from memory.compiler import Compilation, compile_lowered
 from model import PRECISIONS, ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.layers import MLPS, NORMS, POSITIONS
+from model.names import names_in
 from model.transformer import logical_axes
 from train.batch import BatchAlgebra
 from train.losses import LOSSES, LossSettings
@@ -205,6 +206,21 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
     return loss
 
 
+def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
+    """Raises ValueError for a name of `custom` that this program never makes: JAX would ignore it in silence."""
+    asked = {*remat.save, *remat.offload}
+    if not asked:
+        return
+    array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
+    # Some names are born only where a custom gradient keeps them, so the gradient is traced.
+    traced = jax.make_jaxpr(jax.grad(loss))(params, {"inputs": array, "targets": array}, keys)
+    made = names_in(traced.jaxpr)
+    if missing := asked - made:
+        raise ValueError(f"checkpoint name {min(missing)!r} is never traced here: choose from "
+                         f"{', '.join(sorted(made))}")
+
+
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of `config` over `devices` (default: all of this process's backend), described only.
 
@@ -224,15 +240,17 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     batch = BatchAlgebra(config.batch.micro, config.batch.accumulation, layout.ranks, config.data.seq_len)
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity)
+    remat.segments(model.n_layers)  # ranges that do not fit the model fail here
     transformer = partial(_transformer, model, precision, remat, layout)
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = make_schedule(config.optimizer, config.train.steps)
     wrapped = ACCUMULATION[config.batch.mode][1]
     optimizer = make_optimizer(config.optimizer, schedule, multisteps=batch.accumulation if wrapped else 1)
-    parts = StepParts(make_loss(config, graph, layout, precision, batch.micro), optimizer, schedule,
-                      config.seed, precision.accumulator)
+    loss = make_loss(config, graph, layout, precision, batch.micro)
     state = describe_state(abstract, layout, optimizer)
+    check_traced(remat, loss, state.params, batch)
+    parts = StepParts(loss, optimizer, schedule, config.seed, precision.accumulator)
     return Program(config, layout, model, precision, kernel, batch, parts, state, transformer, graph)
 
 
