@@ -18,7 +18,7 @@ def describe(row: Mapping[str, Any]) -> str:
     parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"grad {row['grad_norm']:.2f}",
              f"{row['tokens_per_s']:,.0f} tok/s"]
     if row["mfu"] is not None:
-        parts.append(f"MFU {100 * row['mfu']:.1f} %")
+        parts.append(f"MFU {100 * row['mfu']:.1f} HFU {100 * row['hfu']:.1f} %")
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts.append(f"mem {memory['in_use_bytes'] / GIB:.2f}/{memory['peak_bytes'] / GIB:.2f} GiB")

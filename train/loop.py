@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from memory.live import predicted_against_measured, sample
-from memory.records import Report
 from train import startup
 from train.checkpoint import Checkpoints, Position
 from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
@@ -41,9 +40,8 @@ class Run:
     log: MetricsLog
     events: Events
     display: Display
-    compiled: Any
+    compiled: startup.Compiled
     evaluate: Any
-    report: Report
     peak_flops: float | None
     stop: list[str] = dataclasses.field(default_factory=list)
 
@@ -113,12 +111,12 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     seconds = clock.lap()
     batch, mesh = run.program.batch, run.program.mesh
     flops = model_flops_per_token(run.program.model, batch.seq_len) * batch.tokens / seconds
+    mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     run.record({
         "step": step, "loss": loss, "grad_norm": float(values["grad_norm"]), "lr": float(values["lr"]),
         "tokens_per_s": batch.tokens / seconds, "step_time_s": seconds,
-        "mfu": flops / (run.peak_flops * mesh.size) if run.peak_flops else None,
-        "memory": live.metrics(prefix="") if live else {}})
+        "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 
 
 def evaluate(run: Run, params: Any, step: int) -> float | None:
@@ -155,7 +153,7 @@ def train(run: Run, state: Any, start: Position) -> Any:
         micro_batches = next(batches)
         with jax.transfer_guard("disallow"):
             for batch in micro_batches:
-                state, metrics = run.compiled(state, batch)
+                state, metrics = run.compiled.step(state, batch)
         if pending is not None:
             finish_step(run, *pending, clock)
         step += 1
@@ -226,22 +224,26 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console) ->
                           "more steps with --config.train.steps=N --extend", soft_wrap=True)
             return
         startup.show_program(console, program, data.description)
-        compiled, report = startup.compile_step(program, console)
+        try:
+            compiled = startup.compile_step(program, console)
+        except ValueError as error:  # an offload that moves nothing
+            raise UserError(str(error)) from error
+        report = compiled.report
         write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
         refuse_if_too_big(report)
         with explained(report, program.mesh.local_devices[0]):
-            _run(program, data, checkpoints, compiled, report, workdir, console)
+            _run(program, data, checkpoints, compiled, workdir, console)
 
 
-def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: Any, report: Report, workdir: Path,
-         console: Console) -> None:
+def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
+         workdir: Path, console: Console) -> None:
     config = program.config.train
     state, position = start_state(program, checkpoints, console)
     return_freed_memory()  # what compiling and restoring took
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step)) as log,
           contextlib.closing(Events(workdir / "events", position.step, config.tensorboard)) as events,
           Display(console, config.steps, position.step) as display):
-        run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate, report,
+        run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate,
                   startup.peak_flops(program))
         console.print(f"run directory {workdir}", soft_wrap=True)
         with stop_on_signals(run.stop):
@@ -250,4 +252,4 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: Any, 
             display.note(f"{run.stop[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
             return
         show_sample(run, state.params)
-        display.note(predicted_against_measured(report, sample(program.mesh.local_devices[0])))
+        display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))

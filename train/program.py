@@ -19,8 +19,8 @@ from memory.compiler import Compilation, compile_lowered
 from model import PRECISIONS, ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.layers import MLPS, NORMS, POSITIONS
-from model.names import names_in
-from model.transformer import logical_axes
+from model.names import NAMES, names_in
+from model.transformer import KEEP_ALL, logical_axes
 from train.batch import BatchAlgebra
 from train.losses import LOSSES, LossSettings
 from train.optimizer import OPTIMIZERS, make_optimizer, make_schedule
@@ -79,6 +79,7 @@ class Program:
     model: ModelConfig
     precision: Precision
     kernel: tuple[str, str]
+    remat: RematPlan
     batch: BatchAlgebra
     parts: StepParts
     state: TrainState
@@ -154,7 +155,23 @@ class Program:
         with xla_remat_pass(self.config.remat.xla_pass):
             traced = self.step.trace(self.state, self.batch_shapes)
             compilation = compile_lowered(traced.lower(), exact=exact)
+        self._check_offload(compilation)
         return dataclasses.replace(compilation, jaxpr=traced.jaxpr)
+
+    def _check_offload(self, compilation: Compilation) -> None:
+        """Raises ValueError for an offload that moves no byte; on the CPU, which has no other memory, it may."""
+        segments = self.remat.segments(self.model.n_layers)
+        asked = [segment.name for segment in segments if segment.policy.offloads]
+        if asked and self.mesh.devices.flat[0].platform != "cpu" and not compilation.stats.host_temp_bytes:
+            raise ValueError(f"remat.policy={asked[0]} moves nothing to host memory here: keep other names, one of "
+                             f"{', '.join(NAMES)}, or use full")
+
+    def trace_gradient(self) -> Any:
+        """ClosedJaxpr of the gradient of one micro-batch with nothing recomputed: every name is in it."""
+        graph, _ = nnx.split(nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
+        loss = make_loss(self.config, graph, self.layout, self.precision, self.batch.micro)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.batch.rows))
+        return jax.make_jaxpr(jax.grad(loss))(self.state.params, self.eval_shapes, keys)
 
     def init(self) -> TrainState:
         """Fresh state, made in place on the devices; the same values on every mesh."""
@@ -241,7 +258,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity)
     remat.segments(model.n_layers)  # ranges that do not fit the model fail here
-    transformer = partial(_transformer, model, precision, remat, layout)
+    transformer = partial(_transformer, model, precision, layout, remat=remat)
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = make_schedule(config.optimizer, config.train.steps)
@@ -251,9 +268,9 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     state = describe_state(abstract, layout, optimizer)
     check_traced(remat, loss, state.params, batch)
     parts = StepParts(loss, optimizer, schedule, config.seed, precision.accumulator)
-    return Program(config, layout, model, precision, kernel, batch, parts, state, transformer, graph)
+    return Program(config, layout, model, precision, kernel, remat, batch, parts, state, transformer, graph)
 
 
-def _transformer(model: ModelConfig, precision: Precision, remat: RematPlan, layout: Layout,
-                 rngs: nnx.Rngs) -> Transformer:
+def _transformer(model: ModelConfig, precision: Precision, layout: Layout, rngs: nnx.Rngs, *,
+                 remat: RematPlan) -> Transformer:
     return Transformer(model, precision, remat=remat, constrain=layout.constrain, rngs=rngs)

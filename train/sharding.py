@@ -29,6 +29,15 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 
+# The letters of shape suffixes (model/__init__.py) as logical axes of activations.
+LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab"}
+
+
+def activation_axes(suffix: str) -> tuple[str | None, ...]:
+    """Logical axes of an activation, from the letters of its shape: BLD is (batch, length, None)."""
+    return tuple(LETTERS.get(letter) for letter in suffix)
+
+
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
 
@@ -69,6 +78,11 @@ class Layout:
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {tuple(axes)} collide on the mesh: {dims}")
         return PartitionSpec(*[dim if len(dim) > 1 else (dim[0] if dim else None) for dim in dims])
+
+    def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
+        """For each dimension the mesh axes of more than one device that it is divided over."""
+        dims = [() if axis is None else RULES[axis] for axis in axes]
+        return [tuple(axis for axis in dim if self.mesh.shape[axis] > 1) for dim in dims]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
         """The sharding of an array with these logical axes; without axes, replicated."""

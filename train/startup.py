@@ -1,5 +1,6 @@
 """What the user sees before the first step: devices, parameters, batch, and where the memory goes."""
 
+import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from memory import flops
 from memory.analyze import report_of
 from memory.records import Report
 from memory.targets import parse
@@ -61,7 +63,16 @@ def show_program(console: Console, program: Program, data: str) -> None:
     console.print(table)
 
 
-def compile_step(program: Program, console: Console) -> tuple[jax.stages.Compiled, Report]:
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The executable that runs, its memory report, and hardware over model FLOPs (HFU over MFU)."""
+
+    step: jax.stages.Compiled
+    report: Report
+    flops_ratio: float
+
+
+def compile_step(program: Program, console: Console) -> Compiled:
     """The step that will run, compiled, and the memory report of that very executable.
 
     An executable out of the persistent cache keeps no heap trace; its report says that lifetimes are
@@ -71,10 +82,13 @@ def compile_step(program: Program, console: Console) -> tuple[jax.stages.Compile
     with console.status("compiling"):
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
+    work = flops.count(compilation.jaxpr)
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES)
     console.print(f"compiled in {seconds:.1f} s; what the step will hold:")
     show(report, console)
-    return compilation.compiled, report
+    if work.recomputed:
+        console.print(f"recomputes {100 * work.recompute_fraction:.1f} % of the model's FLOPs")
+    return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1))
 
 
 # Which unit of the device multiplies: jax sends float32 products to the TF32 units where there are any.

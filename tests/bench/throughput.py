@@ -45,7 +45,7 @@ def peer_arguments(config: ConfigDict, asked: argparse.Namespace) -> list[str]:
     flags = {key: config[group][key] for group, keys in PEER_KEYS.items() for key in keys}
     flags = {key: int(value) if isinstance(value, bool) else value for key, value in flags.items()}
     flags |= {"train_steps": config.train.steps, "precision": config.precision.preset,
-              "recompute": int(config.remat.policy == "full"), "compile": int(asked.compile),
+              "recompute": int(asked.peer_recompute), "compile": int(asked.compile),
               "fused": int(not asked.unfused), "attention": asked.attention}
     if asked.peer_accumulation:
         rows = flags["micro"] * flags["accumulation"]
@@ -116,6 +116,8 @@ def main() -> int:
     flags.add_argument("--attention", default="cudnn,flash", help="the peer's GPU attention, by priority")
     flags.add_argument("--peer-accumulation", type=int, metavar="N",
                        help="cut the peer's batch into N micro-batches (default: as ours)")
+    flags.add_argument("--peer-recompute", action="store_true",
+                       help="activation checkpointing of every block of the peer, where it would not fit")
     flags.add_argument("--same-start", action="store_true", help="equal first parameters, losses compared")
     flags.add_argument("--assert-time", type=float, metavar="X", help="exit 1 above this ratio of time")
     flags.add_argument("--assert-memory", type=float, metavar="X", help="exit 1 above this ratio of memory")

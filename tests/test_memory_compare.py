@@ -1,0 +1,200 @@
+"""Comparisons of hand-made rows: expansion, Pareto front, best row, the table and the page."""
+
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+from test_memory_html import HOSTILE, Page, body, browse
+
+from memory import compare, compare_html, compare_text
+from memory.compare import Row
+from memory.errors import ReportError
+from memory.records import ROWS
+
+GIB = 2**30
+
+
+def row(policy="none", gib=10.0, share=0.0, limit=40, **more):
+    """A row that compiled, with figures that hang together."""
+    size = int(gib * GIB)
+    overrides = {"remat.policy": policy, **more.pop("keys", {})}
+    breakdown = {"params": size // 2, "residuals": size - size // 2}
+    return Row(overrides, peak_bytes=size, allocated_bytes=size, temp_bytes=size // 2, host_bytes=0,
+               residual_bytes=size - size // 2, recompute_flops_fraction=share, kernel_recompute_flops=0.0,
+               model_flops=6e12, hardware_flops=6e12 * (1 + share), compile_seconds=3.0, breakdown=breakdown,
+               limit_bytes=limit * GIB, fits=size <= limit * GIB, **more)
+
+
+@pytest.fixture
+def rows():
+    return [row("none", 60), row("dots", 30, 0.05), row("worse", 35, 0.06), row("full", 12, 1 / 3),
+            Row({"remat.policy": "ful"}, status="remat.policy='ful': choose another")]
+
+
+# ---- pure -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("text", "values"), [
+    ("1024,2048", ["1024", "2048"]), ("(a,b),c", ["(a,b)", "c"]), ("x", ["x"]), ("( a, b ), (c)", ["( a, b )", "(c)"])])
+def test_values_of_a_grid(text, values):
+    assert compare.parse_grid(f"--config.remat.save={text}") == ("remat.save", values)
+
+
+@pytest.mark.parametrize("text", ["data.seq_len", "=1", "a=", "a=1,,2", "a=1,"])
+def test_a_grid_that_is_none(text):
+    with pytest.raises(ReportError, match="--grid=KEY=V1,V2"):
+        compare.parse_grid(text)
+
+
+def test_grids_multiply_and_repetitions_count_once():
+    found = compare.expand([("a", ["1", "2"]), ("b", ["x", "y", "x"]), ("a", ["2", "3"])])
+    assert [tuple(one.items()) for one in found] == [
+        (("a", a), ("b", b)) for a in ("1", "2", "3") for b in ("x", "y")]
+    assert compare.expand([]) == [{}]
+
+
+def test_the_front_and_the_best(rows):
+    marked = compare.mark_pareto(rows)
+    assert [r.pareto for r in marked] == [True, True, False, True, False]
+    assert compare.best(marked).overrides == {"remat.policy": "dots"}
+    assert compare.flags(compare.best(marked)) == "--config.remat.policy=dots"
+    # Without a limit that matters, the one that recomputes nothing; of two of those, the smaller.
+    roomy = [row("none", 60, limit=100), row("other", 50, limit=100), row("full", 12, 0.3, limit=100)]
+    assert compare.best(roomy).overrides == {"remat.policy": "other"}
+    assert [r.pareto for r in compare.mark_pareto(roomy)] == [False, True, True]
+    assert compare.best([row("none", 60)]) is None and compare.best([]) is None
+
+
+def test_every_task_has_its_own_best():
+    found = compare.best_of_each([row("none", 60), row("full", 12, 0.3), row("none", 30, keys={"data.seq_len": 8}),
+                                  row("full", 6, 0.3, keys={"data.seq_len": 8})])
+    assert [(r.allocated_bytes // GIB, *r.overrides.values()) for r in found] == [(12, "full"), (30, "none", 8)]
+
+
+def test_equals_are_both_on_the_front():
+    assert all(r.pareto for r in compare.mark_pareto([row("none", 5), row("dots", 5)]))
+
+
+def test_other_tasks_are_no_rivals():
+    """A smaller model is not a better way to run a larger one; another mesh is."""
+    models = [row(gib=10, keys={"model.n_layers": 32}), row(gib=5, keys={"model.n_layers": 16})]
+    meshes = [row(gib=10, keys={"mesh.fsdp": 4}), row(gib=5, keys={"mesh.fsdp": 8})]
+    assert [r.pareto for r in compare.mark_pareto(models)] == [True, True]
+    assert [r.pareto for r in compare.mark_pareto(meshes)] == [False, True]
+
+
+def test_measured_time_decides_where_there_is_one():
+    def timed(policy, gib, share, seconds):
+        measured = {"step_seconds": seconds, "tokens_per_s": 100 / seconds, "peak_bytes": None}
+        return row(policy, gib, share, measured=measured)
+
+    marked = compare.mark_pareto([timed("none", 30, 0.0, 2.0), timed("full", 10, 0.3, 1.5)])
+    assert [r.pareto for r in marked] == [False, True]  # less memory, and on this device faster
+    assert compare.best(marked).overrides == {"remat.policy": "full"}
+
+
+def test_rows_without_counted_flops_are_compared_by_bytes():
+    unknown = [dataclasses.replace(row(gib=gib), recompute_flops_fraction=None, model_flops=None) for gib in (9, 3)]
+    assert [r.pareto for r in compare.mark_pareto(unknown)] == [False, True]
+    assert compare.best(unknown).allocated_bytes == 3 * GIB and unknown[0].hfu_over_mfu is None
+
+
+def test_flags_are_quoted_and_typed():
+    one = row("custom", keys={"remat.save": ["qkv", "mlp up"], "model.scan": False, "config": "a b.py",
+                              "target": "cpu:8"})
+    assert compare.flags(one) == ("--config.remat.policy=custom '--config.remat.save=(qkv,mlp up)' "
+                                  "--config.model.scan=false '--config=a b.py'")
+
+
+def test_json_has_every_key(rows):
+    out = json.loads(json.dumps(compare.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
+    assert set(out) == {"rows", "best", "target", "versions", "interrupted"}
+    assert {"overrides", "status", "peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "residual_bytes",
+            "recompute_flops_fraction", "kernel_recompute_flops", "model_flops", "hardware_flops", "compile_seconds",
+            "fits", "pareto", "measured", "breakdown"} <= set(out["rows"][0])
+    assert out["best"]["flags"] == "--config.remat.policy=dots" and out["rows"][4]["fits"] is None
+
+
+# ---- the terminal -----------------------------------------------------------------------------------
+
+def printed(rows, **more):
+    console = Console(width=compare_text.WIDTH, file=io.StringIO())
+    compare_text.show(compare.mark_pareto(rows), {"name": "h200:8"}, {"jax": "9"}, console=console, **more)
+    return console.file.getvalue()
+
+
+def test_the_table(rows):
+    text = printed(rows, missing=3)
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    assert "exceeds ★" in lines["none"] and "fits ★" in lines["dots"] and "★" not in lines["worse"]
+    assert "33.3%" in lines["full"] and "1.333" in lines["full"] and "12.00" in lines["full"]
+    assert "choose another" in text and "best that fits: --config.remat.policy=dots" in text
+    assert "3 combinations left" in text and "GiB" in text
+
+
+def test_one_reason_is_told_once():
+    text = printed([Row({"remat.policy": name}, status="no such mesh") for name in "abc"])
+    assert text.count("no such mesh") == 1 and "a and 2 more: " in text
+
+
+def test_a_wide_table_stays_within_100_columns_and_says_what_it_leaves_out():
+    measured = {"step_seconds": 1.23456, "tokens_per_s": 123456.0, "peak_bytes": 5 * GIB}
+    wide = [row(p, 10 + i, i / 10, measured=measured, keys={
+        "data.seq_len": 1024 * (i + 1), "mesh.fsdp": 2**i, "config": f"configs/a_long_name_of_a_file_{i}.py"})
+        for i, p in enumerate(("none", "full", "dots_no_batch"))]
+    text = printed(wide)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "only in --json" in text and "alloc" in text and "step s" in text and "none" in text
+
+
+# ---- the page ---------------------------------------------------------------------------------------
+
+def growing(limit=40):
+    """Rows of two configs, three lengths, three policies."""
+    return [row(policy, gib * n / 4096, share, limit, keys={"config": config, "data.seq_len": n})
+            for config, scale in (("llama_1b", 1), ("llama_8b", 4)) for n in (4096, 8192, 16384)
+            for policy, gib, share in (("none", 3 * scale, 0.0), ("dots", 2 * scale, 0.05), ("full", scale, 0.33))]
+
+
+def test_the_page_is_one_file_and_nothing_breaks_it(rows):
+    out = compare.to_json([*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
+                          {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE})
+    text = compare_html.render(out, HOSTILE)
+    page = Page(text)
+    assert page.tags["script"] == 3 and "plotly.js" in page.scripts[1] and "<b>x" not in text
+    for name, value in page.attributes:
+        assert name not in ("src", "href") or value.startswith("data:"), f"{name}={value} needs the network"
+    assert json.loads(page.scripts[0])["rows"][6]["pareto"] is True
+    compare_html.render(compare.to_json([], {}, {}))
+
+
+def test_what_growth_is_drawn_along(rows):
+    assert compare_html.page_data(compare.to_json(growing(), {}, {}))["axes"] == ["data.seq_len"]
+    assert compare_html.page_data(compare.to_json(rows, {}, {}))["axes"] == []
+    assert {name for name, _ in compare_html.page_data(compare.to_json(rows, {}, {}))["categories"]} <= set(ROWS)
+
+
+def test_the_browser_draws_all_of_it(tmp_path):
+    out = compare.to_json(growing(), {"name": "h200:8"}, {"jax": "9"})
+    script = """
+      const heads = () => [...document.querySelectorAll("#rows th button")];
+      for (const turn of [1, 2]) heads().find((head) => head.textContent.startsWith("allocated")).click();
+      document.title = document.querySelector("#rows tbody tr").innerText;"""
+    document = browse(tmp_path, compare_html.render(out, ""), script=script, options=["--dump-dom"])
+    seen = body(document)
+    assert 'data-ready="yes"' in seen and 'aria-sort="descending"' in seen
+    assert seen.count('class="stack over"') == sum(not r.fits for r in growing())
+    assert "llama_8b" in seen and "limit 40.00 GiB" in seen and "FLOPs recomputed" in seen
+    assert re.search(r'id="growth-card">', seen), "two numeric values draw growth"
+    title = re.search("<title>(.*?)<", document, re.S)[1]
+    assert "48.00 GiB" in title and "llama_8b" in title and "exceeds" in title, "sorted by size, largest first"
+
+
+def test_the_browser_takes_hostile_and_empty_comparisons(tmp_path, rows):
+    hostile = compare.to_json([*rows, row(HOSTILE, 1), Row({"remat.policy": HOSTILE}, status=HOSTILE)], {}, {})
+    seen = body(browse(tmp_path, compare_html.render(hostile, "x"), options=["--dump-dom"]))
+    assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen and 'id="growth-card" hidden' in seen
+    empty = compare_html.render(compare.to_json([], {}, {}))
+    assert 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))

@@ -1,0 +1,190 @@
+"""Running a comparison: the cache, jobs, worker processes that die or are stopped, and the command end to end."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from memory import __main__ as command
+from memory import compare_cache, compare_command, compare_run
+from memory.errors import ReportError
+from train.errors import UserError
+
+SMALL = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64", "--config.data.seq_len=16",
+         "--config.batch.micro=2"]
+
+
+# ---- the cache --------------------------------------------------------------------------------------
+
+def test_the_cache_key_holds_what_decides():
+    base = {"config": {"a": 1}, "target": "h200:8", "versions": {"jax": "1"}, "sources": "s", "measure": False,
+            "env": {}}
+    changes = [{"config": {"a": 2}}, {"target": "h200:4"}, {"versions": {"jax": "2"}}, {"sources": "t"},
+               {"measure": True}, {"env": {"XLA_FLAGS": "--x"}}]
+    keys = [compare_cache.key(**(base | change)) for change in [{}, *changes]]
+    assert len(set(keys)) == len(keys) and compare_cache.key(**base) == keys[0]
+    assert compare_cache.key(**(base | {"env": {"HOME": "/elsewhere"}})) == keys[0]
+
+
+def test_a_cache_that_is_damaged_or_cannot_be_written_is_none(tmp_path):
+    place = tmp_path / "compare"
+    compare_cache.write(place, "k", {"status": "ok", "peak_bytes": 1})
+    assert compare_cache.read(place, "k") == {"status": "ok", "peak_bytes": 1}
+    assert [file.name for file in place.iterdir()] == ["k.json"]
+    (place / "k.json").write_text('{"status": "ok", "pea')
+    assert compare_cache.read(place, "k") is None and compare_cache.read(place, "other") is None
+    (tmp_path / "file").write_text("")
+    compare_cache.write(tmp_path / "file" / "below", "k", {})
+    assert compare_cache.folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "headroom" / "compare"
+
+
+def test_the_sources_that_matter(tmp_path):
+    (tmp_path / "a.py").write_text("1")
+    first = compare_cache.source_digest([tmp_path])
+    (tmp_path / "a.py").write_text("2")
+    assert compare_cache.source_digest([tmp_path]) != first
+
+
+# ---- jobs and workers -------------------------------------------------------------------------------
+
+def options(**more):
+    return argparse.Namespace(**({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False}
+                                 | more))
+
+
+def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
+    args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
+    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], command.trainer_config, "s")
+    assert [tuple(job.chosen.values()) for job in jobs] == [
+        (policy, n, "h200:8") for policy in ("none", "full") for n in (32, 64)]
+    assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
+    for key in ("data.seq_lne", "data.seq_len=x"):
+        with pytest.raises(UserError, match="seq_l"):
+            compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [],
+                                      command.trainer_config, "s")
+    with pytest.raises(ReportError, match="no config"):
+        compare_command.make_jobs(options(config=None), [], command.trainer_config, "s")
+
+
+def test_the_workers_environment():
+    assert compare_run.environment(["cpu:4", "cpu:2"], {})["JAX_NUM_CPU_DEVICES"] == "4"
+    assert compare_run.environment(["h200:8"], {})["JAX_PLATFORMS"] == "cpu"
+    assert "JAX_PLATFORMS" not in compare_run.environment(["local", "h200:8"], {})
+    assert compare_run.environment(["cpu:4"], {"JAX_NUM_CPU_DEVICES": "8"})["JAX_NUM_CPU_DEVICES"] == "8"
+    assert compare_run.worker_count(100, 3) == 3 and compare_run.worker_count(1, 3) == 1
+
+
+FAKE = """
+import json, os, sys, time
+for line in sys.stdin:
+    job = json.loads(line)
+    if job["config"] == "die":
+        print("the last words", file=sys.stderr, flush=True)
+        os._exit(7)
+    if job["config"] == "hang":
+        time.sleep(600)
+    print(json.dumps({"status": "ok", "pid": os.getpid(), "config": job["config"]}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Workers that speak the protocol and compile nothing."""
+    real = subprocess.Popen
+    monkeypatch.setattr(compare_run.subprocess, "Popen",
+                        lambda command, **more: real([sys.executable, "-c", FAKE], **more))
+
+
+def jobs_of(*configs):
+    return [compare_run.Job(config, "cpu:1", (), {}, f"{config}-{i}", config) for i, config in enumerate(configs)]
+
+
+def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
+    jobs = jobs_of("a", "die", "b", "c")
+    answers, interrupted = compare_run.run(jobs, workers=1, env=os.environ, cache=tmp_path)
+    assert not interrupted and [answers[job.name]["status"] == "ok" for job in jobs] == [True, False, True, True]
+    assert answers["die-1"]["status"] == "the worker died (exit code 7): the last words"
+    assert answers["b-2"]["pid"] == answers["c-3"]["pid"] != answers["a-0"]["pid"]
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-2", "c-3"]
+
+
+def test_workers_that_cannot_start_fail_every_row(monkeypatch):
+    def refuse(env):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(compare_run, "Worker", refuse)
+    answers, _ = compare_run.run(jobs_of("a", "b", "c"), workers=2, env=os.environ)
+    assert {answer["status"] for answer in answers.values()} == {"no worker: no more processes"} and len(answers) == 3
+
+
+def test_measuring_takes_a_fresh_worker_each_time(fake):
+    answers, _ = compare_run.run(jobs_of("a", "b"), workers=1, env=os.environ, measure=True)
+    assert answers["a-0"]["pid"] != answers["b-1"]["pid"]
+
+
+def test_what_is_cached_starts_no_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_run, "Worker", None)
+    jobs = jobs_of("a", "b")
+    for job in jobs:
+        compare_cache.write(tmp_path, job.name, {"status": "ok", "config": job.config})
+    answers, _ = compare_run.run(jobs, workers=2, env=os.environ, cache=tmp_path)
+    assert [answers[job.name]["config"] for job in jobs] == ["a", "b"]
+
+
+def test_ctrl_c_keeps_what_is_finished(fake, tmp_path):
+    def stop(labels, done):
+        if done == 2 and "hang" in labels:
+            signal.raise_signal(signal.SIGINT)
+
+    began = time.monotonic()
+    answers, interrupted = compare_run.run(jobs_of("a", "b", "hang", "c"), workers=1, env=os.environ,
+                                           cache=tmp_path, progress=stop)
+    assert interrupted and list(answers) == ["a-0", "b-1"] and time.monotonic() - began < 30
+    assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-1"]
+
+
+# ---- end to end -------------------------------------------------------------------------------------
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """Two policies, one that does not exist, measured; then the same out of the cache; then a page."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["compare", "--config=tiny", *SMALL, "--target=cpu:1", "--remat=none,full,ful", "--measure",
+             f"--json={tmp_path / 'c.json'}"]
+    assert command.main(words) == 0
+    first = json.loads((tmp_path / "c.json").read_text())
+    none, full, wrong = first["rows"]
+    assert [r["overrides"] for r in first["rows"]] == [{"remat.policy": p} for p in ("none", "full", "ful")]
+    assert none["temp_bytes"] > full["temp_bytes"] > 0 and none["residual_bytes"] > full["residual_bytes"]
+    assert none["breakdown"]["residuals"] == none["residual_bytes"] and none["fits"] is True
+    assert none["measured"]["step_seconds"] > 0 and none["measured"]["peak_bytes"] is None
+    assert "choose one of" in wrong["status"] and wrong["peak_bytes"] is None and wrong["measured"] is None
+    assert first["target"]["name"] == "cpu:1" and "jax" in first["versions"]
+    assert first["best"]["flags"].startswith("--config.remat.policy=")
+
+    monkeypatch.setattr(compare_run, "Worker", None)  # nothing may be compiled now
+    assert command.main([*words[:-3], "--remat=full,none", "--measure", f"--json={tmp_path / 'd.json'}",
+                         f"--html={tmp_path / 'd.html'}"]) == 0
+    again = json.loads((tmp_path / "d.json").read_text())
+    strip = [{**r, "pareto": None} for r in again["rows"]]
+    assert strip == [{**full, "pareto": None}, {**none, "pareto": None}]
+    assert "2 from the cache" in capsys.readouterr().out and "<html" in (tmp_path / "d.html").read_text()
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--remat=none"], "no config"),
+    (["--config=tiny", "--target=h300:8"], "h300"),
+    (["--config=tiny", "--target=h200:8", "--measure"], "not here"),
+    (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
+    (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
+    (["--config=tiny", "--jobs=0"], "1 or more"),
+])
+def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(compare_run, "Worker", None)
+    assert command.main(["compare", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
