@@ -112,6 +112,7 @@ def _mesh() -> ConfigDict:
     mesh.data = -1  # replicas
     mesh.fsdp = 1  # devices that share parameters, gradients and optimizer state
     mesh.tensor = 1  # devices that share heads, MLP width and vocabulary
+    mesh.sequence_parallel = False  # norms and residual stream divided along the sequence in the tensor group
     return mesh
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
+import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from memory.errors import ReportError
@@ -18,12 +20,18 @@ examples:
   python -m memory report --hlo=step.after_optimizations.hlo.pb    any JAX program's dump, no config needed
   python -m memory report --config=tiny --json=a.json --html=a.html --export=xprof/
   python -m memory diff a.json b.json --fail-above=2               exit 1 when the peak grew by over 2 %
+  python -m memory compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
+  python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \
+      --remat=none,full --target=h100:8 --html=growth.html         growth charts; the same command resumes
 
-exit codes: 0 done, 1 grew above --fail-above, 2 mistake in the command or its files"""
+exit codes: 0 done, 1 grew above --fail-above, 2 mistake in the command or its files, 130 stopped by Ctrl-C"""
 
 # Subcommand -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does).
 COMMANDS = {
     "report": ("memory.report_command", "peak, composition, ledger, timeline and findings of one program"),
+    "compare": ("memory.compare_command", "policies and any other keys of a config against each other, in parallel"),
+    "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
+    "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),
 }
 
@@ -67,19 +75,58 @@ def main(argv: Sequence[str]) -> int:
 def trainer_step(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, dict[str, Any]]:
     """The trainer's own step of a config, compiled for a target: (Compilation, the config as plain values).
 
-    The one place where this package knows of the trainer. Raises the trainer's errors, with their exit codes.
+    This and the trainer_ functions below are the one place where this package knows of the trainer. They raise
+    its errors, with their exit codes.
     """
-    from train.config import flatten, load
+    from train.config import flatten
+
+    program = trainer_program(name, overrides, target)
+    return program.compile_for_report(exact=True), flatten(program.config)
+
+
+def trainer_program(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> Any:
+    """The trainer's `Program` of a config on a target's devices, nothing compiled yet."""
+    from train.config import load
     from train.program import build
 
     config = load(name, overrides)
     try:
-        program = build(config, target.devices())
+        return build(config, target.devices())
     except ValueError as error:  # a config that cannot run there: the message says what to change
         if hasattr(error, "exit_code"):
             raise
         raise ReportError(" ".join(str(error).split())) from error
-    return program.compile_for_report(exact=True), flatten(config)
+
+
+def trainer_config(name: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The config as the trainer resolves it, dotted key -> value, without starting jax."""
+    from train.config import flatten, load
+
+    return flatten(load(name, overrides))
+
+
+def trainer_sources() -> list[Path]:
+    """Folders whose .py files decide what the step is."""
+    found = (importlib.util.find_spec(package) for package in ("model", "train"))
+    return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]
+
+
+def trainer_names(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
+    """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""
+    from model.names import NAMES
+    from train.config import load
+    from train.program import build
+    from train.sharding import activation_axes
+
+    program = build(load(name, overrides), target.devices())
+
+    def sharding(tensor: str) -> tuple[str, int]:
+        letters = NAMES[tensor][0]
+        dims = program.layout.split(activation_axes(letters))
+        text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
+        return text or "whole", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
+
+    return program.trace_gradient(), sharding
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -116,18 +116,23 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _resident() -> tuple[int | None, int | None]:
-    """Resident bytes of this process: now and at most. /proc on Linux; elsewhere only the most is known."""
+    """Resident bytes of this process: now and at most. /proc on Linux; elsewhere only the most is known.
+
+    Not `ru_maxrss` on Linux: it survives exec, so a process would report the peak of the one that started it.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            kib = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in status)
+                   if key in ("VmRSS", "VmHWM")}
+        return kib["VmRSS"] * 1024, kib["VmHWM"] * 1024
+    except (OSError, ValueError, IndexError, KeyError):
+        pass
     try:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, the others KiB
     except (OSError, ValueError):
-        peak = None
-    try:
-        with open("/proc/self/statm") as statm:
-            now = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return peak, peak
-    return now, now if peak is None else max(now, peak)
+        return None, None
+    peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, the others KiB
+    return peak, peak
 
 
 def _card(device: Any) -> dict[str, int]:

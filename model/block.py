@@ -83,7 +83,7 @@ class Attention(nnx.Module):
             y_BLD = jnp.einsum("blhk,hkd->bld", context_BLHK, read(self.w_o, dtype, self.constrain))
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.constrain)[None, None]
-            y_BLD = tag(self.constrain(y_BLD, ("batch", "length", None)), "attn_out")
+            y_BLD = tag(self.constrain(y_BLD, ("batch", "stream", None)), "attn_out")
         return dropout(y_BLD, fold(key_B, 1), config.dropout, "attn_out_mask")
 
 
@@ -119,7 +119,7 @@ class Mlp(nnx.Module):
         y_BLD = jnp.einsum("blf,fd->bld", act_BLF, read(self.w_down, dtype, self.constrain))
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.constrain)[None, None]
-        y_BLD = tag(self.constrain(y_BLD, ("batch", "length", None)), "mlp_out")
+        y_BLD = tag(self.constrain(y_BLD, ("batch", "stream", None)), "mlp_out")
         return dropout(y_BLD, key_B, self.config.dropout, "mlp_out_mask")
 
 
@@ -152,7 +152,7 @@ class Block(nnx.Module):
         x_BLD = tag(x_BLD, "mid")
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), fold(key_B, 1))
-        return self.constrain(x_BLD, ("batch", "length", None))
+        return self.constrain(x_BLD, ("batch", "stream", None))
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, *, cut: str = "block",
                  wrap: Callable[[Callable], Callable] = lambda piece: piece) -> jax.Array:

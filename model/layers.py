@@ -72,7 +72,7 @@ class Norm(nnx.Module):
             y_BLD = y_BLD * read(self.scale, y_BLD.dtype, self.constrain)[None, None, :]
             if self.bias is not None:
                 y_BLD = y_BLD + read(self.bias, y_BLD.dtype, self.constrain)[None, None, :]
-            return y_BLD.astype(self.precision.compute)
+            return self.constrain(y_BLD.astype(self.precision.compute), ("batch", "stream", None))
 
 
 NORMS = {"rmsnorm": False, "layernorm": True}  # whether the mean is taken out

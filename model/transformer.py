@@ -75,12 +75,13 @@ class Transformer(nnx.Module):
             dropout_key_B = None
         with jax.named_scope("embed"):
             x_BLD = self._embed(tokens_BL)
-            x_BLD = tag(self.constrain(x_BLD, ("batch", "length", None)), "embed")
+            x_BLD = tag(self.constrain(x_BLD, ("batch", "stream", None)), "embed")
             x_BLD = dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
         with jax.named_scope("blocks"):
             x_BLD = self._run_blocks(x_BLD, dropout_key_B)
         with jax.named_scope("final_norm"):
-            return tag(self.final_norm(x_BLD), "final_norm")
+            x_BLD = self.constrain(self.final_norm(x_BLD), ("batch", "length", None))
+            return tag(x_BLD, "final_norm")
 
     def _embed(self, tokens_BL: jax.Array) -> jax.Array:
         # The table stays split along the width: each device looks its columns up for all sequences of
@@ -91,7 +92,7 @@ class Transformer(nnx.Module):
         x_BLD = self.constrain(x_BLD, ("group_batch", "length", "d_model")).astype(self.precision.compute)
         if self.config.position == "learned":
             w_LD = read(self.w_position, x_BLD.dtype, self.constrain)[: x_BLD.shape[1]]
-            x_BLD = self.constrain(x_BLD, ("batch", "length", None)) + w_LD[None]
+            x_BLD = self.constrain(x_BLD, ("batch", "stream", None)) + w_LD[None]
         return x_BLD
 
     def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:

@@ -41,6 +41,8 @@ LAYOUTS = {
     "data x fsdp, scan": (
         {"batch.micro": 1, "batch.accumulation": 4, "batch.mode": "scan", "mesh.data": 2, "mesh.fsdp": 2}, 4),
     "fsdp x tensor": ({"batch.micro": 4, "mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}, 8),
+    "tensor with sequence parallel": (
+        {"batch.micro": 16, "mesh.data": 1, "mesh.tensor": 2, "mesh.sequence_parallel": True}, 2),
     "full loss": ({"batch.micro": 16, "loss.kind": "full"}, 1),
     "chunked attention": ({"batch.micro": 16, "model.attention": "chunked", "model.attention_chunk": 8}, 1),
     "unrolled": ({"batch.micro": 16, "model.scan": False}, 1),

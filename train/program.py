@@ -246,7 +246,10 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     """
     check_values(config)
     devices = jax.devices() if devices is None else list(devices)
-    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices))
+    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices), config.mesh.sequence_parallel)
+    if config.mesh.sequence_parallel and config.data.seq_len % layout.mesh.shape["tensor"]:
+        raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over tensor "
+                         f"{layout.mesh.shape['tensor']}: change it, or set mesh.sequence_parallel=False")
     precision = PRECISIONS[config.precision.preset]
     asked = ModelConfig.from_dict(config.model)
     if config.data.seq_len > asked.max_seq_len:

@@ -13,7 +13,11 @@ AXES = ("data", "fsdp", "tensor")
 # Logical axis -> mesh axes. A sequence lives on one data-parallel rank; ranks are data x fsdp.
 # `d_model` is where parameters are stored split (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054);
 # heads, MLP width and vocabulary are where they are also used split (Shoeybi et al. 2019, arXiv 1909.08053).
+# `stream` is the sequence where norms and the residual stream live: whole, unless sequence parallelism divides
+# it over the tensor group (Korthikanti et al. 2022, arXiv 2205.05198).
+SEQUENCE_PARALLEL = {"stream": ("tensor",)}
 RULES: dict[str, tuple[str, ...]] = {
+    "stream": (),
     "batch": ("data", "fsdp"),
     "rank": ("data", "fsdp"),
     "group_batch": ("data",),
@@ -61,6 +65,13 @@ class Layout:
     """Maps logical axes to shardings of one mesh."""
 
     mesh: Mesh
+    sequence_parallel: bool = False
+
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes over which a logical axis is divided."""
+        if axis is None:
+            return ()
+        return SEQUENCE_PARALLEL.get(axis, RULES[axis]) if self.sequence_parallel else RULES[axis]
 
     @property
     def ranks(self) -> int:
@@ -73,7 +84,7 @@ class Layout:
         Raises:
           ValueError: two dimensions claim the same mesh axis.
         """
-        dims = [() if axis is None else RULES[axis] for axis in axes]
+        dims = [self.mesh_axes(axis) for axis in axes]
         used = [mesh_axis for dim in dims for mesh_axis in dim]
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {tuple(axes)} collide on the mesh: {dims}")
@@ -81,7 +92,7 @@ class Layout:
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
         """For each dimension the mesh axes of more than one device that it is divided over."""
-        dims = [() if axis is None else RULES[axis] for axis in axes]
+        dims = [self.mesh_axes(axis) for axis in axes]
         return [tuple(axis for axis in dim if self.mesh.shape[axis] > 1) for dim in dims]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
@@ -97,9 +108,9 @@ class Layout:
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> None:
         """Raises ValueError where a dimension does not divide over its mesh axes."""
         for size, axis in zip(shape, axes):
-            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in (RULES[axis] if axis else ()))
+            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(axis))
             if size % parts:
-                over = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in RULES[axis])
+                over = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self.mesh_axes(axis))
                 raise ValueError(f"parameter {name}: {axis}={size} does not divide over {over}; "
                                  "change the mesh or the size")
 

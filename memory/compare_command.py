@@ -1,0 +1,142 @@
+"""python -m memory compare: policies and any other keys of a config against each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from memory import compare, compare_cache, compare_run
+from memory.compare import CONFIG, POLICY, TARGET, Row
+from memory.errors import ReportError
+
+# The exit code after Ctrl-C, as shells have it: 128 and the signal's number.
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key in every combination")
+    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+    parser.add_argument("--remat", metavar="P,P", help="policies: short for --grid=remat.policy=P,P")
+    parser.add_argument("--grid", metavar="KEY=V,V", action="append", default=[],
+                        help="values of any config key, of config (files) or target; several multiply")
+    parser.add_argument("--measure", action="store_true", help="run each step on this machine's devices and time it")
+    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
+    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison's JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: object) -> int:
+    """Prints the table and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    from memory.__main__ import trainer_config, trainer_sources
+
+    jobs = make_jobs(args, overrides, trainer_config, compare_cache.source_digest(trainer_sources()))
+    names = [job.target for job in jobs]
+    _check(args, names)
+    env = compare_run.environment(names)
+    workers = 1 if args.measure or _shares_accelerator(names) else compare_run.worker_count(len(jobs), args.jobs)
+    place = compare_cache.folder()
+    known = sum(1 for job in jobs if not args.no_cache and compare_cache.read(place, job.name))
+    with _progress(len(jobs)) as progress:
+        answers, interrupted = compare_run.run(
+            jobs, workers=workers, env=env, measure=args.measure, progress=progress,
+            cache=None if args.no_cache else place)
+    rows = compare.mark_pareto([Row.of(job.chosen, answers[job.name]) for job in jobs if job.name in answers])
+    finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted)
+    if interrupted:
+        return INTERRUPTED
+    if not any(row.ok for row in rows):
+        raise ReportError(f"no combination compiled: {rows[0].status}")
+    return 0
+
+
+def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
+              resolve: Callable[..., Mapping[str, Any]], sources: str) -> list[compare_run.Job]:
+    """The combinations, each resolved by the trainer; two that resolve to one program are one.
+
+    Raises ReportError, and the trainer's errors for an unknown key or a value of the wrong type.
+    """
+    from memory.compiler import versions
+
+    grids = [(POLICY, compare.split_values(args.remat))] if args.remat else []
+    grids += [compare.parse_grid(text) for text in args.grid]
+    stated, jobs = versions(), {}
+    for chosen in compare.expand(grids):
+        config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()
+        if not config:
+            raise ReportError("no config: give --config=FILE, or --grid=config=A,B")
+        pairs = (*overrides, *((key, text) for key, text in chosen.items() if key not in (CONFIG, TARGET)))
+        flat = resolve(config, pairs)
+        values = {key: _plain(flat.get(key, text)) for key, text in chosen.items()}
+        name = compare_cache.key(flat, target, stated, sources, args.measure)
+        label = ", ".join(map(compare.as_text, values.values()))
+        jobs.setdefault(name, compare_run.Job(config, target, pairs, values, name, label))
+    return list(jobs.values())
+
+
+def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
+           names: Sequence[str], *, cached: int, missing: int, interrupted: bool) -> None:
+    """Prints the rows and writes the files."""
+    from memory import compare_text
+    from memory.compiler import versions
+
+    done = [answer for answer in answers.values() if answer.get("status") == "ok"]
+    stated = done[0]["versions"] if done else versions()
+    target = done[0]["target"] if done and len(set(names)) == 1 else {"name": ", ".join(dict.fromkeys(names))}
+    compare_text.show(rows, target, stated, cached=cached, missing=missing)
+    out = compare.to_json(rows, target, stated, interrupted)
+    try:
+        if args.json:
+            compare_cache.write_whole(args.json, json.dumps(out, indent=1) + "\n")
+        if args.html:
+            from memory import compare_html
+
+            compare_cache.write_whole(args.html, compare_html.render(out, args.config or ""))
+    except OSError as error:
+        where = args.json if args.json and not args.json.parent.is_dir() else args.html or args.json
+        raise ReportError(f"cannot write {where}: {error.strerror}") from error
+
+
+def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises ReportError for a target that does not exist, or cannot be measured, before anything is compiled."""
+    from memory import targets
+
+    for name in dict.fromkeys(names):
+        base = name.partition(":")[0]
+        if base not in ("local", "cpu"):  # those ask jax, which is for the workers to start
+            targets.parse(name)
+            if args.measure:
+                raise ReportError(f"--measure on {name}, which is not here: leave --target out to run on this machine")
+    if args.jobs is not None and args.jobs < 1:
+        raise ReportError(f"--jobs={args.jobs}: give 1 or more")
+
+
+def _shares_accelerator(names: Sequence[str]) -> bool:
+    """Whether workers would open the accelerator of this machine: one at a time then, it is one memory."""
+    from memory.platform import choose_platform
+
+    return "local" in names and choose_platform() != "cpu"
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Sequence[str], int], None]]:
+    """A bar on stderr, where that is a terminal: how many are done, which are under way."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda labels, done: bar.update(task, completed=done, description=" | ".join(labels))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

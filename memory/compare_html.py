@@ -1,0 +1,144 @@
+"""A comparison as one HTML file that opens offline: growth curves, Pareto picture, breakdown bars, table.
+
+The page is `page.compare.html` with the styles of the report's page, its own script, plotly.js and the data
+put in. Whatever comes from a comparison is escaped here, and reaches the page as text there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from memory.compare import POLICY, Row, as_text, best_of_each, label, varying, workload
+from memory.html import human, script_json
+from memory.html import label as row_name
+from memory.records import ROWS
+
+# Column -> (title, kind); the kinds are the script's ways to write a number. Beside these stand the grid's keys.
+COLUMNS = {
+    "peak_bytes": ("peak", "bytes"), "allocated_bytes": ("allocated", "bytes"), "temp_bytes": ("temp", "bytes"),
+    "host_bytes": ("host", "bytes"), "residual_bytes": ("residuals", "bytes"),
+    "recompute_flops_fraction": ("recomputed", "share"), "hfu_over_mfu": ("HFU/MFU", "ratio"),
+    "kernel_recompute_flops": ("kernels' own", "flops"), "compile_seconds": ("compile", "seconds"),
+    "step_seconds": ("step", "seconds"), "tokens_per_s": ("tokens/s", "count"),
+    "real_bytes": ("measured peak", "bytes"),
+}
+
+# What of a target the page tells; a report has all of it.
+TARGET_FIELDS = ("name", "platform", "kind", "n_devices", "device_memory_bytes", "reserved_bytes", "limit_bytes",
+                 "host_memory_bytes", "is_described")
+
+
+def render(comparison: Mapping[str, Any], config: str = "") -> str:
+    """The page of a comparison's JSON (`memory.compare.to_json`), as text; `config` is the file it is about."""
+    title = f"{config or 'several configs'} · compared"
+    parts = {
+        "TITLE": escape(title),
+        "STYLE": _file("page.css") + _file("page.compare.css"),
+        "HEADER": _header(comparison, config),
+        "ABOUT": _about(comparison),
+        "DATA": script_json(page_data(comparison)),
+        "PLOTLY": _plotly(),
+        "SCRIPT": _file("page.compare.js"),
+    }
+    # One pass: what is put in is never searched for further placeholders.
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _file("page.compare.html"))
+
+
+def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything the script draws, as JSON values.
+
+    `rows` hold their label, the text of each key in `keys`, and the columns that any row fills; `axes` are the
+    numeric keys along which growth can be drawn.
+    """
+    rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
+    keys = varying(rows)
+    best = [row.overrides for row in best_of_each(rows)]
+    lines = [_line(row, entry, keys, row.overrides in best) for row, entry in zip(rows, comparison["rows"])]
+    columns = [(name, *COLUMNS[name]) for name in COLUMNS
+               if any(line["values"][name] for line in lines)]
+    policies = list(dict.fromkeys(line["policy"] for line in lines))
+    return {
+        "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys], "columns": columns, "rows": lines,
+        "axes": numeric_keys(rows, keys), "policies": policies, "timed": any(row.measured for row in rows),
+        "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
+    }
+
+
+def numeric_keys(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """Keys whose values are positive numbers in every row, which a logarithmic axis can take."""
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+    return [key for key in keys if key != POLICY and all(number(row.overrides.get(key)) for row in rows)]
+
+
+def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -> dict[str, Any]:
+    measured = row.measured or {}
+    values = {name: entry.get(name) for name in COLUMNS} | {
+        "hfu_over_mfu": row.hfu_over_mfu, "step_seconds": measured.get("step_seconds"),
+        "tokens_per_s": measured.get("tokens_per_s"), "real_bytes": measured.get("peak_bytes")}
+    return {
+        "label": label(row, keys), "keys": [row.overrides.get(key, "") for key in keys],
+        "texts": [as_text(row.overrides.get(key, "")) for key in keys],
+        "policy": as_text(row.overrides.get(POLICY, "as configured")),
+        "values": values, "breakdown": dict(row.breakdown), "limit": row.limit_bytes, "fits": row.fits,
+        "task": workload(row), "status": row.status, "pareto": bool(entry.get("pareto")), "best": best,
+    }
+
+
+def _header(comparison: Mapping[str, Any], config: str) -> str:
+    target, best = comparison["target"], comparison.get("best")
+    kind = str(target.get("kind", ""))
+    where = " · ".join(filter(None, [str(target.get("name", "")), kind, "per device"]))
+    versions = " · ".join(f"{name} {version}" for name, version in comparison["versions"].items())
+    rows = comparison["rows"]
+    limits = {row.get("limit_bytes") for row in rows if row.get("limit_bytes")}
+    fitting = sum(row.get("fits") is True for row in rows)
+    figures = [("combinations", str(len(rows)), f"{sum(row['status'] != 'ok' for row in rows)} failed"),
+               ("fit", str(fitting), f"of {human(limits.pop())}" if len(limits) == 1 else "their own limit")]
+    several = len({workload(Row.of(row["overrides"], row)) for row in rows}) > 1
+    if best and not several:
+        figures.append(("best that fits", human(best["allocated_bytes"]), "allocated"))
+    cells = "".join(f'<div class="figure"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
+                    for name, value, note in figures)
+    words = "Recomputing or taking least of all that fit" if several else "Best that fits"
+    use = (f'<p class="best">{words}: <span class="flags">{escape(best["flags"] or "as configured")}</span></p>'
+           if best else '<p class="best exceeds">None of these fits.</p>')
+    stopped = "<p class=\"best\">Stopped early: some are missing.</p>" if comparison.get("interrupted") else ""
+    return (f'<div class="title"><p class="eyebrow">{escape(where)}</p>'
+            f"<h1>{escape(config or 'Several configs')}, compared</h1>"
+            f'<p class="versions">{escape(versions)}</p></div>'
+            f'<dl class="figures">{cells}</dl>{use}{stopped}')
+
+
+def _about(comparison: Mapping[str, Any]) -> str:
+    notes = (
+        "Allocated: what the runtime takes, arguments and packed temporaries included. Peak: what is live at once.",
+        "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
+        "and loss kernels recompute in their own gradients.",
+        "Compile seconds are taken while other combinations compile beside it.",
+        "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. The "
+        "highlighted row is the best that fits of each task: the fastest measured, else the least recomputation, "
+        "then the fewest bytes.",
+    )
+    listed = "".join(f"<li>{note}</li>" for note in notes)
+    known = {name: comparison["target"][name] for name in TARGET_FIELDS if name in comparison["target"]}
+    target = "".join(f"<div><dt>{escape(name)}</dt><dd>"
+                     f"{escape(human(value) if name.endswith('_bytes') else as_text(value))}</dd></div>"
+                     for name, value in known.items())
+    return (f"<section><h3>How to read it</h3><ul>{listed}</ul></section>"
+            f"<section><h3>Target</h3><dl>{target}</dl></section>")
+
+
+def _file(name: str) -> str:
+    return resources.files("memory").joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs().replace("</script", "<\\/script")

@@ -1,0 +1,223 @@
+"""Running a comparison's combinations in worker processes, with a cache, a progress bar, and survival.
+
+Workers are subprocesses that speak JSON lines (`memory.compare_worker`); a thread each feeds them. A worker
+that dies costs the row it was at, and is replaced. Ctrl-C stops the workers; finished rows are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memory import compare_cache
+from memory.limits import free_host_bytes
+
+# What all workers together may hold, and what one compile takes at most in our configs (bytes).
+CEILING = 20 * 2**30
+PER_WORKER = 3 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One combination to compile: `overrides` are (dotted key, text) for the trainer, `chosen` the grid's values.
+
+    `name` is its file in the cache, `label` what people see.
+    """
+
+    config: str
+    target: str
+    overrides: tuple[tuple[str, str], ...]
+    chosen: Mapping[str, Any]
+    name: str
+    label: str
+
+    def message(self, measure: bool) -> str:
+        return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,
+                           "measure": measure}) + "\n"
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
+        # A session of its own: Ctrl-C reaches us alone, and we decide what becomes of it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "memory.compare_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, env=dict(env), text=True, encoding="utf-8", start_new_session=True)
+
+    def ask(self, message: str) -> dict[str, Any]:
+        """The answer to a job; `{"status": why, "dead": True}` when the process ends first."""
+        try:
+            self._process.stdin.write(message)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (OSError, ValueError):  # the pipe is broken or closed
+            line = ""
+        if line.endswith("\n"):
+            return json.loads(line)
+        return {"status": self._epitaph(), "dead": True}
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        with contextlib.suppress(OSError):
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process and gives back what belongs to it."""
+        self.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _epitaph(self) -> str:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "the worker closed its output"
+        if code == -signal.SIGKILL:
+            return "the worker was killed: out of host memory? Give --jobs=1"
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - 4000))
+        last = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return " ".join(["the worker died", f"({how}):", *last])[:300]
+
+
+class Pool:
+    """Threads that each drive a worker, and the queue their answers come by."""
+
+    def __init__(self, jobs: Sequence[Job], count: int, *, env: Mapping[str, str], measure: bool) -> None:
+        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        for job in jobs:
+            self._waiting.put(job)
+        self._env, self._measure, self._most = env, measure, CEILING // count // 2
+        self._stopped, self._workers, self._lock = threading.Event(), set(), threading.Lock()
+        self.answers: queue.SimpleQueue[tuple[Job, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Kills the workers and waits for their threads."""
+        self._stopped.set()
+        with self._lock:
+            for worker in self._workers:
+                worker.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        worker = None
+        while not self._stopped.is_set():
+            try:
+                job = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            self.answers.put((job, None))  # begun
+            try:
+                worker = worker or self._hire()
+                answer = worker.ask(job.message(self._measure)) if worker else {}
+            except Exception as error:  # no process could be started, or it does not speak JSON
+                answer = {"status": f"no worker: {error}", "dead": True}
+            if self._stopped.is_set():
+                break
+            self.answers.put((job, answer))
+            # A measured peak is the process' own: each needs a fresh one. A grown worker gives its memory back.
+            if answer.get("dead") or self._measure or answer.get("rss_bytes", 0) > self._most:
+                self._dismiss(worker)
+                worker = None
+        self._dismiss(worker)
+
+    def _hire(self) -> Worker | None:
+        with self._lock:
+            if self._stopped.is_set():
+                return None
+            worker = Worker(self._env)
+            self._workers.add(worker)
+            return worker
+
+    def _dismiss(self, worker: Worker | None) -> None:
+        if worker is not None:
+            with self._lock:
+                self._workers.discard(worker)
+            worker.close()
+
+
+def run(jobs: Sequence[Job], *, workers: int, env: Mapping[str, str], measure: bool = False,
+        cache: Path | None = None, progress: Callable[[Sequence[str], int], None] = lambda labels, done: None,
+        ) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Answers by `Job.name`, and whether Ctrl-C came first.
+
+    Args:
+        workers: how many processes at most. env: their environment.
+        cache: the folder of finished rows, None for no reading and no writing.
+        progress: is told the labels of jobs under way and how many are done.
+    """
+    answers = {job.name: found for job in jobs if cache and (found := compare_cache.read(cache, job.name))}
+    left = [job for job in jobs if job.name not in answers]
+    progress((), len(answers))
+    if not left:
+        return answers, False
+    pool, begun = Pool(left, min(workers, len(left)), env=env, measure=measure), {}
+    try:
+        while len(answers) < len(jobs):
+            job, answer = _next(pool)
+            if answer is None:
+                begun[job.name] = job.label
+            else:
+                begun.pop(job.name, None)
+                answers[job.name] = answer
+                if cache and answer.get("status") == "ok":
+                    compare_cache.write(cache, job.name, answer)
+            progress(tuple(begun.values()), len(answers))
+    except KeyboardInterrupt:
+        return answers, True
+    finally:
+        pool.stop()
+    return answers, False
+
+
+def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return pool.answers.get(timeout=0.5)  # a wait without end would not see Ctrl-C everywhere
+
+
+def worker_count(jobs: int, asked: int | None = None) -> int:
+    """How many workers: as asked, else one per core that is ours, within the ceiling and the free memory."""
+    if asked:
+        return max(1, min(asked, jobs))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, jobs, min(CEILING, free_host_bytes()) // PER_WORKER))
+
+
+def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The workers' environment: as many simulated CPU devices as the targets name, and no idle accelerator.
+
+    Compiling for described devices needs no card; workers that all opened one would fight for its memory.
+    """
+    out = dict(os.environ if env is None else env)
+    counts = [int(count) for base, _, count in (name.partition(":") for name in targets)
+              if base == "cpu" and count.isdigit()]
+    if counts and "xla_force_host_platform_device_count" not in out.get("XLA_FLAGS", ""):
+        out.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
+    if "local" not in targets:
+        out.setdefault("JAX_PLATFORMS", "cpu")
+    # Workers must find the same packages, wherever the command was started from; installed ones are found anyway.
+    root = Path(__file__).parents[1]
+    if root.name not in ("site-packages", "dist-packages"):
+        out["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [out.get("PYTHONPATH")])])
+    return out

@@ -1,0 +1,61 @@
+"""The calculator as one HTML file that opens offline: inputs, the same formulas in JavaScript, a stacked bar.
+
+The page gets the tables of memory/formulas.py as data, so that a tensor, a precision or an optimizer is one row in
+one place; what the script repeats is the arithmetic, which tests/test_memory_estimate.py compares with Python's.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from importlib import resources
+from typing import Any
+
+from memory import formulas
+from memory.estimate import ASPECT, NOTES, Question
+from memory.html import script_json
+
+
+def render(question: Question) -> str:
+    """The page, as text, filled in with `question`."""
+    from plotly.offline import get_plotlyjs
+
+    parts = {
+        "STYLE": _file("page.css") + _file("page.estimate.css"),
+        "NOTES": "".join(f"<p>{escape(note)}</p>" for note in NOTES),
+        "DATA": script_json(page_data(question)),
+        "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
+        "SCRIPT": _file("page.estimate.js"),
+    }
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _file("page.estimate.html"))
+
+
+def page_data(question: Question) -> dict[str, Any]:
+    """What the script works with: the tables of the formulas, and the inputs' first values."""
+    return {
+        "inputs": inputs(question), "aspect": ASPECT, "zero": formulas.ZERO,
+        "layer": [row._asdict() for row in formulas.LAYER],
+        "flash": formulas.FLASH._asdict(), "block_input": formulas.BLOCK_INPUT._asdict(),
+        "outside": [row._asdict() for row in (formulas.EMBEDDING_MASK, *formulas.HEAD)],
+        "logits": formulas.LOGITS._asdict(),
+        "precisions": {name: row._asdict() for name, row in formulas.PRECISIONS.items()},
+        "optimizers": {name: row._asdict() for name, row in formulas.OPTIMIZERS.items()},
+        "recompute": formulas.RECOMPUTE, "attention": formulas.ATTENTION,
+    }
+
+
+def inputs(question: Question) -> dict[str, Any]:
+    """Input of the page -> value."""
+    q, layout, model = question, question.layout, question.model
+    return {
+        "parameters": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
+        "kv_heads": model.kv_heads, "head_width": model.head_width, "mlp_width": model.mlp_width,
+        "vocabulary": model.vocabulary, "gated": model.gated, "tied": model.tied, "dropout": model.dropout,
+        "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0, "attention": q.attention,
+        "recompute": "none", "precision": q.precision, "optimizer": q.optimizer, "tensor": layout.tensor,
+        "sequence_parallel": layout.sequence, "data": layout.data, "zero": layout.zero, "memory": 80,
+    }
+
+
+def _file(name: str) -> str:
+    return resources.files("memory").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,250 @@
+"use strict";
+// Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table. `data` is what
+// memory/compare_html.py gives. Its text reaches the page through textContent alone, or through plain() for
+// plotly, which reads its labels as HTML.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement, $ = (id) => document.getElementById(id);
+  const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+  const done = data.rows.filter((row) => row.status === "ok");
+  const keyNames = data.keys.map(([key]) => key);
+
+  const human = (n) => {
+    const unit = UNITS.find(([size]) => Math.abs(n) >= size);
+    return unit ? (n / unit[0]).toFixed(2) + " " + unit[1] : n + " B";
+  };
+  const FORMS = {
+    bytes: human, share: (v) => (100 * v).toFixed(1) + " %", ratio: (v) => v.toFixed(3),
+    flops: (v) => v.toExponential(2), count: (v) => Math.round(v).toLocaleString("en-US"),
+    seconds: (v) => (v < 1 ? (1000 * v).toFixed(0) + " ms" : v.toFixed(2) + " s"),
+  };
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const make = (tag, text, className) => {
+    const node = document.createElement(tag);
+    if (text !== undefined) node.textContent = text;
+    if (className) node.className = className;
+    return node;
+  };
+  // Policies take the colours of the categories in an order of its own: neighbours differ most.
+  const HUES = ["params", "residuals", "workspace", "gradients", "optimizer", "batch", "logits_loss", "collectives",
+    "accumulator", "outputs"];
+  const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "triangle-down"];
+  const hue = (policy) => color("c-" + HUES[data.policies.indexOf(policy) % HUES.length]);
+  const symbol = (policy) => SYMBOLS[data.policies.indexOf(policy) % SYMBOLS.length];
+
+  const bytes = (row) => row.values.allocated_bytes;
+  const top = Math.max(1, ...done.map(bytes));
+  const [size, unit] = UNITS.find(([n]) => top >= n) || [1, "B"];
+  const limits = [...new Set(done.map((row) => row.limit).filter(Boolean))];
+  const drawn = (limit) => limit && limit <= 4 * top;
+
+  // ---- charts ---------------------------------------------------------------------------------------
+  const frame = () => ({
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") },
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
+    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), align: "left",
+      font: { color: color("ink"), size: 12.5 } },
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, hovermode: "closest",
+  });
+  // Named one by one: the default bar offers buttons that reach for the network.
+  const options = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
+  const axis = () => ({ gridcolor: color("line"), zeroline: false, linecolor: color("line"), ticks: "" });
+  const limitLine = (limit, x) => ({ type: "line", xref: x + " domain", x0: 0, x1: 1, y0: limit / size, y1: limit / size,
+    line: { color: color("exceeds"), width: 1.5, dash: "dash" } });
+  const about = (row) => `<b>${plain(row.label)}</b><br>` + data.columns.filter(([name]) => row.values[name] !== null)
+    .map(([name, title, kind]) => `${title} ${FORMS[kind](row.values[name])}`).join("<br>") +
+    (row.fits === false ? "<br>exceeds the limit" : "");
+
+  const cost = (row) => (data.timed ? row.values.step_seconds : row.values.recompute_flops_fraction === null ? null
+    : 100 * row.values.recompute_flops_fraction);
+  // Labels of points that lie on each other become one, at the first of them.
+  const captions = (rows, width, height) => {
+    const texts = new Map(), heads = [];
+    for (const row of rows) {
+      const head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
+        Math.abs(bytes(other) - bytes(row)) < 0.045 * height);
+      if (!head) heads.push(row);
+      texts.set(head || row, head ? texts.get(head) + ", " + plain(row.label) : plain(row.label));
+    }
+    return (row) => texts.get(row) || "";
+  };
+  const pareto = () => {
+    const rows = done.filter((row) => cost(row) !== null);
+    if (!rows.length) { $("pareto-card").hidden = true; return; }
+    // Names beside the points where they are short: with several keys they would cover each other.
+    const few = rows.length <= 16 && keyNames.length < 2, shown = limits.filter(drawn);
+    const most = Math.max(top, ...shown) / size, right = Math.max(...rows.map(cost));
+    const left = data.timed ? Math.min(...rows.map(cost)) : 0, room = Math.max(right - left, right / 10, 1e-9);
+    const caption = captions(rows, room, most * size);
+    const traces = data.policies.map((policy) => {
+      const mine = rows.filter((row) => row.policy === policy);
+      return { x: mine.map(cost), y: mine.map((row) => bytes(row) / size), name: plain(policy), type: "scatter",
+        mode: few ? "markers+text" : "markers", text: mine.map(caption),
+        textposition: mine.map((row) => (cost(row) > left + 0.8 * room ? "top left" : "top right")),
+        hovertext: mine.map(about), hovertemplate: "%{hovertext}<extra></extra>", cliponaxis: false,
+        textfont: { color: color("ink") },
+        marker: { size: mine.map((row) => (row.best ? 16 : 11)), color: hue(policy), symbol: symbol(policy),
+          opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
+          line: { width: mine.map((row) => (row.pareto ? 2 : 0)), color: color("ink") } } };
+    });
+    // One front a task; a line through several tasks at once would say nothing.
+    const tasks = new Set(rows.map((row) => row.task));
+    for (const task of tasks) {
+      const front = rows.filter((row) => row.pareto && row.task === task)
+        .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a));
+      traces.unshift({ x: front.map(cost), y: front.map((row) => bytes(row) / size), mode: "lines", hoverinfo: "skip",
+        showlegend: false, line: { color: color("soft"), width: 1.3, shape: "hv", dash: "dot" } });
+    }
+    Plotly.react("pareto", traces, { ...frame(), margin: { l: 60, r: 20, t: 34, b: 46 }, showlegend: !few,
+      shapes: shown.map((limit) => limitLine(limit, "x")),
+      annotations: shown.map((limit) => ({ xref: "x domain", x: 1, xanchor: "right", y: limit / size, yanchor: "bottom",
+        text: "limit " + human(limit), showarrow: false, font: { color: color("exceeds") } })),
+      xaxis: { ...axis(), title: { text: data.timed ? "seconds of one update" : "FLOPs recomputed, % of model FLOPs" },
+        range: [left - 0.08 * room, right + 0.08 * room] },
+      yaxis: { ...axis(), title: { text: "allocated " + unit }, range: [0, most * 1.12] } }, options);
+  };
+
+  const growth = () => {
+    const along = $("along").value || data.axes[0];
+    if (!along) return;
+    const k = keyNames.indexOf(along), others = keyNames.filter((key) => key !== along && key !== "remat.policy");
+    const panelOf = (row) => others.map((key) => data.keys[keyNames.indexOf(key)][1] + " " +
+      row.texts[keyNames.indexOf(key)]).join(", ");
+    const panels = [...new Set(done.map(panelOf))].slice(0, 24);
+    const columns = Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
+    const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
+    const layout = { ...frame(), margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
+      grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.28 / Math.max(lines - 0.6, 1) } };
+    layout.legend = { ...layout.legend, y: 1 + 26 / (300 * lines) };
+    const traces = [];
+    panels.forEach((panel, i) => {
+      const n = i ? i + 1 : "", mine = done.filter((row) => panelOf(row) === panel);
+      const highest = Math.max(...mine.map(bytes)), limit = mine[0].limit;
+      for (const policy of data.policies) {
+        const points = mine.filter((row) => row.policy === policy).sort((a, b) => a.keys[k] - b.keys[k]);
+        traces.push({ x: points.map((row) => row.keys[k]), y: points.map((row) => bytes(row) / size), type: "scatter",
+          mode: "lines+markers", xaxis: "x" + n, yaxis: "y" + n, name: plain(policy), legendgroup: policy,
+          showlegend: i === 0, line: { color: hue(policy), width: 2 },
+          marker: { size: 7, symbol: points.map((row) => symbol(policy) + (row.fits === false ? "-open" : "")) },
+          hovertext: points.map(about), hovertemplate: "%{hovertext}<extra></extra>" });
+      }
+      layout["xaxis" + n] = { ...axis(), type: "log", tickvals: ticks, ticktext: ticks.map((v) => v.toLocaleString("en-US")),
+        range: [Math.log10(ticks[0]) - 0.04, Math.log10(ticks[ticks.length - 1]) + 0.04],
+        title: { text: i >= panels.length - columns ? plain(along) : "" } };
+      const seen = limit && limit <= 4 * highest;
+      layout["yaxis" + n] = { ...axis(), title: { text: i % columns ? "" : "allocated " + unit },
+        range: [0, Math.max(highest, seen ? limit : 0) / size * 1.12] };
+      if (seen) layout.shapes.push({ ...limitLine(limit, "x" + n), yref: "y" + n });
+      if (panel) layout.annotations.push({ xref: `x${n} domain`, yref: `y${n} domain`, x: 0, y: 1, yanchor: "bottom",
+        xanchor: "left", text: `<b>${plain(panel)}</b>`, showarrow: false, font: { color: color("ink") } });
+    });
+    $("growth").style.height = 90 + 300 * lines + "px";
+    Plotly.react("growth", traces, layout, options);
+  };
+
+  // ---- bars -----------------------------------------------------------------------------------------
+  const MOST = 60;
+  const stacks = () => {
+    const rows = done.slice(0, MOST), scale = Math.max(top, ...limits.filter(drawn));
+    const lines = rows.map((row) => {
+      const line = make("div", undefined, "stack" + (row.fits === false ? " over" : "")), name = make("span", row.label);
+      name.title = row.label;
+      const track = make("div", undefined, "track"), bar = make("div");
+      for (const [category, title] of data.categories) {
+        const part = row.breakdown[category];
+        if (!part) continue;
+        const piece = make("i", undefined, "c-" + category);
+        piece.style.width = (100 * part) / scale + "%";
+        piece.title = `${title}: ${human(part)}`;
+        bar.append(piece);
+      }
+      track.append(bar);
+      if (drawn(row.limit)) {
+        const mark = make("i", undefined, "limit");
+        mark.style.left = (100 * row.limit) / scale + "%";
+        mark.title = "limit " + human(row.limit);
+        track.append(mark);
+      }
+      line.append(name, track, make("b", human(bytes(row))));
+      return line;
+    });
+    if (limits.length === 1 && drawn(limits[0])) {
+      const note = make("div", undefined, "stack note"), track = make("div", undefined, "track");
+      const words = make("span", "limit " + human(limits[0]));
+      words.style.right = 100 - (100 * limits[0]) / scale + "%";
+      track.append(words);
+      note.append(make("span"), track, make("b"));
+      lines.push(note);
+    }
+    if (done.length > MOST) lines.push(make("p", `The first ${MOST} of ${done.length}; the table has all.`, "empty"));
+    $("stacks").replaceChildren(...lines);
+  };
+
+  // ---- the table ------------------------------------------------------------------------------------
+  const state = { sort: "", down: false };
+  const columns = [...data.keys.map(([key, title], i) => ({ id: key, title, read: (row) => row.keys[i],
+    write: (row) => row.texts[i], text: true })),
+  ...data.columns.map(([id, title, kind]) => ({ id, title, read: (row) => row.values[id],
+    write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
+    exact: (row) => (kind === "bytes" && row.values[id] !== null ? row.values[id].toLocaleString("en-US") + " bytes" : "") })),
+  { id: "fits", title: "verdict", read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0), text: true }];
+  const compare = (a, b) => (a === null ? 1 : b === null ? -1
+    : typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
+  const verdict = (row) => {
+    const cell = make("td", undefined, row.status !== "ok" ? "why" : "text " + (row.fits === false ? "exceeds" : "fits"));
+    cell.append(row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
+    if (row.pareto) { const star = make("span", " ★", "star"); star.title = "Pareto-optimal"; cell.append(star); }
+    return cell;
+  };
+  const table = () => {
+    const column = columns.find((c) => c.id === state.sort);
+    const rows = column ? [...data.rows].sort((a, b) => {
+      const x = column.read(a), y = column.read(b);
+      return x === null || y === null ? compare(x, y) : compare(x, y) * (state.down ? -1 : 1);
+    }) : data.rows;
+    const head = make("tr");
+    for (const c of columns) {
+      const cell = make("th", undefined, c.text ? "text" : ""), button = make("button", c.title +
+        (state.sort === c.id ? (state.down ? " ↓" : " ↑") : ""));
+      if (state.sort === c.id) cell.setAttribute("aria-sort", state.down ? "descending" : "ascending");
+      button.type = "button";
+      button.onclick = () => { state.down = state.sort === c.id && !state.down; state.sort = c.id; table(); };
+      cell.append(button);
+      head.append(cell);
+    }
+    $("rows").tHead.replaceChildren(head);
+    $("rows").tBodies[0].replaceChildren(...rows.map((row) => {
+      const line = make("tr", undefined, row.best ? "winner" : "");
+      for (const c of columns) {
+        if (c.id === "fits") { line.append(verdict(row)); continue; }
+        const cell = make("td", c.write(row), c.text ? "text" : "");
+        cell.title = c.exact ? c.exact(row) : c.write(row);
+        line.append(cell);
+      }
+      return line;
+    }));
+    $("count").textContent = `${data.rows.length} rows; ★ Pareto-optimal; click a heading to sort`;
+  };
+
+  // ---- start ----------------------------------------------------------------------------------------
+  const charts = () => { if (window.Plotly) { if (data.axes.length && done.length) growth(); pareto(); } };
+  const theme = (name) => { root.dataset.theme = name; charts(); };
+  const wish = window.matchMedia("(prefers-color-scheme: dark)");
+  root.dataset.theme = new URLSearchParams(location.hash.slice(1)).get("theme") || (wish.matches ? "dark" : "light");
+  wish.addEventListener("change", () => theme(wish.matches ? "dark" : "light"));
+  $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
+  $("cost-name").textContent = data.timed ? "step time" : "recomputation";
+  $("legend").append(...data.categories.map(([category, title]) => {
+    const item = make("li");
+    item.append(make("i", undefined, "c-" + category), title);
+    return item;
+  }));
+  $("growth-card").hidden = !(data.axes.length && done.length);
+  $("along").append(...data.axes.map((key) => new Option(key, key)));
+  $("along").parentElement.hidden = data.axes.length < 2;
+  $("along").onchange = growth;
+  stacks(); table(); charts();
+  root.dataset.ready = "yes";
+})();

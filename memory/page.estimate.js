@@ -1,0 +1,215 @@
+"use strict";
+// The arithmetic of memory/formulas.py over its own tables, which arrive as data. The inputs live in the address
+// (#layers=32&zero=3), so an estimate can be shared; what is not in it has the value of the command's question.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const $ = (id) => document.getElementById(id === "data" ? "data_ranks" : id);
+  const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
+  const ROWS = [["params", "parameters", "params"], ["gradients", "gradients", "gradients"],
+    ["optimizer", "optimizer and master copy", "optimizer"], ["kept", "activations of the layers", "residuals"],
+    ["recomputed", "one layer recomputed", "workspace"], ["outside", "embedding, head and logits", "logits_loss"]];
+  const SUFFIX = { k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
+  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const make = (tag, text, className) => {
+    const node = document.createElement(tag);
+    if (text !== undefined) node.textContent = text;
+    if (className) node.className = className;
+    return node;
+  };
+  const fixed = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
+  const gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / 2 ** 30) + " GiB";
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+  // ---- the formulas ---------------------------------------------------------------------------------
+  const tokenSizes = (q) => ({ width: q.width, queries: q.heads * q.head_width, keys: q.kv_heads * q.head_width,
+    scores: q.heads * q.sequence, heads: q.heads, mlp: q.mlp_width, vocabulary: q.vocabulary });
+  const tensorBytes = (tensor, q, tokens) => {
+    if (tensor.only && !q[tensor.only]) return 0;
+    const split = tensor.split === "tensor" || q.sequence_parallel ? q.tensor : 1;
+    return tokenSizes(q)[tensor.size] * tokens * (tensor.itemsize || data.precisions[q.precision].activation) / split;
+  };
+  const keptByLayer = (policy, q) => {
+    if (policy === "full") return [data.block_input];
+    if (q.attention === "flash") return [...data.layer.filter((tensor) => !tensor.core), data.flash];
+    return data.layer.filter((tensor) => policy === "none" || !tensor.core);
+  };
+  const layerBytes = (policy, q) =>
+    sum(keptByLayer(policy, q).map((tensor) => tensorBytes(tensor, q, q.sequence * q.batch)));
+  const outsideBytes = (q) => {
+    const tokens = q.sequence * q.batch;
+    return sum(data.outside.map((tensor) => tensorBytes(tensor, q, tokens)))
+      + tensorBytes(data.logits, q, q.logit_tokens ? Math.min(q.logit_tokens, tokens) : tokens);
+  };
+  const perParameter = (q) => {
+    const row = data.precisions[q.precision], kind = data.optimizers[q.optimizer];
+    const whole = { params: row.params, gradients: row.gradients,
+      optimizer: row.master + kind.states * (kind.itemsize || row.state) };
+    for (const role of Object.keys(whole)) {
+      whole[role] /= q.tensor * (data.zero[q.zero].includes(role) ? q.data : 1);
+    }
+    return whole;
+  };
+  const layerMatrices = (q) => q.width * q.head_width * 2 * (q.heads + q.kv_heads)
+    + q.width * q.mlp_width * (q.gated ? 3 : 2);
+  const flops = (q) => {
+    const sequences = q.batch * q.data, tokens = sequences * q.sequence;
+    const core = 4 * q.layers * tokens * q.sequence * q.heads * q.head_width;
+    const layers = 2 * layerMatrices(q) * q.layers * tokens + core;
+    const model = 3 * (layers + 2 * q.width * q.vocabulary * tokens);
+    return { model, none: model, selective: model + (q.attention === "flash" ? 0 : core), full: model + layers };
+  };
+  const estimate = (q) => {
+    const state = perParameter(q), all = flops(q), policies = {};
+    for (const policy of Object.keys(data.recompute)) {
+      const kept = layerBytes(policy, q), out = {};
+      for (const role of Object.keys(state)) out[role] = state[role] * q.parameters;
+      Object.assign(out, { kept: q.layers * kept, recomputed: layerBytes("none", q) - kept, outside: outsideBytes(q) });
+      out.total = sum(Object.values(out));
+      policies[policy] = { ...out, hardware_flops: all[policy] };
+    }
+    return { per_parameter: state, policies, model_flops: all.model };
+  };
+  const parameterCount = (q) => layerMatrices(q) * q.layers + (q.tied ? 1 : 2) * q.vocabulary * q.width;
+  const shapeFor = (parameters) => {
+    const step = data.aspect, exact = (parameters * step / 12) ** (1 / 3);
+    const width = Math.max(step, step * Math.floor(exact / step + 0.5)), heads = Math.max(1, Math.floor(width / 128));
+    return { layers: Math.max(1, Math.floor(parameters / 12 / width ** 2 + 0.5)), width, heads, kv_heads: heads,
+      head_width: width / heads, mlp_width: 4 * width, gated: false, tied: true };
+  };
+
+  // ---- inputs ---------------------------------------------------------------------------------------
+  const address = new URLSearchParams(location.hash.slice(1));
+  const parse = (text) => {
+    const found = /^\s*([\d._,]+(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*$/i.exec(text);
+    return found ? Number(found[1].replace(/[_,]/g, "")) * (SUFFIX[found[2].toLowerCase()] || 1) : NaN;
+  };
+  const put = (name, value) => {
+    const node = $(name);
+    if (node.type === "checkbox") node.checked = value === true || value === "true";
+    else node.value = value;
+  };
+  const read = (name) => {
+    const node = $(name);
+    if (node.type === "checkbox") return node.checked;
+    return COUNTS.includes(name) ? parse(node.value) : node.value;
+  };
+  const least = (name) => (name === "logit_tokens" || name === "zero" ? 0 : 1);
+  const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
+    q.heads % q.kv_heads ? ["kv_heads"] : [], q.kv_heads % q.tensor ? ["tensor"] : []);
+  const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
+    precision: Object.keys(data.precisions), optimizer: Object.keys(data.optimizers) };
+  const summaries = { recompute: data.recompute, precision: data.precisions, optimizer: data.optimizers };
+  for (const [name, values] of Object.entries(options)) {
+    for (const value of values) {
+      const option = make("option", value.replaceAll("_", " ")), about = summaries[name] && summaries[name][value];
+      option.value = value;
+      if (about) option.title = about.summary || about;
+      $(name).append(option);
+    }
+  }
+  for (const name of NAMES) {
+    put(name, address.has(name) ? address.get(name) : data.inputs[name]);
+    if ($(name).value === "" && $(name).tagName === "SELECT") put(name, data.inputs[name]);
+  }
+  const SHAPE = ["layers", "width", "mlp_width", "heads", "kv_heads", "head_width", "vocabulary", "gated", "tied"];
+  // The shape follows the count and the count the shape: whichever was typed last is the one that was meant.
+  const follow = (name, q) => {
+    if (name === "parameters") for (const [key, value] of Object.entries(shapeFor(q.parameters))) put(key, value);
+    if (SHAPE.includes(name)) put("parameters", parameterCount(q));
+  };
+
+  // ---- drawing --------------------------------------------------------------------------------------
+  const table = (found, chosen) => {
+    const policies = Object.keys(data.recompute), head = make("tr"), body = [];
+    head.append(make("th", ""), make("th", "bytes a parameter"));
+    for (const policy of policies) head.append(make("th", policy, policy === chosen ? "chosen" : ""));
+    for (const [role, title, hue] of [...ROWS, ["total", "total", ""]]) {
+      const row = make("tr", undefined, role === "total" ? "total" : ""), name = make("th"), dot = make("i", "", "dot");
+      if (hue) { dot.style.background = `var(--c-${hue})`; name.append(dot); }
+      name.append(title);
+      const each = found.per_parameter[role];
+      row.append(name, make("td", each === undefined ? "" : String(+each.toPrecision(4))));
+      for (const policy of policies) {
+        const cell = make("td", gb(found.policies[policy][role]), policy === chosen ? "chosen" : "");
+        cell.append(make("small", gib(found.policies[policy][role])));
+        cell.title = Math.round(found.policies[policy][role]).toLocaleString("en-US") + " bytes";
+        row.append(cell);
+      }
+      body.push(row);
+    }
+    const row = make("tr");
+    row.append(make("th", "hardware over model FLOPs"), make("td", ""));
+    for (const policy of policies) {
+      row.append(make("td", (found.policies[policy].hardware_flops / found.model_flops).toFixed(3),
+        policy === chosen ? "chosen" : ""));
+    }
+    $("figures").tHead.replaceChildren(head);
+    $("figures").tBodies[0].replaceChildren(...body, row);
+  };
+  const bars = (found, q) => {
+    const policies = Object.keys(data.recompute).reverse();
+    const traces = ROWS.map(([role, title, hue]) => ({ type: "bar", orientation: "h", name: title, y: policies,
+      x: policies.map((policy) => found.policies[policy][role] / 1e9), marker: { color: color("c-" + hue) },
+      hovertemplate: `${title}: %{x:,.2f} GB<extra></extra>` }));
+    const line = { color: color("ink"), width: 1.5, dash: "dash" };
+    Plotly.react($("bars"), traces, {
+      barmode: "stack", bargap: 0.32, margin: { l: 76, r: 16, t: 8, b: 44 }, showlegend: true,
+      legend: { orientation: "h", y: -0.16, traceorder: "normal" }, paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
+      xaxis: { ticksuffix: " GB", gridcolor: color("line"), zerolinecolor: color("line"), rangemode: "tozero" },
+      yaxis: { tickfont: { color: color("ink"), size: 13.5 } },
+      shapes: [{ type: "line", x0: q.memory, x1: q.memory, yref: "paper", y0: 0, y1: 1, line }],
+      hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink") } },
+    }, { displayModeBar: false, responsive: true });
+  };
+  const header = (found, q) => {
+    const chosen = found.policies[q.recompute], fits = chosen.total <= q.memory * 1e9;
+    $("verdict").className = "verdict " + (fits ? "fits" : "exceeds");
+    $("verdict").textContent = fits ? `✓ fits ${q.memory} GB` : `✕ exceeds ${q.memory} GB`;
+    $("total").replaceChildren(...[[`total, ${q.recompute === "none" ? "no" : q.recompute} recomputation`, chosen.total],
+      ["state", chosen.params + chosen.gradients + chosen.optimizer],
+      ["activations", chosen.kept + chosen.recomputed + chosen.outside]].map(([name, bytes]) => {
+      const box = make("div", undefined, "figure"), value = make("dd", gb(bytes));
+      value.append(make("small", gib(bytes)));
+      box.append(make("dt", name), value);
+      return box;
+    }));
+    $("what").textContent = `${Math.round(q.parameters).toLocaleString("en-US")} parameters on `
+      + `${(q.tensor * q.data).toLocaleString("en-US")} devices`;
+    $("hint").textContent = data.recompute[q.recompute]
+      + (q.attention === "flash" && q.recompute === "selective" ? "; flash attention does that by itself" : "");
+  };
+  const draw = () => {
+    const q = Object.fromEntries(NAMES.map((name) => [name, read(name)])), mistakes = wrong(q);
+    for (const name of NAMES) $(name).classList.toggle("wrong", mistakes.includes(name));
+    root.dataset.wrong = mistakes.join(" ");
+    if (mistakes.length) {
+      $("verdict").className = "verdict unknown";
+      $("verdict").textContent = "? " + mistakes.map((name) => name.replaceAll("_", " ")).join(", ") + ": not possible";
+      return;
+    }
+    const found = estimate(q);
+    table(found, q.recompute);
+    header(found, q);
+    bars(found, q);
+    root.dataset.estimate = JSON.stringify(found);
+    const out = new URLSearchParams();
+    for (const name of NAMES) if (q[name] !== data.inputs[name]) out.set(name, String(q[name]));
+    history.replaceState(null, "", out.size ? "#" + out : location.pathname + location.search);
+  };
+  $("form").addEventListener("input", (event) => {
+    const name = event.target.id === "data_ranks" ? "data" : event.target.id;
+    const q = Object.fromEntries(NAMES.map((key) => [key, read(key)]));
+    if (!wrong(q).includes(name)) follow(name, q);
+    draw();
+  });
+  $("form").addEventListener("submit", (event) => event.preventDefault());
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const theme = (name) => { root.dataset.theme = name; draw(); };
+  $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
+  dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));
+  theme(dark.matches ? "dark" : "light");
+  root.dataset.ready = "yes";
+})();
