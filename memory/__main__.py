@@ -21,6 +21,8 @@ examples:
   python -m memory report --config=tiny --json=a.json --html=a.html --export=xprof/
   python -m memory diff a.json b.json --fail-above=2               exit 1 when the peak grew by over 2 %
   python -m memory compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
+  python -m memory names --config=llama_8b --target=h200:8          what a custom policy can keep
+  python -m memory estimate --params=7e9                           formulas only, at once
   python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \
       --remat=none,full --target=h100:8 --html=growth.html         growth charts; the same command resumes
 
