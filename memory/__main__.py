@@ -15,18 +15,19 @@ from memory.errors import ReportError
 
 EPILOG = """\
 examples:
-  python -m memory report --config=tiny                            the trainer's step on this machine
-  python -m memory report --config=llama_8b --target=h200:8        the same for GPUs that are not here
-  python -m memory report --hlo=step.after_optimizations.hlo.pb    any JAX program's dump, no config needed
+  python -m memory report --config=tiny                         the trainer's step on this machine
+  python -m memory report --config=llama_8b --target=h200:8     the same for GPUs that are not here
+  python -m memory report --hlo=step.after_optimizations.hlo.pb any JAX program's dump, no config
   python -m memory report --config=tiny --json=a.json --html=a.html --export=xprof/
-  python -m memory diff a.json b.json --fail-above=2               exit 1 when the peak grew by over 2 %
+  python -m memory diff a.json b.json --fail-above=2            exit 1 when the peak grew over 2 %
   python -m memory compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
-  python -m memory names --config=llama_8b --target=h200:8          what a custom policy can keep
-  python -m memory estimate --params=7e9                           formulas only, at once
-  python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \
-      --remat=none,full --target=h100:8 --html=growth.html         growth charts; the same command resumes
+  python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \\
+      --remat=none,full --target=h100:8 --html=growth.html      growth charts; again: it resumes
+  python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
+  python -m memory estimate --params=7e9                        formulas only, at once
 
-exit codes: 0 done, 1 grew above --fail-above, 2 mistake in the command or its files, 130 stopped by Ctrl-C"""
+exit codes: 0 done, 1 grew above --fail-above, 2 a mistake in the command or its files,
+130 stopped by Ctrl-C"""
 
 # Subcommand -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does).
 COMMANDS = {
