@@ -22,6 +22,7 @@ from typing import Any
 
 from memory import compare_cache
 from memory.limits import free_host_bytes
+from memory.platform import simulate_devices
 
 # What all workers together may hold, and what one compile takes at most in our configs (bytes).
 CEILING = 20 * 2**30
@@ -210,10 +211,7 @@ def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) ->
     Compiling for described devices needs no card; workers that all opened one would fight for its memory.
     """
     out = dict(os.environ if env is None else env)
-    counts = [int(count) for base, _, count in (name.partition(":") for name in targets)
-              if base == "cpu" and count.isdigit()]
-    if counts and "xla_force_host_platform_device_count" not in out.get("XLA_FLAGS", ""):
-        out.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
+    simulate_devices(targets, out)
     if "local" not in targets:
         out.setdefault("JAX_PLATFORMS", "cpu")
     # Workers must find the same packages, wherever the command was started from; installed ones are found anyway.

@@ -26,10 +26,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
     from memory import targets
     from memory.__main__ import trainer_names
-    from memory.platform import choose_platform
+    from memory.platform import choose_platform, simulate_devices
     from memory.text import WIDTH
 
     choose_platform()
+    simulate_devices([args.target])
     jaxpr, sharding = trainer_names(args.config, overrides, targets.parse(args.target))
     rows = [row(tensor, sharding) for tensor in named_tensors(jaxpr)]
     Console(width=WIDTH).print(_table(rows))

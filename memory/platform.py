@@ -7,7 +7,7 @@ import jax, and `choose_platform()` belongs in the first lines of a command.
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 # What a GPU's preallocation takes of the card when the user names no fraction: jax's own 0.75 leaves
@@ -42,6 +42,17 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
         if any((Path(root) / node.lstrip("/")).exists() for node in nodes):
             return platform
     return "tpu" if env.get("TPU_NAME") else "cpu"
+
+
+def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | None = None) -> None:
+    """Gives the process as many CPU devices as the largest of `targets` like cpu:8 asks for, unless the user set
+    a count. Before jax starts; the simulated devices share the host.
+    """
+    env = os.environ if env is None else env
+    counts = [int(count) for name, _, count in (target.partition(":") for target in targets)
+              if name == "cpu" and count.isdigit()]
+    if counts and "xla_force_host_platform_device_count" not in env.get("XLA_FLAGS", ""):
+        env.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
 
 
 def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:

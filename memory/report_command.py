@@ -28,11 +28,12 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
         trainer: Callable[..., tuple[Any, dict[str, Any]]]) -> int:
     """Prints the report and writes the files that were asked for; `trainer` compiles a config's step."""
     from memory import targets
-    from memory.platform import choose_platform
+    from memory.platform import choose_platform, simulate_devices
 
     if args.hlo and overrides:
         raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --hlo")
     choose_platform()  # before jax is imported
+    simulate_devices([args.target])
     target = targets.parse(args.target)
     if args.config:
         compilation, config = trainer(args.config, overrides, target)

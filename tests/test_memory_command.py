@@ -168,3 +168,12 @@ def test_ledger_by_hand():
 def test_importing_needs_no_jax():
     code = "import sys, memory; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_simulated_devices_are_as_many_as_the_target_asks():
+    from memory.platform import simulate_devices
+    for targets, env, count in ((["cpu:8"], {}, "8"), (["cpu:2", "cpu:4", "h100:8"], {}, "4"), (["h200"], {}, None),
+                                (["cpu:8"], {"JAX_NUM_CPU_DEVICES": "2"}, "2"),
+                                (["cpu:8"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, None)):
+        simulate_devices(targets, env)
+        assert env.get("JAX_NUM_CPU_DEVICES") == count
