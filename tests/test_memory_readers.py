@@ -83,7 +83,7 @@ def test_foreign_bytes_are_one_line(data):
     assert "\n" not in str(caught.value) and "after_optimizations.hlo.pb" in str(caught.value)
 
 
-def read_or_refuse(data):
+def check_read_or_refused(data):
     """Reads bytes as a program and writes its report; only a ReportError may come out."""
     try:
         report = memory.analyze(data)
@@ -97,13 +97,13 @@ def read_or_refuse(data):
 @FUZZ
 @given(st.binary(max_size=300))
 def test_random_bytes(data):
-    read_or_refuse(data)
+    check_read_or_refused(data)
 
 
 @FUZZ
 @given(data=st.data())
 def test_cut_protos(proto, data):
-    read_or_refuse(proto[:data.draw(st.integers(0, len(proto)))])
+    check_read_or_refused(proto[:data.draw(st.integers(0, len(proto)))])
 
 
 @FUZZ
@@ -112,7 +112,7 @@ def test_damaged_protos(proto, data):
     damaged = bytearray(proto)
     for _ in range(data.draw(st.integers(1, 12))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    read_or_refuse(bytes(damaged))
+    check_read_or_refused(bytes(damaged))
 
 
 @FUZZ
@@ -122,7 +122,7 @@ def test_damaged_modules_without_buffers(proto, data):
     module = bytearray(proto[start:end])
     for _ in range(data.draw(st.integers(0, 12))):
         module[data.draw(st.integers(0, len(module) - 1))] = data.draw(st.integers(0, 255))
-    read_or_refuse(field(1, bytes(module)))
+    check_read_or_refused(field(1, bytes(module)))
 
 
 def sample():

@@ -34,7 +34,7 @@ def viewer(proto, folder):
     return found["peakHeapMib"] * 2**20, found["totalBufferAllocationMib"] * 2**20
 
 
-def compare(compilation, folder):
+def check_viewer(compilation, folder):
     report = report_of(compilation)
     peak, allocated = viewer(compilation.proto, folder)
     assert report.peak_bytes == pytest.approx(peak, rel=1e-3)
@@ -49,12 +49,12 @@ def test_training_step(target, policy, devices, tmp_path):
     if target != "cpu":
         pytest.importorskip("jax_plugins.xla_cuda13")
         devices = targets.parse(target).devices()
-    compare(compile_lowered(programs.trace_step(devices, policy, shard_state=len(devices) > 1).lower()), tmp_path)
+    check_viewer(compile_lowered(programs.trace_step(devices, policy, shard_state=len(devices) > 1).lower()), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["linen", "convolution", "two_scans", "conditional", "while"])
 def test_other_programs(name, tmp_path):
-    compare(compile_lowered(programs.OTHERS[name]()), tmp_path)
+    check_viewer(compile_lowered(programs.OTHERS[name]()), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "target", "changes"), [
@@ -70,5 +70,5 @@ def test_shipped_configs(name, target, changes, tmp_path):
     config = load(name)
     for key, text in changes.items():
         override(config, key, text)
-    report = compare(build(config, targets.parse(target).devices()).compile_for_report(exact=True), tmp_path)
+    report = check_viewer(build(config, targets.parse(target).devices()).compile_for_report(exact=True), tmp_path)
     assert report.breakdown["unattributed"] < 0.02 * report.peak_bytes

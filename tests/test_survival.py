@@ -59,6 +59,18 @@ def start(place, *flags):
     return subprocess.Popen(command(place, *flags), env=environment(), stdout=subprocess.PIPE, text=True)
 
 
+def terminate_at(process, landmark):
+    """SIGTERM once a line starts with `landmark`; what the run said after that. It must end with 0."""
+    for line in process.stdout:
+        if line.startswith(landmark):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    process.communicate()
+    assert process.returncode == 0
+    return rest
+
+
 def rows(workdir):
     """Metrics without what a clock says."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
@@ -127,14 +139,8 @@ def test_killed_at_any_moment_the_curve_is_bit_identical(place, uninterrupted):
 
 def test_sigterm_saves_and_exits_zero_and_the_run_goes_on(place, uninterrupted):
     workdir = place / "terminated"
-    process = start(place, f"--workdir={workdir}")
-    for line in process.stdout:
-        if line.startswith("step      3/30"):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest = process.stdout.read()
-    process.communicate()
-    assert process.returncode == 0 and "SIGTERM: saved step" in rest
+    rest = terminate_at(start(place, f"--workdir={workdir}"), "step      3/30")
+    assert "SIGTERM: saved step" in rest
     saved = int(rest.split("saved step ")[1].split(";")[0])
     assert 3 <= saved < 30 and rows(workdir)[-1]["step"] == saved  # not at a cadence, and its row is there
     done = run(place, f"--workdir={workdir}")
@@ -155,11 +161,7 @@ def test_a_resumed_run_may_change_its_layout(place):
     whole, changed = place / "layout-whole", place / "layout-changed"
     assert run(place, f"--workdir={whole}", "--config.train.steps=12").returncode == 0
     flags = (f"--workdir={changed}", "--config.train.steps=12")
-    process = start(place, *flags)
-    for line in process.stdout:
-        if line.startswith("step      6/12"):
-            process.terminate()
-    process.communicate()
+    terminate_at(start(place, *flags), "step      6/12")
     done = run(place, *flags, "--config.batch.micro=8", "--config.batch.accumulation=4", "--config.batch.mode=scan",
                "--config.remat.policy=full", "--config.model.attention=chunked")
     assert done.returncode == 0 and "changed since the last start: batch.micro 16 -> 8" in done.stdout, done.stderr
@@ -227,12 +229,6 @@ def test_out_of_memory_and_a_full_disk_are_explained():
 def test_sigterm_during_an_evaluation_does_not_wait_for_it(place, uninterrupted):
     """The last evaluation is cut short, the state is saved, and the next start makes the row."""
     workdir = place / "evaluating"
-    process = start(place, f"--workdir={workdir}")
-    for line in process.stdout:
-        if line.startswith("step     29/30"):
-            process.send_signal(signal.SIGTERM)
-            break
-    process.communicate()
-    assert process.returncode == 0
+    terminate_at(start(place, f"--workdir={workdir}"), "step     29/30")
     done = run(place, f"--workdir={workdir}")
     assert done.returncode == 0 and rows(workdir) == rows(uninterrupted[1])
