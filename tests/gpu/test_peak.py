@@ -32,7 +32,6 @@ choose_platform()
 import jax, jax.numpy as jnp
 from memory import live, targets
 from memory.analyze import report_of
-from memory.compiler import compile_lowered
 from train import program as programs
 
 name, steps = sys.argv[1], int(sys.argv[2])
@@ -41,8 +40,7 @@ try:
     program = programs.build(config, jax.devices()[:1])
 except ValueError as error:
     print(json.dumps({"cannot": str(error)})); sys.exit()
-with programs.xla_remat_pass(config.remat.xla_pass):
-    compilation = compile_lowered(program.lower())
+compilation = program.compile_for_report(exact=True)
 target = targets.parse("local")
 report = report_of(compilation, target=target)
 out = {"predicted": report.allocated_bytes, "limit": report.limit_bytes, "verdict": report.verdict}
