@@ -28,6 +28,7 @@ def _model() -> ConfigDict:
     model.d_head = 64
     model.d_ff = 768  # width of the MLP
     model.vocab_size = 256
+    model.vocab_multiple = 128  # the table is padded to a multiple, so that it divides over mesh.tensor; never predicted
     model.max_seq_len = 1024  # most positions the model can be given
     model.update(LLAMA)  # norm: rmsnorm | layernorm; mlp: swiglu | gelu; position: rope | learned | none; ...
     model.norm_eps = 1e-5
@@ -109,8 +110,10 @@ def _optimizer() -> ConfigDict:
 def _mesh() -> ConfigDict:
     """Devices by use; one size may be -1: all that remain."""
     mesh = ConfigDict()
-    mesh.data = -1  # replicas
-    mesh.fsdp = 1  # devices that share parameters, gradients and optimizer state
+    mesh.strategy = "zero3"  # ddp | zero1 | zero2 | zero3: what the devices of mesh.fsdp divide (train/sharding.py)
+    mesh.data = 1  # replicas of all that; hosts, say, with mesh.fsdp inside each
+    mesh.fsdp = -1  # devices that share optimizer state, gradients and parameters
+    mesh.context = 1  # devices that share a sequence: ring attention
     mesh.tensor = 1  # devices that share heads, MLP width and vocabulary
     mesh.sequence_parallel = False  # norms and residual stream divided along the sequence in the tensor group
     return mesh

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from model.attention import KERNELS
@@ -12,57 +11,61 @@ from model.config import ModelConfig
 from model.layers import (
     ACTIVATIONS,
     MLPS,
-    Constrain,
     Norm,
     dropout,
+    enter,
     fold,
+    leave,
     param,
     read,
     rope_frequencies,
     rotate,
 )
 from model.names import tag
+from model.placement import Placement
 from model.precision import Precision
+from model.ring import ring_attention
 
 
 class Attention(nnx.Module):
     """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245); the kernel is a table row."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, constrain: Constrain, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.constrain = config, precision, constrain
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+        self.config, self.precision, self.place, self.again = config, precision, place, False
         D, H, G, K = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
         std, dtype = config.init_std, precision.param
-        self.w_q = param(rngs.params(), (D, H, K), ("d_model", "heads", "d_head"), dtype, std=std)
-        self.w_k = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std)
-        self.w_v = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std)
+        self.w_q = param(rngs.params(), (D, H, K), ("d_model", "heads", "d_head"), dtype, std=std, contracted=True)
+        self.w_k = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std, contracted=True)
+        self.w_v = param(rngs.params(), (D, G, K), ("d_model", "kv_heads", "d_head"), dtype, std=std, contracted=True)
         # Branches that add to the residual stream start smaller with depth, as in GPT-2.
         self.w_o = param(rngs.params(), (H, K, D), ("heads", "d_head", "d_model"), dtype,
-                         std=std / math.sqrt(2 * config.n_layers))
+                         std=std / math.sqrt(2 * config.n_layers), contracted=True)
         if config.bias:
             self.b_q = param(None, (H, K), ("heads", "d_head"), dtype)
             self.b_k = param(None, (G, K), ("kv_heads", "d_head"), dtype)
             self.b_v = param(None, (G, K), ("kv_heads", "d_head"), dtype)
             self.b_o = param(None, (D,), ("d_model",), dtype)
 
-    def project(self, x_BLD: jax.Array, which: str) -> jax.Array:
-        """Queries [B,L,H,K], keys or values [B,L,G,K]."""
-        dtype = self.precision.compute
-        with jax.named_scope(which):
-            y_BLHK = jnp.einsum("bld,dhk->blhk", x_BLD, read(getattr(self, f"w_{which}"), dtype, self.constrain))
+    def project(self, x_BLD: jax.Array) -> list[jax.Array]:
+        """Queries [B,L,H,K], keys and values [B,L,G,K]."""
+        weights = [getattr(self, f"w_{which}") for which in "qkv"]
+        out = []
+        for which, y_BLHK in zip("qkv", enter(["bld,dhk->blhk"] * 3, x_BLD, weights, self.place, again=self.again)):
             if self.config.bias:
-                y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), dtype, self.constrain)[None, None]
+                y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
             heads = "heads" if which == "q" else "kv_heads"
-            return tag(self.constrain(y_BLHK, ("batch", "length", heads, None)), which)
+            out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
+        return out
 
     def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values as the attention core reads them."""
         config = self.config
         with jax.named_scope("qkv"):
-            q_BLHK, k_BLGK, v_BLGK = (self.project(x_BLD, which) for which in "qkv")
+            q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD)
         if config.position == "rope":
             with jax.named_scope("rope"):
                 frequency = rope_frequencies(config.d_head, config.rope_theta, config.rope_scaling)
-                positions_L = jnp.arange(x_BLD.shape[1])
+                positions_L = self.place.positions(x_BLD.shape[1])
                 q_BLHK = rotate(q_BLHK, positions_L, frequency)
                 k_BLGK = rotate(k_BLGK, positions_L, frequency)
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
@@ -72,66 +75,69 @@ class Attention(nnx.Module):
         config = self.config
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do it inside.
-            context_BLHK = KERNELS[config.attention].run(
-                q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0))
-            return self.constrain(context_BLHK, ("batch", "length", "heads", None))
+            if ring := self.place.ring:
+                context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, ring=ring, chunk=config.attention_chunk)
+            else:
+                context_BLHK = KERNELS[config.attention].run(
+                    q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0))
+            return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         """What attention adds to the residual stream, [B, L, D]."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
-            y_BLD = jnp.einsum("blhk,hkd->bld", context_BLHK, read(self.w_o, dtype, self.constrain))
+            y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again)
             if config.bias:
-                y_BLD = y_BLD + read(self.b_o, dtype, self.constrain)[None, None]
-            y_BLD = tag(self.constrain(y_BLD, ("batch", "stream", None)), "attn_out")
+                y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
+            y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")
         return dropout(y_BLD, fold(key_B, 1), config.dropout, "attn_out_mask")
 
 
 class Mlp(nnx.Module):
     """GELU or gated (SwiGLU) feed-forward layer, by `config.mlp`."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, constrain: Constrain, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.constrain = config, precision, constrain
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+        self.config, self.precision, self.place, self.again = config, precision, place, False
         self.gated, self.activation = MLPS[config.mlp]
         D, F, std, dtype = config.d_model, config.d_ff, config.init_std, precision.param
         if self.gated:
-            self.w_gate = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std)
-        self.w_up = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std)
+            self.w_gate = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std, contracted=True)
+        self.w_up = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std, contracted=True)
         self.w_down = param(rngs.params(), (F, D), ("d_ff", "d_model"), dtype,
-                            std=std / math.sqrt(2 * config.n_layers))
+                            std=std / math.sqrt(2 * config.n_layers), contracted=True)
         if config.bias:
             self.b_up = param(None, (F,), ("d_ff",), dtype)
             self.b_down = param(None, (D,), ("d_model",), dtype)
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
-        up_BLF = jnp.einsum("bld,df->blf", x_BLD, read(self.w_up, dtype, self.constrain))
+        weights = [self.w_up, self.w_gate] if self.gated else [self.w_up]
+        up_BLF, *gate = enter(["bld,df->blf"] * len(weights), x_BLD, weights, self.place, again=self.again)
         if self.config.bias:
-            up_BLF = up_BLF + read(self.b_up, dtype, self.constrain)[None, None]
-        up_BLF = tag(self.constrain(up_BLF, ("batch", "length", "d_ff")), "up")
+            up_BLF = up_BLF + read(self.b_up, dtype, self.place)[None, None]
+        up_BLF = tag(self.place(up_BLF, ("batch", "length", "d_ff")), "up")
         if self.gated:
-            gate_BLF = jnp.einsum("bld,df->blf", x_BLD, read(self.w_gate, dtype, self.constrain))
-            gate_BLF = tag(self.constrain(gate_BLF, ("batch", "length", "d_ff")), "gate")
+            gate_BLF = tag(self.place(gate[0], ("batch", "length", "d_ff")), "gate")
             act_BLF = act(gate_BLF) * up_BLF
         else:
             act_BLF = act(up_BLF)
         act_BLF = tag(act_BLF, "act")
-        y_BLD = jnp.einsum("blf,fd->bld", act_BLF, read(self.w_down, dtype, self.constrain))
+        y_BLD = leave("blf,fd->bld", act_BLF, self.w_down, self.place, again=self.again)
         if self.config.bias:
-            y_BLD = y_BLD + read(self.b_down, dtype, self.constrain)[None, None]
-        y_BLD = tag(self.constrain(y_BLD, ("batch", "stream", None)), "mlp_out")
+            y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
+        y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")
         return dropout(y_BLD, key_B, self.config.dropout, "mlp_out_mask")
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, constrain: Constrain, *, rngs: nnx.Rngs):
-        self.constrain = constrain
-        self.norm_attention = Norm(config, precision, constrain)
-        self.attention = Attention(config, precision, constrain, rngs=rngs)
-        self.norm_mlp = Norm(config, precision, constrain)
-        self.mlp = Mlp(config, precision, constrain, rngs=rngs)
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+        self.place = place
+        self.norm_attention = Norm(config, precision, place)
+        self.attention = Attention(config, precision, place, rngs=rngs)
+        self.norm_mlp = Norm(config, precision, place)
+        self.mlp = Mlp(config, precision, place, rngs=rngs)
 
     def _inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("attention"):
@@ -152,7 +158,12 @@ class Block(nnx.Module):
         x_BLD = tag(x_BLD, "mid")
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), fold(key_B, 1))
-        return self.constrain(x_BLD, ("batch", "stream", None))
+        return self.place(x_BLD, ("batch", "stream", None))
+
+    def gather_again(self, again: bool) -> "Block":
+        """This block, its parameters gathered anew for the backward pass or not (`contract`)."""
+        self.attention.again = self.mlp.again = again
+        return self
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, *, cut: str = "block",
                  wrap: Callable[[Callable], Callable] = lambda piece: piece) -> jax.Array:

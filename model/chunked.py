@@ -5,8 +5,14 @@ backward pass recomputes each block of probabilities from the saved log-denomina
 FlashAttention (Dao et al. 2022, arXiv 2205.14135). The pairs (query block, key block) of the lower
 triangle are walked by one `lax.scan` of static length, so masked blocks cost nothing and the trip
 count, hence the FLOPs, can be read from the program.
+
+The walk itself (`start`, `add_pairs`, `finish`, `add_gradients`) takes any list of pairs: `model/ring.py`
+calls it for each stretch of keys that passes by. Its shapes: query blocks [n, B, G, R, c, K], a block of keys
+or values [B, G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block numbers. Positions stand
+behind the heads, as every product of the walk wants them: transposed once, not for each pair.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,59 +21,118 @@ import numpy as np
 
 from model.names import tag
 
+Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
+# Number of a block -> its keys and its values, wherever they are kept.
+Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+# (query block, key block) -> which of their scores count, [c, c] booleans.
+Mask = Callable[[jax.Array, jax.Array], jax.Array]
 
-def _blocks(x: jax.Array, chunk: int) -> jax.Array:
-    """[B, L, ...] -> [n, B, chunk, ...], zeros behind the last position; causality hides them."""
-    pad = -x.shape[1] % chunk
+
+def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Array:
+    """[B, L, ...] -> [n, B, ..., chunk, ...]: blocks in front, their positions at `axis`.
+
+    Zeros fill up the last block of each of `spans` equal stretches of positions.
+    """
+    B, L = x.shape[:2]
+    pad = -(L // spans) % chunk
     if pad:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+        x = x.reshape(B, spans, L // spans, *x.shape[2:])
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 3))
+        x = x.reshape(B, -1, *x.shape[3:])
+    return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), (1, 2), (0, axis))
 
 
-def _positions(x_blocks: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_blocks`."""
-    x = jnp.moveaxis(x_blocks, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) -> jax.Array:
+    """The inverse of `blocks`."""
+    x = jnp.moveaxis(x_blocks, (0, axis), (1, 2))
+    B, rest = x.shape[0], x.shape[3:]
+    return x.reshape(B, spans, -1, *rest)[:, :, : length // spans].reshape(B, length, *rest)
 
 
-def _pairs(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Query and key block of each pair at or below the diagonal, int32."""
+def triangle(n: int) -> Pairs:
+    """Query and key block of each pair at or below the diagonal."""
     i, j = np.tril_indices(n)
     return i.astype(np.int32), j.astype(np.int32)
 
 
-def _scores(q_BcGRK, k_BcGK, i, j):
-    """Scaled scores [B, G, R, c, c] float32 of one pair of blocks, masked on the diagonal."""
-    c = q_BcGRK.shape[1]
-    scores = jnp.einsum("blgrk,bsgk->bgrls", q_BcGRK, k_BcGK, preferred_element_type=jnp.float32)
-    allowed = jnp.tril(jnp.ones((c, c), bool)) | (j < i)
-    return jnp.where(allowed[None, None, None], scores * q_BcGRK.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+def causal(chunk: int) -> Mask:
+    """Blocks before the query's count whole, its own up to the diagonal."""
+    return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
+
+
+def _scores(q_BGRcK, k_BGcK, allowed):
+    """Scaled scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` [c, c] or None for all."""
+    scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
+    scores = scores * q_BGRcK.shape[-1] ** -0.5
+    return scores if allowed is None else jnp.where(allowed[None, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over no keys, float32: weighted values [n, B, G, R, c, K], largest score, denominator."""
+    rows = q.shape[:-1]
+    return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+
+
+def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None):
+    """`sums` (see `start`) with the keys and values of `pairs` taken in; without `mask` every score counts."""
+    def pair(sums, ij):
+        i, j = ij
+        out, peak, total = sums
+        k, v = read(j)
+        scores = _scores(q[i], k, mask and mask(i, j))
+        old_peak = peak[i]
+        new_peak = jnp.maximum(old_peak, scores.max(-1))
+        probs = jnp.exp(scores - new_peak[..., None])
+        shrink = jnp.exp(old_peak - new_peak)
+        block = jnp.einsum("bgrls,bgsk->bgrlk", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return (out.at[i].set(out[i] * shrink[..., None] + block), peak.at[i].set(new_peak),
+                total.at[i].set(total[i] * shrink + probs.sum(-1))), None
+
+    return jax.lax.scan(pair, sums, pairs)[0]
+
+
+def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Context blocks [n, B, G, R, c, K] in `dtype` and log-denominators [n, B, G, R, c] float32."""
+    out, peak, total = sums
+    return (out / total[..., None]).astype(dtype), peak + jnp.log(total)
+
+
+def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
+    """Row sums of dP * P [B, L, H] float32, from the output instead of the probabilities."""
+    return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
+
+
+def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None):
+    """`sums` (dq, d_keys), float32, with what `pairs` add to them.
+
+    Args:
+      write: (d_keys, block, (dk, dv) of the block [B, G, c, K] float32) -> d_keys with these added.
+      d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
+    """
+    one = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def pair(sums, ij):
+        i, j = ij
+        dq, d_keys = sums
+        k, v = read(j)
+        with jax.named_scope("kernel_recompute"):
+            probs = jnp.exp(_scores(q[i], k, mask and mask(i, j)) - lse[i][..., None])
+        d_probs = one("bgrlk,bgsk->bgrls", d_out[i], v)
+        d_scores = (probs * (d_probs - delta[i][..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_block = (one("bgrls,bgrlk->bgsk", d_scores, q[i]), one("bgrls,bgrlk->bgsk", probs.astype(q.dtype), d_out[i]))
+        return (dq.at[i].add(one("bgrls,bgsk->bgrlk", d_scores, k)), write(d_keys, j, d_block)), None
+
+    return jax.lax.scan(pair, sums, pairs)[0]
 
 
 def _forward(q_BLHK, k_BLGK, v_BLGK, chunk):
     B, L, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
-    q = _blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
-    k, v = _blocks(k_BLGK, chunk), _blocks(v_BLGK, chunk)
-    n, rows = q.shape[0], (q.shape[0], B, G, H // G, chunk)
-
-    def pair(carry, ij):
-        i, j = ij
-        out, peak, total = carry
-        scores = _scores(q[i], k[j], i, j)
-        old_peak = peak[i]
-        new_peak = jnp.maximum(old_peak, scores.max(-1))
-        probs = jnp.exp(scores - new_peak[..., None])
-        shrink = jnp.exp(old_peak - new_peak)
-        block = jnp.einsum("bgrls,bsgk->bgrlk", probs.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
-        return (out.at[i].set(out[i] * shrink[..., None] + block), peak.at[i].set(new_peak),
-                total.at[i].set(total[i] * shrink + probs.sum(-1))), None
-
-    start = (jnp.zeros((*rows, K), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32),
-             jnp.zeros(rows, jnp.float32))
-    (out, peak, total), _ = jax.lax.scan(pair, start, _pairs(n))
-    out = jnp.moveaxis((out / total[..., None]).astype(q_BLHK.dtype), 4, 2)  # [n, B, c, G, R, K]
-    return _positions(out, L).reshape(B, L, H, K), peak + jnp.log(total)
+    q = blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
+    k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
+    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk))
+    context, lse = finish(sums, q_BLHK.dtype)
+    return positions(context, L).reshape(B, L, H, K), lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -86,28 +151,19 @@ def _attention_backward(chunk, residuals, d_context_BLHK):
     q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse = residuals
     B, L, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
-    q, d_out = (_blocks(x.reshape(B, L, G, H // G, K), chunk) for x in (q_BLHK, d_context_BLHK))
-    k, v = _blocks(k_BLGK, chunk), _blocks(v_BLGK, chunk)
-    # Row sums of dP * P, from the output instead of the probabilities.
-    delta_BLH = jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
-    delta = jnp.moveaxis(_blocks(delta_BLH.reshape(B, L, G, H // G), chunk), 2, 4)  # [n, B, G, R, c]
+    q, d_out = (blocks(x.reshape(B, L, G, H // G, K), chunk) for x in (q_BLHK, d_context_BLHK))
+    k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
+    delta_BLGR = row_products(d_context_BLHK, context_BLHK).reshape(B, L, G, H // G)
+    delta = blocks(delta_BLGR, chunk, axis=-1)
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
 
-    def pair(carry, ij):
-        i, j = ij
-        dq, dk, dv = carry
-        with jax.named_scope("kernel_recompute"):
-            probs = jnp.exp(_scores(q[i], k[j], i, j) - lse[i][..., None])
-        d_probs = jnp.einsum("blgrk,bsgk->bgrls", d_out[i], v[j], preferred_element_type=jnp.float32)
-        d_scores = (probs * (d_probs - delta[i][..., None]) * K ** -0.5).astype(q.dtype)
-        one = partial(jnp.einsum, preferred_element_type=jnp.float32)
-        return (dq.at[i].add(one("bgrls,bsgk->blgrk", d_scores, k[j])),
-                dk.at[j].add(one("bgrls,blgrk->bsgk", d_scores, q[i])),
-                dv.at[j].add(one("bgrls,blgrk->bsgk", probs.astype(q.dtype), d_out[i]))), None
+    def write(d_keys, j, d_block):
+        return tuple(d.at[j].add(new) for d, new in zip(d_keys, d_block))
 
-    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    (dq, dk, dv), _ = jax.lax.scan(pair, start, _pairs(q.shape[0]))
-    return tuple(_positions(d, L).reshape(x.shape).astype(x.dtype)
-                 for d, x in ((dq, q_BLHK), (dk, k_BLGK), (dv, v_BLGK)))
+    dq, (dk, dv) = add_gradients((dq, (dk, dv)), q, lambda j: (k[j], v[j]), write, d_out, lse, delta,
+                                 triangle(q.shape[0]), causal(chunk))
+    return tuple(positions(d, L).reshape(x.shape).astype(x.dtype)
+                 for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK)))
 
 
 chunked_attention.defvjp(_attention_forward, _attention_backward)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-POSITIVE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "max_seq_len",
-            "attention_chunk")
+POSITIVE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "vocab_multiple",
+            "max_seq_len", "attention_chunk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class ModelConfig:
     d_head: int
     d_ff: int
     vocab_size: int
+    vocab_multiple: int
     max_seq_len: int
     norm: str
     norm_eps: float
@@ -47,6 +48,11 @@ class ModelConfig:
             odd = ", ".join(sorted(set(values) ^ names))
             raise ValueError(f"config.model and ModelConfig disagree on: {odd}")
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the token table: the vocabulary, rounded up to `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def __post_init__(self):
         for name in POSITIVE:

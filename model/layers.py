@@ -1,7 +1,7 @@
 """Norms, rotary positions, activations, dropout: the small parts, as table rows where there is a choice."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -11,54 +11,130 @@ from jax.typing import DTypeLike
 
 from model.config import ModelConfig
 from model.names import tag
+from model.placement import Axes, Placement
 from model.precision import Precision
-
-Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 
 def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike,
-          *, std: float = 0.0, fill: float = 0.0) -> nnx.Param:
-    """A parameter that knows its logical axes: normal with `std` if there is a key, else constant `fill`."""
+          *, std: float = 0.0, fill: float = 0.0, pad: tuple[int, ...] = (),
+          contracted: bool = False) -> nnx.Param:
+    """A parameter that knows its logical axes: normal with `std` if there is a key, else constant `fill`.
+
+    `pad`: zeros after each dimension, beyond `shape`, that leave the values within it alone.
+    `contracted`: matrix products in the compute dtype are all that reads it.
+    """
     if len(shape) != len(axes):
         raise ValueError(f"parameter of shape {shape} has logical axes {axes}")
     value = jnp.full(shape, fill, dtype) if key is None else std * jax.random.normal(key, shape, dtype)
-    return nnx.Param(value, axes=axes)
-
-
-# A logical axis that is only ever stored split: the parameter is gathered along it before use (ZeRO-3).
-GATHERED = "d_model"
+    if any(pad):
+        value = jnp.pad(value, [(0, after) for after in pad])
+    return nnx.Param(value, axes=axes, contracted=contracted)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(value: jax.Array, constrain: Constrain, axes: tuple[str, ...]) -> jax.Array:
-    return constrain(value, tuple(None if axis == GATHERED else axis for axis in axes))
+def _gather(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.Array:
+    return place.weight(value, axes)
 
 
-def _gather_forward(value, constrain, axes):
-    return _gather(value, constrain, axes), None
+def _gather_forward(value, place, axes):
+    return _gather(value, place, axes), None
 
 
-def _gather_backward(constrain, axes, residual, d_value):
+def _gather_backward(place, axes, residual, d_value):
     del residual
     # A sharding constraint's own transpose would ask for the whole gradient on every device; asking
-    # for the stored layout instead lets the compiler reduce-scatter.
-    return (constrain(d_value, axes),)
+    # for the layout it is kept in lets the compiler reduce-scatter.
+    return (place.gradient(d_value, axes),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def read(p: nnx.Param, dtype: DTypeLike, constrain: Constrain) -> jax.Array:
+def read(p: nnx.Param, dtype: DTypeLike, place: Placement) -> jax.Array:
     """The parameter as the computation wants it: cast first, so that the gather moves the narrow dtype."""
-    return _gather(p[...].astype(dtype), constrain, p.get_metadata()["axes"])
+    return _gather(p[...].astype(dtype), place, p.get_metadata()["axes"])
+
+
+# The residual stream between the tensor-parallel parts, and within them (model/placement.py): under sequence
+# parallelism an all-gather leads in and a reduce-scatter out, and the other way round in the backward pass.
+STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
+    return place(x_BLD, here)
+
+
+def _move_forward(x_BLD, place, here, back):
+    return _move(x_BLD, place, here, back), None
+
+
+def _move_backward(place, here, back, residual, d_BLD):
+    del here, residual
+    return (place(d_BLD, back),)
+
+
+_move.defvjp(_move_forward, _move_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _again(specs: tuple[str, ...], place: Placement, axes: tuple[Axes, ...], moves: tuple[Axes, Axes] | None,
+           x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
+    within = place(x, moves[0]) if moves else x
+    return tuple(jnp.einsum(spec, within, place.weight(w.astype(x.dtype), own))
+                 for spec, own, w in zip(specs, axes, weights))
+
+
+def _again_forward(specs, place, axes, moves, x, weights):
+    return _again(specs, place, axes, moves, x, weights), (x, weights)
+
+
+def _again_backward(specs, place, axes, moves, residuals, d_outs):
+    x, weights = residuals
+    within, dx, d_weights = place(x, moves[0]) if moves else x, [], []
+    for spec, own, w, dy in zip(specs, axes, weights, d_outs):
+        (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
+        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(w.astype(x.dtype), own)))
+        dw = jnp.einsum(f"{left},{out}->{right}", within, dy)
+        d_weights.append(place.gradient(dw, own).astype(w.dtype))
+    return place(sum(dx), moves[1]) if moves else sum(dx), tuple(d_weights)
+
+
+_again.defvjp(_again_forward, _again_backward)
+
+
+def enter(specs: Sequence[str], x_BLD: jax.Array, params: Sequence[nnx.Param], place: Placement, *,
+          again: bool) -> tuple[jax.Array, ...]:
+    """`einsum(spec, x, p)` of the residual stream with each parameter, in the dtype of `x`: one gather for all.
+
+    `again`: what is kept for the gradient is `x` and the parameters as they are stored, gathered and cast again in
+    the backward pass. Autodiff would keep the gathered ones of every layer; inside a checkpoint it keeps them for
+    one layer anyway, and there a gather for the recomputation serves the gradient too.
+    """
+    if again:
+        axes = tuple(p.get_metadata()["axes"] for p in params)
+        return _again(tuple(specs), place, axes, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params))
+    # Pinned where it comes from first: what a policy keeps is the divided one, not what the gather makes of it.
+    within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
+    return tuple(jnp.einsum(spec, within_BLD, read(p, x_BLD.dtype, place)) for spec, p in zip(specs, params))
+
+
+def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool) -> jax.Array:
+    """`einsum(spec, x, p)` [B, L, D] on its way back to the residual stream; `again` as in `enter`."""
+    if again:
+        y_BLD, = _again((spec,), place, (p.get_metadata()["axes"],), None, x, (p[...],))
+    else:
+        y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
+    return _move(y_BLD, place, STREAM, WITHIN)
 
 
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, constrain: Constrain):
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement):
         self.center, self.eps = NORMS[config.norm], config.norm_eps
-        self.precision, self.constrain = precision, constrain
+        self.precision, self.place = precision, place
         self.scale = param(None, (config.d_model,), ("d_model",), precision.param, fill=1.0)
         self.bias = (param(None, (config.d_model,), ("d_model",), precision.param)
                      if self.center and config.bias else None)
@@ -69,10 +145,10 @@ class Norm(nnx.Module):
             if self.center:
                 y_BLD = y_BLD - y_BLD.mean(-1, keepdims=True)
             y_BLD = y_BLD * jax.lax.rsqrt(jnp.square(y_BLD).mean(-1, keepdims=True) + self.eps)
-            y_BLD = y_BLD * read(self.scale, y_BLD.dtype, self.constrain)[None, None, :]
+            y_BLD = y_BLD * read(self.scale, y_BLD.dtype, self.place)[None, None, :]
             if self.bias is not None:
-                y_BLD = y_BLD + read(self.bias, y_BLD.dtype, self.constrain)[None, None, :]
-            return self.constrain(y_BLD.astype(self.precision.compute), ("batch", "stream", None))
+                y_BLD = y_BLD + read(self.bias, y_BLD.dtype, self.place)[None, None, :]
+            return self.place(y_BLD.astype(self.precision.compute), ("batch", "stream", None))
 
 
 NORMS = {"rmsnorm": False, "layernorm": True}  # whether the mean is taken out

@@ -9,17 +9,12 @@ from flax import nnx
 
 from model.block import Block
 from model.config import ModelConfig
-from model.layers import Constrain, Norm, dropout, fold, param, read
+from model.layers import Norm, dropout, fold, param, read
 from model.names import tag
+from model.offload import settle
+from model.placement import HERE, Placement
 from model.precision import Precision
 from model.remat import RematPlan, Segment
-
-
-def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """The sharding constraint of a program on one device: none."""
-    del axes
-    return x
-
 
 KEEP_ALL = RematPlan()
 
@@ -35,26 +30,28 @@ class Transformer(nnx.Module):
       config: the architecture.
       precision: dtypes by role.
       remat: what each layer keeps for its backward pass.
-      constrain: `constrain(x, logical_axes)` pins an activation to the mesh; identity on one device.
+      place: pins activations, parameters and gradients to the mesh.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
-                 constrain: Constrain = unconstrained, rngs: nnx.Rngs):
-        self.config, self.precision, self.remat, self.constrain = config, precision, remat, constrain
+                 place: Placement = HERE, rngs: nnx.Rngs):
+        self.config, self.precision, self.remat, self.place = config, precision, remat, place
         V, D, dtype = config.vocab_size, config.d_model, precision.param
-        self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std)
+        pad = config.padded_vocab - V
+        self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std, pad=(pad, 0))
         if config.position == "learned":
             self.w_position = param(rngs.params(), (config.max_seq_len, D), ("position", "d_model"), dtype,
                                     std=config.init_std)
         if not config.tie_embeddings:
-            self.w_head = param(rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std)
-        self.final_norm = Norm(config, precision, constrain)
+            self.w_head = param(rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std,
+                                pad=(0, pad), contracted=True)
+        self.final_norm = Norm(config, precision, place)
         self.blocks = self._init_blocks(jax.random.split(rngs.params(), config.n_layers))
 
     def _init_blocks(self, key_N: jax.Array) -> nnx.Module:
         def block(key: jax.Array) -> Block:
-            return Block(self.config, self.precision, self.constrain, rngs=nnx.Rngs(params=key))
+            return Block(self.config, self.precision, self.place, rngs=nnx.Rngs(params=key))
 
         if not self.config.scan:
             return nnx.List([block(key) for key in key_N])
@@ -75,24 +72,25 @@ class Transformer(nnx.Module):
             dropout_key_B = None
         with jax.named_scope("embed"):
             x_BLD = self._embed(tokens_BL)
-            x_BLD = tag(self.constrain(x_BLD, ("batch", "stream", None)), "embed")
+            x_BLD = tag(self.place(x_BLD, ("batch", "stream", None)), "embed")
             x_BLD = dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
         with jax.named_scope("blocks"):
             x_BLD = self._run_blocks(x_BLD, dropout_key_B)
         with jax.named_scope("final_norm"):
-            x_BLD = self.constrain(self.final_norm(x_BLD), ("batch", "length", None))
+            x_BLD = self.place(self.final_norm(x_BLD), ("batch", "length", None))
             return tag(x_BLD, "final_norm")
 
     def _embed(self, tokens_BL: jax.Array) -> jax.Array:
-        # The table stays split along the width: each device looks its columns up for all sequences of
-        # its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
+        # Under ZeRO-3 the table stays split along the width: each device looks its columns up for all sequences
+        # of its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
         # instead would hold V x D on every device, and its gradient again.
-        tokens_BL = self.constrain(tokens_BL, ("group_batch", "length"))
+        tokens_BL = self.place(tokens_BL, ("table_batch", "length"))
         x_BLD = jnp.take(self.w_token[...], tokens_BL, axis=0, mode="clip")
-        x_BLD = self.constrain(x_BLD, ("group_batch", "length", "d_model")).astype(self.precision.compute)
+        x_BLD = self.place(x_BLD, ("table_batch", "length", "table_width")).astype(self.precision.compute)
         if self.config.position == "learned":
-            w_LD = read(self.w_position, x_BLD.dtype, self.constrain)[: x_BLD.shape[1]]
-            x_BLD = self.constrain(x_BLD, ("batch", "stream", None)) + w_LD[None]
+            positions_L = self.place.positions(x_BLD.shape[1])
+            w_LD = jnp.take(read(self.w_position, x_BLD.dtype, self.place), positions_L, axis=0)
+            x_BLD = self.place(x_BLD, ("batch", "stream", None)) + w_LD[None]
         return x_BLD
 
     def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
@@ -115,7 +113,8 @@ class Transformer(nnx.Module):
         wrap = partial(policy.wrap, scanned=self.config.scan)
 
         def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
-            return nnx.merge(graph, state)(x_BLD, fold(key_B, layer), cut=cut, wrap=wrap)
+            layer_block = nnx.merge(graph, state).gather_again(policy.saveable is None)
+            return layer_block(x_BLD, fold(key_B, layer), cut=cut, wrap=wrap)
 
         return block
 
@@ -136,10 +135,13 @@ class Transformer(nnx.Module):
         def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> jax.Array:
             for state, layer in zip(states, numbers):
                 with jax.named_scope(f"layer_{layer}"):
-                    x_BLD = self._block(segment, graph)(x_BLD, state, layer, key_B)
+                    x_BLD = block(x_BLD, state, layer, key_B)
             return x_BLD
 
         graph, _ = nnx.split(self.blocks[segment.start])
+        block = self._block(segment, graph)
+        if segment.policy.offloads:
+            block = settle(block)
         numbers = range(segment.start, segment.stop)
         states = [nnx.split(self.blocks[layer])[1] for layer in numbers]
         if segment.groups == 1:
@@ -151,14 +153,14 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def head(self) -> jax.Array:
-        """The matrix from hidden to logits, [D, V] as stored (`precision.param`); the token table if tied."""
+        """The matrix from hidden to logits, [D, padded V] as stored (`precision.param`); the token table if tied."""
         return self.w_token[...].T if self.config.tie_embeddings else self.w_head[...]
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         """Logits [B, L, V] in `precision.logits`."""
         x_BLD = self.hidden(tokens_BL)
         with jax.named_scope("head"):
-            w_DV = self.head().astype(x_BLD.dtype)
+            w_DV = self.head().astype(x_BLD.dtype)[:, : self.config.vocab_size]
             return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=self.precision.logits)
 
 
@@ -177,11 +179,19 @@ def logical_axes(model: Transformer) -> dict:
         own = variable.get_metadata()["axes"]
         return ("layers",) * (variable.ndim - len(own)) + own
 
-    flat = [(path, axes(variable)) for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    return _of_parameters(model, axes)
+
+
+def contracted(model: Transformer) -> dict:
+    """Tree like the parameters: whether matrix products in the compute dtype are all that reads one."""
+    return _of_parameters(model, lambda variable: variable.get_metadata()["contracted"])
+
+
+def _of_parameters(model: Transformer, read: Callable[[nnx.Variable], object]) -> dict:
     tree: dict = {}
-    for path, value in flat:
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = value
+        node[path[-1]] = read(variable)
     return tree

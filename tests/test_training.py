@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from toy import fixed_batches, run_losses, small_config, small_program
 
 from train.program import build
-from train.sharding import Layout, make_mesh
 
 EQUAL = 1e-5  # relative, fp32, over 20 steps
 
@@ -35,20 +32,11 @@ def test_golden_losses(one_large_batch):
 LAYOUTS = {
     "multisteps": ({"batch.micro": 4, "batch.accumulation": 4}, 1),
     "scan": ({"batch.micro": 4, "batch.accumulation": 4, "batch.mode": "scan"}, 1),
-    "data": ({"batch.micro": 2}, 8),
-    "fsdp": ({"batch.micro": 2, "mesh.data": 1, "mesh.fsdp": -1}, 8),
-    "data x fsdp, multisteps": ({"batch.micro": 2, "batch.accumulation": 2, "mesh.data": 2, "mesh.fsdp": 2}, 4),
-    "data x fsdp, scan": (
-        {"batch.micro": 1, "batch.accumulation": 4, "batch.mode": "scan", "mesh.data": 2, "mesh.fsdp": 2}, 4),
-    "fsdp x tensor": ({"batch.micro": 4, "mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}, 8),
-    "tensor with sequence parallel": (
-        {"batch.micro": 16, "mesh.data": 1, "mesh.tensor": 2, "mesh.sequence_parallel": True}, 2),
     "full loss": ({"batch.micro": 16, "loss.kind": "full"}, 1),
     "chunked attention": ({"batch.micro": 16, "model.attention": "chunked", "model.attention_chunk": 8}, 1),
     "unrolled": ({"batch.micro": 16, "model.scan": False}, 1),
     "full remat": ({"batch.micro": 16, "remat.policy": "full"}, 1),
     "no remat": ({"batch.micro": 16, "remat.policy": "none"}, 1),
-    "unrolled dots, fsdp": ({"batch.micro": 8, "model.scan": False, "remat.policy": "dots", "mesh.fsdp": 2}, 2),
 }
 
 
@@ -56,18 +44,6 @@ LAYOUTS = {
 def test_losses_equal_one_large_batch(name, one_large_batch):
     overrides, devices = LAYOUTS[name]
     np.testing.assert_allclose(run_losses(small_program(overrides, devices)), one_large_batch, rtol=EQUAL)
-
-
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.sampled_from([1, 2]), fsdp=st.sampled_from([1, 2]), accumulation=st.sampled_from([1, 2, 4]),
-       mode=st.sampled_from(["multisteps", "scan"]), remat=st.sampled_from(["none", "full", "dots", "dots_no_batch"]),
-       scan=st.booleans(), loss=st.sampled_from(["full", "chunked"]))
-def test_any_combination_equals_one_large_batch(one_large_batch, data, fsdp, accumulation, mode, remat, scan, loss):
-    overrides = {"batch.micro": 16 // (data * fsdp * accumulation), "batch.accumulation": accumulation,
-                 "batch.mode": mode, "mesh.data": data, "mesh.fsdp": fsdp, "remat.policy": remat,
-                 "model.scan": scan, "loss.kind": loss}
-    losses = run_losses(small_program(overrides, data * fsdp), steps=6)
-    np.testing.assert_allclose(losses, one_large_batch[:6], rtol=EQUAL)
 
 
 def test_a_mean_of_micro_batch_means_would_differ(one_large_batch):
@@ -91,18 +67,6 @@ def state_bytes(program):
     arguments = program.compile().memory_analysis().argument_size_in_bytes
     return arguments - sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(program.batch_shapes))
-
-
-def test_fsdp_divides_the_state_exactly_and_data_parallel_does_not():
-    # tied: an untied head of 64 columns would still divide; scalars (steps, counts, tallies) are whole everywhere
-    whole = state_bytes(small_program())
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(small_program().state.params))
-    scalars = whole - 12 * parameters
-    assert 0 < scalars < 64
-    assert state_bytes(small_program({"mesh.data": 8}, 8)) == whole
-    for ways in (2, 4, 8):
-        divided = state_bytes(small_program({"mesh.data": 1, "mesh.fsdp": ways}, ways))
-        assert divided == 12 * parameters / ways + scalars
 
 
 def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
@@ -159,9 +123,6 @@ def test_learning_rate_warms_up_and_ends_where_it_should():
 
 
 @pytest.mark.parametrize(("overrides", "devices", "message"), [
-    ({"mesh.data": 3}, 8, "does not multiply to the 8"), ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
-    ({"mesh.data": 1, "mesh.fsdp": 5}, 5, "parameter .*d_model=32 does not divide over fsdp 5"),
-    ({"mesh.data": 1, "mesh.tensor": 8}, 8, "kv_heads=2 does not divide over tensor 8"),
     ({"batch.micro": 0}, 1, "batch.micro=0"), ({"batch.accumulation": 0}, 1, "batch.accumulation=0"),
     ({"data.seq_len": 65}, 1, "data.seq_len=65 is longer than model.max_seq_len=64"),
     ({"remat.policy": "ful"}, 1, "choose one of none, full"), ({"loss.kind": "x"}, 1, "full, chunked"),
@@ -171,12 +132,6 @@ def test_learning_rate_warms_up_and_ends_where_it_should():
 def test_what_cannot_run_is_refused_before_anything_is_made(overrides, devices, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:devices])
-
-
-def test_colliding_axes_are_refused_with_both_dimensions():
-    layout = Layout(make_mesh({"data": 1, "fsdp": 2, "tensor": 1}, jax.devices()[:2]))
-    with pytest.raises(ValueError, match="collide"):
-        layout.spec(("d_model", "d_model"))
 
 
 def test_deep_scan_compiles_as_one_layer():

@@ -13,9 +13,9 @@ from train.program import Program, build
 
 SMALL = {
     "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 8,
-    "model.d_ff": 48, "model.vocab_size": 64, "model.max_seq_len": 64, "data.seq_len": 32, "batch.micro": 8,
-    "precision.preset": "fp32", "loss.chunk": 64, "optimizer.warmup_steps": 2, "optimizer.learning_rate": 1e-2,
-    "train.steps": 20,
+    "model.d_ff": 48, "model.vocab_size": 64, "model.vocab_multiple": 1, "model.max_seq_len": 64,
+    "data.seq_len": 32, "batch.micro": 8, "precision.preset": "fp32", "loss.chunk": 64, "optimizer.warmup_steps": 2,
+    "optimizer.learning_rate": 1e-2, "train.steps": 20,
 }
 
 

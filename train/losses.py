@@ -21,16 +21,25 @@ HEAD_AXES = ("d_model", "vocab")
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products."""
+    """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products;
+    `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted."""
 
     layout: Layout
     compute: DTypeLike
     positions: int
+    vocabulary: int
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
     """Counted positions, int32."""
     return (targets_BL != IGNORE).sum(dtype=jnp.int32)
+
+
+def _without_padding(logits: jax.Array, settings: LossSettings) -> jax.Array:
+    if logits.shape[-1] == settings.vocabulary:
+        return logits
+    column = jax.lax.broadcasted_iota(jnp.int32, (1,) * (logits.ndim - 1) + logits.shape[-1:], logits.ndim - 1)
+    return jnp.where(column < settings.vocabulary, logits, jnp.finfo(logits.dtype).min)
 
 
 def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,25 +51,36 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def full(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """All logits at once: 4 bytes x B x L x V, several times over in the backward pass."""
-    w_DV = settings.layout.constrain(w_DV.astype(settings.compute), (None, "vocab"))
+    w_DV = settings.layout(w_DV.astype(settings.compute), (None, "vocab"))
     logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=jnp.float32)
-    logits_BLV = settings.layout.constrain(logits_BLV, ("batch", "length", "vocab"))
-    return _nll(logits_BLV, targets_BL)[0].sum()
+    logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
+    return _nll(_without_padding(logits_BLV, settings), targets_BL)[0].sum()
 
 
 def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
-    """[B, L, ...] -> [n, R, B/R, positions, ...]: chunks of positions, data-parallel ranks apart."""
-    ranks, positions = settings.layout.ranks, settings.positions
-    pad = -x.shape[1] % positions
-    if pad:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-    x = x.reshape(ranks, x.shape[0] // ranks, -1, positions, *x.shape[2:])
-    return jnp.moveaxis(x, 2, 0)
+    """[B, L, ...] -> [n, R, B/R, positions, ...]: chunks of positions, the ranks that hold the tokens apart."""
+    ranks, context, positions = settings.layout.ranks, settings.layout.context, settings.positions
+    x = x.reshape(ranks, x.shape[0] // ranks, context, -1, *x.shape[2:])
+    if pad := -x.shape[3] % positions:
+        x = jnp.pad(x, [(0, 0)] * 3 + [(0, pad)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
+    x = x.reshape(*x.shape[:3], -1, positions, *x.shape[4:])
+    x = jnp.moveaxis(x, (3, 2), (0, 2))
+    return x.reshape(x.shape[0], ranks * context, *x.shape[3:])
+
+
+def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
+    """The inverse of `_chunks`, padding cut off: [n, R, B/R, positions, ...] -> the shape of `like`."""
+    ranks, context = settings.layout.ranks, settings.layout.context
+    x = x.reshape(x.shape[0], ranks, context, *x.shape[2:])
+    x = jnp.moveaxis(x, (0, 2), (3, 2))
+    x = x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, : like.shape[1] // context]
+    return x.reshape(like.shape)
 
 
 def _chunk_logits(x_RBCD: jax.Array, w_DV: jax.Array, settings: LossSettings) -> jax.Array:
-    x_RBCD = settings.layout.constrain(x_RBCD, ("rank", None, None, None))
-    return jnp.einsum("rbcd,dv->rbcv", x_RBCD, w_DV, preferred_element_type=jnp.float32)
+    x_RBCD = settings.layout(x_RBCD, ("rank", None, None, None))
+    logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, w_DV, preferred_element_type=jnp.float32)
+    return _without_padding(logits, settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -71,7 +91,7 @@ def chunked(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: 
     a chunk are at hand: three matrix products, none of them twice. (The idea of fused linear
     cross-entropy, Hsu et al. 2024, arXiv 2410.10989.)
     """
-    w_DV = settings.layout.constrain(w_DV.astype(settings.compute), (None, "vocab"))
+    w_DV = settings.layout(w_DV.astype(settings.compute), (None, "vocab"))
 
     def chunk(total, xs):
         x_RBCD, targets_RBC = xs
@@ -83,7 +103,7 @@ def chunked(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: 
 
 def _chunked_forward(x_BLD, w_DV, targets_BL, settings):
     layout = settings.layout
-    narrow_DV = layout.constrain(w_DV.astype(settings.compute), (None, "vocab"))
+    narrow_DV = layout(w_DV.astype(settings.compute), (None, "vocab"))
     D, V = w_DV.shape
 
     def chunk(carry, xs):
@@ -97,14 +117,14 @@ def _chunked_forward(x_BLD, w_DV, targets_BL, settings):
         dx_RBCD = jnp.einsum("rbcv,dv->rbcd", d_logits, narrow_DV)
         # One accumulator a rank: summing over ranks here would be a collective in every chunk.
         dw_RDV = dw_RDV + jnp.einsum("rbcv,rbcd->rdv", d_logits, x_RBCD, preferred_element_type=jnp.float32)
-        return (total + nll.sum(), layout.constrain(dw_RDV, ("rank", None, "vocab"))), dx_RBCD
+        return (total + nll.sum(), layout(dw_RDV, ("rank", None, "vocab"))), dx_RBCD
 
     start = (jnp.zeros((), jnp.float32),
-             layout.constrain(jnp.zeros((layout.ranks, D, V), jnp.float32), ("rank", None, "vocab")))
+             layout(jnp.zeros((layout.token_ranks, D, V), jnp.float32), ("rank", None, "vocab")))
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
     (total, dw_RDV), dx = jax.lax.scan(chunk, start, xs)
-    dx_BLD = jnp.moveaxis(dx, 0, 2).reshape(x_BLD.shape[0], -1, D)[:, : x_BLD.shape[1]]
-    dw_DV = layout.constrain(dw_RDV.sum(0), HEAD_AXES).astype(w_DV.dtype)
+    dx_BLD = _joined(dx, x_BLD, settings)
+    dw_DV = layout.gradient(dw_RDV.sum(0), HEAD_AXES).astype(w_DV.dtype)
     # The backward pass of the blocks waits for the head's gradient to be reduced: left to itself the
     # scheduler keeps the unreduced D x V on every device until the optimizer.
     return total, jax.lax.optimization_barrier((dx_BLD, dw_DV))

@@ -5,6 +5,7 @@ The loop runs `Program.step`; reports analyse `Program.lower()`. They are the sa
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -20,18 +21,19 @@ from model import PRECISIONS, ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.layers import MLPS, NORMS, POSITIONS
 from model.names import NAMES, names_in
-from model.transformer import KEEP_ALL, logical_axes
+from model.ring import zigzag
+from model.transformer import KEEP_ALL, contracted, logical_axes
 from train.batch import BatchAlgebra
 from train.losses import LOSSES, LossSettings
 from train.optimizer import OPTIMIZERS, make_optimizer, make_schedule
-from train.sharding import AXES, Layout, make_mesh, match_parameters
-from train.step import ACCUMULATION, StepParts, TrainState, eval_step, zero_tally
+from train.sharding import AXES, BATCH, STRATEGIES, Layout, make_mesh, match_parameters
+from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, zero_tally
 
 # Every key that names a row of a table: a typo fails here, with the rows.
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
     "precision.preset": PRECISIONS, "batch.mode": ACCUMULATION,
-    "optimizer.name": OPTIMIZERS,
+    "optimizer.name": OPTIMIZERS, "mesh.strategy": STRATEGIES,
 }
 
 # key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
@@ -130,7 +132,7 @@ class Program:
     @cached_property
     def evaluate(self) -> Any:
         """The jitted (params, batch) -> Tally."""
-        return jax.jit(partial(eval_step, self.parts.loss))
+        return jax.jit(partial(eval_step, self.parts))
 
     @property
     def _shardings(self) -> TrainState:
@@ -199,7 +201,7 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any) -> 
 
     def place(path, shape_axes, leaf):
         layout.check("/".join(str(key.key) for key in path), leaf.shape, shape_axes)
-        return layout.sharding(shape_axes)
+        return layout.stored(shape_axes)
 
     shardings = jax.tree_util.tree_map_with_path(place, axes, state.params, is_leaf=is_axes)
     everywhere = match_parameters(state, state.params, shardings, layout.sharding())
@@ -210,12 +212,14 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any) -> 
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
               micro: int) -> Callable[..., jax.Array]:
     """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
-    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len)
-    settings = LossSettings(layout, precision.compute, positions)
+    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
+    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size)
     cross_entropy = LOSSES[config.loss.kind]
 
     def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:
         transformer = nnx.merge(graph, params)
+        if layout.ring:
+            batch = {name: zigzag(x_BL, layout.ring.size) for name, x_BL in batch.items()}
         x_BLD = transformer.hidden(batch["inputs"], dropout_key_B)
         with jax.named_scope("loss"):
             return cross_entropy(x_BLD, transformer.head(), batch["targets"], settings)
@@ -246,10 +250,9 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     """
     check_values(config)
     devices = jax.devices() if devices is None else list(devices)
-    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices), config.mesh.sequence_parallel)
-    if config.mesh.sequence_parallel and config.data.seq_len % layout.mesh.shape["tensor"]:
-        raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over tensor "
-                         f"{layout.mesh.shape['tensor']}: change it, or set mesh.sequence_parallel=False")
+    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
+                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel)
+    check_sequence(config, layout)
     precision = PRECISIONS[config.precision.preset]
     asked = ModelConfig.from_dict(config.model)
     if config.data.seq_len > asked.max_seq_len:
@@ -261,7 +264,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity)
     remat.segments(model.n_layers)  # ranges that do not fit the model fail here
-    transformer = partial(_transformer, model, precision, layout, remat=remat)
+    transformer = partial(_transformer, model, precision, remat=remat, place=layout)
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = make_schedule(config.optimizer, config.train.steps)
@@ -270,10 +273,43 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     loss = make_loss(config, graph, layout, precision, batch.micro)
     state = describe_state(abstract, layout, optimizer)
     check_traced(remat, loss, state.params, batch)
-    parts = StepParts(loss, optimizer, schedule, config.seed, precision.accumulator)
+    parts = StepParts(loss, optimizer, schedule, config.seed, precision.accumulator,
+                      Weights(layout, logical_axes(abstract), contracted(abstract), precision.compute))
+    if reduces_once(config, layout):
+        inside = layout.inside(BATCH)
+        local = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=inside)))[0]
+        parts = dataclasses.replace(parts, local_loss=make_loss(config, local, inside, precision, batch.micro))
     return Program(config, layout, model, precision, kernel, remat, batch, parts, state, transformer, graph)
 
 
-def _transformer(model: ModelConfig, precision: Precision, layout: Layout, rngs: nnx.Rngs, *,
-                 remat: RematPlan) -> Transformer:
-    return Transformer(model, precision, remat=remat, constrain=layout.constrain, rngs=rngs)
+def check_sequence(config: ConfigDict, layout: Layout) -> None:
+    """Raises ValueError where the sequence does not divide over the devices that share it."""
+    context, tensor = layout.context, layout.mesh.shape["tensor"]
+    if context > 1 and config.model.dropout:
+        raise ValueError(f"model.dropout={config.model.dropout} with mesh.context={context}: ring attention has no "
+                         "dropout; set one of them to 0 or 1")
+    if context > 1 and config.model.attention not in ("auto", "chunked"):
+        raise ValueError(f"model.attention={config.model.attention} with mesh.context={context}: ring attention has "
+                         "the chunked kernel; set model.attention=auto")
+    parts = 2 * context if context > 1 else 1
+    why = f"2 x mesh.context {context}" if context > 1 else ""
+    if config.mesh.sequence_parallel:
+        parts = math.lcm(parts, context * tensor)
+        why = " and ".join(filter(None, (why, f"tensor {tensor}")))
+    if config.data.seq_len % parts:
+        raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over {why}: make it a multiple of "
+                         f"{parts}, or change the mesh")
+
+
+def reduces_once(config: ConfigDict, layout: Layout) -> bool:
+    """Whether micro-batches' gradients stay on their rank until in-step accumulation has ended.
+
+    Not with `multisteps`, whose sum between calls is one tree for all ranks, nor inside a ring of devices.
+    """
+    return (layout.strategy.reduce_once and layout.ranks > 1 and layout.context == 1
+            and config.batch.mode == "scan" and config.batch.accumulation > 1)
+
+
+def _transformer(model: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, remat: RematPlan,
+                 place: Layout) -> Transformer:
+    return Transformer(model, precision, remat=remat, place=place, rngs=rngs)

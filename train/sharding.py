@@ -1,35 +1,71 @@
-"""Sharding as data: the model names logical axes, one table maps them to the mesh."""
+"""Sharding as data: the model names logical axes, tables map them to the mesh. One row a strategy."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+from model.placement import Axes, Placement
+from model.ring import Ring, zigzag_positions
 
-# Logical axis -> mesh axes. A sequence lives on one data-parallel rank; ranks are data x fsdp.
-# `d_model` is where parameters are stored split (ZeRO-3, Rajbhandari et al. 2020, arXiv 1910.02054);
-# heads, MLP width and vocabulary are where they are also used split (Shoeybi et al. 2019, arXiv 1909.08053).
-# `stream` is the sequence where norms and the residual stream live: whole, unless sequence parallelism divides
-# it over the tensor group (Korthikanti et al. 2022, arXiv 2205.05198).
-SEQUENCE_PARALLEL = {"stream": ("tensor",)}
-RULES: dict[str, tuple[str, ...]] = {
-    "stream": (),
-    "batch": ("data", "fsdp"),
-    "rank": ("data", "fsdp"),
-    "group_batch": ("data",),
-    "length": (),
+AXES = ("data", "fsdp", "context", "tensor")
+# The axes whose ranks read different sequences, and with `context` different tokens.
+BATCH, TOKENS = ("data", "fsdp"), ("data", "fsdp", "context")
+
+# Logical axis -> mesh axes, of activations. A sequence lives on one data-parallel rank, or is divided over `context`
+# (ring attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are where parameters are used
+# split (Shoeybi et al. 2019, arXiv 1909.08053). `stream` is the sequence where norms and the residual stream live:
+# sequence parallelism divides it over the tensor group too (Korthikanti et al. 2022, arXiv 2205.05198).
+RULES: Mapping[str, tuple[str, ...]] = {
+    "batch": BATCH,
+    "rank": TOKENS,
+    "length": ("context",),
+    "stream": ("context",),
     "layers": (),
     "position": (),
-    "d_model": ("fsdp",),
+    "d_model": (),
     "d_head": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
     "vocab": ("tensor",),
+    # Where the token table stays split along the width, its rows are looked up for the whole fsdp group.
+    "table_batch": BATCH,
+    "table_width": (),
+}
+SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
+# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) divides the width: every matrix, table and norm has it.
+DIVIDED = {"d_model": ("fsdp",)}
+TABLE_DIVIDED = {"table_batch": ("data",), "table_width": ("fsdp",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """What the devices of `mesh.fsdp` divide; those of `mesh.data` are replicas of them.
+
+    stored: master parameters and optimizer state. gradients: the gradients, reduced to their owner as they are made.
+    by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the
+    compute copy of all of them is made once a step. reduce_once: gradients may wait for their reduction until
+    the end of in-step accumulation.
+    """
+
+    summary: str
+    stored: bool = False
+    gradients: bool = False
+    by_layer: bool = False
+    reduce_once: bool = False
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": Strategy("every device holds all state; gradients are summed", reduce_once=True),
+    "zero1": Strategy("master parameters and optimizer state divided", stored=True, reduce_once=True),
+    "zero2": Strategy("gradients divided too", stored=True, gradients=True),
+    "zero3": Strategy("parameters divided too, gathered layer by layer (FSDP)", stored=True, gradients=True,
+                      by_layer=True),
 }
 
 
@@ -61,33 +97,74 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Maps logical axes to shardings of one mesh."""
+class Layout(Placement):
+    """Maps logical axes to shardings of one mesh.
+
+    `manual`: mesh axes that an enclosing `jax.shard_map` has taken: arrays are local along them already.
+    """
 
     mesh: Mesh
+    strategy: Strategy = STRATEGIES["zero3"]
     sequence_parallel: bool = False
+    manual: tuple[str, ...] = ()
 
-    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes over which a logical axis is divided."""
+    def inside(self, axes: Sequence[str]) -> "Layout":
+        """The layout within a `jax.shard_map` over these mesh axes."""
+        return dataclasses.replace(self, manual=tuple(axes))
+
+    @property
+    def ring(self) -> Ring | None:
+        if self.mesh.shape["context"] == 1:
+            return None
+        batch, heads = (tuple(axis for axis in RULES[name] if self.mesh.shape[axis] > 1) for name in ("batch", "heads"))
+        return Ring(self.mesh, "context", batch, heads)
+
+    def positions(self, length: int) -> jax.Array:
+        return zigzag_positions(length, self.ring.size) if self.ring else jnp.arange(length)
+
+    def mesh_axes(self, axis: str | None, *, divided: bool = False) -> tuple[str, ...]:
+        """The mesh axes over which a logical axis is divided; `divided`: of parameters as they are stored."""
         if axis is None:
             return ()
-        return SEQUENCE_PARALLEL.get(axis, RULES[axis]) if self.sequence_parallel else RULES[axis]
+        rules = dict(RULES)
+        if self.sequence_parallel:
+            rules |= SEQUENCE_PARALLEL
+        if self.strategy.gradients:
+            rules |= TABLE_DIVIDED
+        if divided:
+            rules |= DIVIDED
+        return tuple(mesh_axis for mesh_axis in rules[axis] if mesh_axis not in self.manual)
 
     @property
     def ranks(self) -> int:
         """Data-parallel ranks: data x fsdp."""
-        return math.prod(self.mesh.shape[axis] for axis in RULES["batch"])
+        return self._size(BATCH)
 
-    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+    @property
+    def context(self) -> int:
+        """Ranks that share a sequence."""
+        return self._size(("context",))
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that hold different tokens: data x fsdp x context."""
+        return self._size(TOKENS)
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis not in self.manual)
+
+    def spec(self, axes: Sequence[str | None], *, divided: bool = False) -> PartitionSpec:
         """The partition of an array with these logical axes.
 
         Raises:
           ValueError: two dimensions claim the same mesh axis.
         """
-        dims = [self.mesh_axes(axis) for axis in axes]
+        dims = [self.mesh_axes(axis, divided=divided) for axis in axes]
         used = [mesh_axis for dim in dims for mesh_axis in dim]
         if len(used) != len(set(used)):
-            raise ValueError(f"logical axes {tuple(axes)} collide on the mesh: {dims}")
+            twice = next(axis for axis in used if used.count(axis) > 1)
+            one, other = (f"{name} -> {dim}" for name, dim in zip(axes, dims) if twice in dim)
+            raise ValueError(f"logical axes {tuple(axes)} collide on mesh axis {twice}: {one} and {other}")
         return PartitionSpec(*[dim if len(dim) > 1 else (dim[0] if dim else None) for dim in dims])
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
@@ -99,19 +176,38 @@ class Layout:
         """The sharding of an array with these logical axes; without axes, replicated."""
         return NamedSharding(self.mesh, self.spec(axes))
 
-    def constrain(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        """`x` pinned to the mesh inside a jitted function; nothing on one device."""
+    def stored(self, axes: Sequence[str]) -> NamedSharding:
+        """The sharding of a parameter between steps, and of the optimizer's state for it."""
+        return NamedSharding(self.mesh, self.spec(axes, divided=self.strategy.stored))
+
+    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+        if self.manual:  # the mesh of the context then, whose other axes are still the compiler's
+            return jax.lax.with_sharding_constraint(x, spec)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    def check(self, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> None:
-        """Raises ValueError where a dimension does not divide over its mesh axes."""
+    def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return self._constrain(x, self.spec(axes))
+
+    def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
+        return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
+
+    def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter that is stored divided, whole along the width."""
+        # Pinned as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
+        return self._constrain(self._constrain(w, self.spec(axes, divided=True)), self.spec(axes))
+
+    def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
+        return self._constrain(d_w, self.spec(axes, divided=self.strategy.gradients))
+
+    def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
+        """Raises ValueError where a dimension of a stored parameter does not divide over its mesh axes."""
         for size, axis in zip(shape, axes):
-            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(axis))
-            if size % parts:
-                over = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self.mesh_axes(axis))
-                raise ValueError(f"parameter {name}: {axis}={size} does not divide over {over}; "
+            over = self.mesh_axes(axis, divided=self.strategy.stored)
+            if size % self._size(over):
+                shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in over)
+                raise ValueError(f"parameter {name}: {axis}={size} does not divide over {shown}; "
                                  "change the mesh or the size")
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from train.losses import count_tokens
 from train.optimizer import grad_norm
+from train.sharding import BATCH, Layout
 
 Batch = dict[str, jax.Array]
 
@@ -43,14 +45,77 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters on their way into a step and gradients on their way out, by the layout's strategy.
+
+    `axes` and `contracted` are trees like the parameters (model/transformer.py).
+    """
+
+    layout: Layout
+    axes: Any
+    contracted: Any
+    compute: Any
+
+    def copy(self, params: Any) -> Any:
+        """What the step computes with: under zero1 and zero2 a whole copy, matrices in the compute dtype.
+
+        Where gradients are divided the token table is not copied: it stays divided as under zero3, and norms and
+        biases are gathered as they are read.
+        """
+        strategy = self.layout.strategy
+        if not strategy.stored or strategy.by_layer:
+            return params
+
+        def whole(param, axes, contracted):
+            with jax.named_scope("param_copy"):
+                if contracted:
+                    return self.layout.gather(param.astype(self.compute), axes)
+                return param if strategy.gradients else self.layout.gather(param, axes)
+
+        return self._map(whole, params, self.contracted)
+
+    def gradients(self, grads: Any, params: Any) -> Any:
+        """Gradients as they are kept, in the parameters' dtype."""
+        return self._map(lambda grad, axes, param: self.layout.gradient(grad, axes).astype(param.dtype), grads, params)
+
+    def _map(self, function: Callable, tree: Any, other: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        axes = jax.tree.leaves(self.axes, is_leaf=lambda node: isinstance(node, tuple))
+        return structure.unflatten([function(*row) for row in zip(leaves, axes, jax.tree.leaves(other))])
+
+    def specs(self) -> Any:
+        """Over the data-parallel ranks, how a gradient is divided that is reduced once: where it is stored."""
+        layout, axes = self.layout, self.axes
+        only = lambda spec: P(*[dim if dim == "fsdp" else None for dim in spec])  # noqa: E731
+        return jax.tree.map(lambda axes: only(layout.spec(axes, divided=layout.strategy.stored)), axes,
+                            is_leaf=lambda node: isinstance(node, tuple))
+
+    def reduce(self, grads: Any) -> Any:
+        """Sums gradients over the ranks, inside a `jax.shard_map` over them: each rank is left with what it stores."""
+        def one(grad, spec):
+            dims = [dim for dim, axis in enumerate(spec) if axis == "fsdp"]
+            if dims and self.layout.mesh.shape["fsdp"] > 1:
+                grad = jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dims[0], tiled=True)
+                return jax.lax.psum(grad, "data")
+            return jax.lax.psum(grad, BATCH)
+
+        return jax.tree.map(one, grads, self.specs())
+
+
+@dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step is made of: `loss(params, batch, dropout_key_B) -> sum in nats`, optimizer, schedule, seed."""
+    """What a step is made of: `loss(params, batch, dropout_key_B) -> sum in nats`, optimizer, schedule, seed.
+
+    `local_loss` is the same for one data-parallel rank's sequences, where gradients are reduced once an update.
+    """
 
     loss: Callable[..., jax.Array]
     optimizer: Any
     schedule: Callable[[jax.Array], jax.Array]
     seed: int
     accumulator: Any
+    weights: Weights
+    local_loss: Callable[..., jax.Array] | None = None
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
         """A key for each sequence, from its place in the global batch alone."""
@@ -58,8 +123,8 @@ class StepParts:
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
     def gradients(self, params: Any, batch: Batch, key_B: jax.Array) -> tuple[Tally, Any]:
-        loss, grads = jax.value_and_grad(self.loss)(params, batch, key_B)
-        return Tally(loss, count_tokens(batch["targets"])), grads
+        loss, grads = jax.value_and_grad(self.loss)(self.weights.copy(params), batch, key_B)
+        return Tally(loss, count_tokens(batch["targets"])), self.weights.gradients(grads, params)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any]:
         with jax.named_scope("optimizer"):
@@ -90,25 +155,47 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """A whole global batch [A, B, L]: the accumulator lives inside the step and the optimizer runs once."""
     micro_steps, rows = batch["inputs"].shape[:2]
-
-    def micro(carry, xs):
-        tally, total = carry
-        index, micro_batch = xs
-        here, grads = parts.gradients(state.params, micro_batch,
-                                      parts.dropout_keys(state.step, index * rows, rows))
-        with jax.named_scope("accumulate"):
-            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-        return (tally + here, total), None
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, parts.accumulator), state.params)
-    (tally, grads), _ = jax.lax.scan(micro, (zero_tally(), zeros), (jnp.arange(micro_steps), batch))
+    key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
+    sums = _sums if parts.local_loss is None else _sums_by_rank
+    tally, grads = sums(parts, parts.weights.copy(state.params), batch, key_AB)
+    grads = parts.weights.gradients(grads, state.params)
     params, opt_state = parts.update(state, tally, grads)
     return TrainState(state.step + 1, params, opt_state, zero_tally()), parts.metrics(state, tally, opt_state)
 
 
-def eval_step(loss: Callable[..., jax.Array], params: Any, batch: Batch) -> Tally:
+def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, *, local: bool = False) -> tuple[Tally, Any]:
+    """Tally and gradients of all micro-batches, each reduced over the ranks as it is made, unless `local`."""
+    loss = parts.local_loss if local else parts.loss
+    keep = (lambda grads: grads) if local else (lambda grads: parts.weights.gradients(grads, weights))
+
+    def micro(carry, xs):
+        tally, total = carry
+        micro_batch, key_B = xs
+        here, grads = jax.value_and_grad(loss)(weights, micro_batch, key_B)
+        with jax.named_scope("accumulate"):
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, keep(grads))
+        return (tally + Tally(here, count_tokens(micro_batch["targets"])), total), None
+
+    zeros = keep(jax.tree.map(lambda w: jnp.zeros(w.shape, parts.accumulator), weights))
+    return jax.lax.scan(micro, (zero_tally(), zeros), (batch, key_AB))[0]
+
+
+def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
+    """The same, with one reduction after the last micro-batch: until then every rank sums its own gradients."""
+    def ranks(weights, batch, key_AB):
+        tally, grads = _sums(parts, weights, batch, key_AB, local=True)
+        with jax.named_scope("reduce"):
+            return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
+
+    # Not checked for replication: a gradient of replicated weights would be reduced in every micro-step then.
+    return jax.shard_map(ranks, mesh=parts.weights.layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH)),
+                         out_specs=(P(), parts.weights.specs()), axis_names=set(BATCH), check_vma=False)(
+        weights, batch, key_AB)
+
+
+def eval_step(parts: StepParts, params: Any, batch: Batch) -> Tally:
     """Loss sum and tokens of one held-out micro-batch [B, L], no dropout."""
-    return Tally(loss(params, batch, None), count_tokens(batch["targets"]))
+    return Tally(parts.loss(parts.weights.copy(params), batch, None), count_tokens(batch["targets"]))
 
 
 # mode -> (the step, whether optax.MultiSteps wraps the optimizer)

@@ -1,0 +1,40 @@
+"""How the model asks for shardings: four requests, all of them nothing on one device."""
+
+import jax
+import jax.numpy as jnp
+
+from model.ring import Ring
+
+Axes = tuple[str | None, ...]
+
+
+class Placement:
+    """Pins arrays to a mesh by their logical axes. This one is for a program on one device: it changes nothing.
+
+    Subclasses are hashable (they travel as static arguments of custom gradients) and equal when they place alike.
+    """
+
+    #: The ring of devices that share a sequence, None where every device holds whole sequences.
+    ring: Ring | None = None
+
+    def positions(self, length: int) -> jax.Array:
+        """int32 [L]: the position in its sequence of each place along the length."""
+        return jnp.arange(length)
+
+    def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """An activation."""
+        del axes
+        return x
+
+    def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter as a layer computes with it: gathered along what is only ever stored divided (ZeRO-3)."""
+        del axes
+        return w
+
+    def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
+        """The gradient of a parameter as it is kept until the update."""
+        del axes
+        return d_w
+
+
+HERE = Placement()
