@@ -53,13 +53,16 @@ def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
     """The whole matrix of scores at once: memory quadratic in the sequence length."""
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
-    q_BLGRK = q_BLHK.reshape(B, L, G, H // G, K)
-    scores_BGRLS = jnp.einsum("blgrk,bsgk->bgrls", q_BLGRK, k_BSGK, preferred_element_type=jnp.float32)
+    # Heads first: then both products, forwards and backwards, take the scores with their rows and columns where
+    # they are. With positions first XLA lays them out anew, and keeps whole stacks of probabilities twice.
+    q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
+    k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
+    scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
     probs_BGRLS = causal_softmax(scores_BGRLS * K ** -0.5, jnp.zeros((0,), v_BSGK.dtype))
     if key_B is not None and config.dropout:
         probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
-    context_BLGRK = jnp.einsum("bgrls,bsgk->blgrk", probs_BGRLS, v_BSGK)
-    return tag(context_BLGRK.reshape(B, L, H, K), "context")
+    context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)
+    return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, K), "context")
 
 
 def chunked(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):

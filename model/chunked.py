@@ -67,6 +67,16 @@ def _scores(q_BGRcK, k_BGcK, allowed):
     return scores if allowed is None else jnp.where(allowed[None, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
+def _bound(sums, q: jax.Array, pairs: Pairs):
+    """The same three, none of which can be had without the others.
+
+    The pairs are constants. When a checkpointed loop over layers is split into what depends on its input and what
+    does not, their masks and query blocks would be worked out for all pairs beforehand, and stacked: as many bytes
+    as the whole matrix of scores has.
+    """
+    return jax.lax.optimization_barrier((sums, q, jax.tree.map(jnp.asarray, pairs)))
+
+
 def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums over no keys, float32: weighted values [n, B, G, R, c, K], largest score, denominator."""
     rows = q.shape[:-1]
@@ -75,6 +85,8 @@ def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None):
     """`sums` (see `start`) with the keys and values of `pairs` taken in; without `mask` every score counts."""
+    sums, q, pairs = _bound(sums, q, pairs)
+
     def pair(sums, ij):
         i, j = ij
         out, peak, total = sums
@@ -110,6 +122,7 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
       d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    sums, q, pairs = _bound(sums, q, pairs)
 
     def pair(sums, ij):
         i, j = ij

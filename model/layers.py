@@ -81,7 +81,7 @@ _move.defvjp(_move_forward, _move_backward)
 def _again(specs: tuple[str, ...], place: Placement, axes: tuple[Axes, ...], moves: tuple[Axes, Axes] | None,
            x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
-    within = place(x, moves[0]) if moves else x
+    within = place(place(x, moves[1]), moves[0]) if moves else x
     return tuple(jnp.einsum(spec, within, place.weight(w.astype(x.dtype), own))
                  for spec, own, w in zip(specs, axes, weights))
 
@@ -92,7 +92,7 @@ def _again_forward(specs, place, axes, moves, x, weights):
 
 def _again_backward(specs, place, axes, moves, residuals, d_outs):
     x, weights = residuals
-    within, dx, d_weights = place(x, moves[0]) if moves else x, [], []
+    within, dx, d_weights = place(place(x, moves[1]), moves[0]) if moves else x, [], []
     for spec, own, w, dy in zip(specs, axes, weights, d_outs):
         (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
         dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(w.astype(x.dtype), own)))

@@ -22,7 +22,7 @@ NAMES = {
     "probs": ("BGRLS", "softmax of the scores (naive kernel only)"),
     "probs_mask": ("BGRLS", "dropout mask of the probabilities, one byte an element"),
     "probs_dropped": ("BGRLS", "probabilities after dropout"),
-    "lse": ("BGRL", "log of the softmax's denominator (chunked kernel only)"),
+    "lse": ("BGRL", "log of the softmax's denominator (chunked kernel and ring attention)"),
     "context": ("BLHK", "output of the attention core, input of the output projection"),
     "attn_out": ("BLD", "output projection of attention"),
     "attn_out_mask": ("BLD", "dropout mask of the attention branch, one byte an element"),

@@ -21,6 +21,9 @@ from model.names import NAMES
 # a flash kernel's own gradient needs, so that it is not run again.
 OUTSIDE_CORE = ("attn_norm", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm", "gate",
                 "up", "act", "mlp_out_mask")
+# The core's too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed; under a
+# flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
+MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
 # Matmul outputs and the attention context: norms, rotations, activations and the scores are made again.
 MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up")
 
@@ -61,6 +64,7 @@ POLICIES: Mapping[str, RematPolicy | None] = {
     "none": RematPolicy("every residual kept, nothing recomputed", None),
     "full": keep("only the input of each block kept, the block recomputed"),
     "selective": keep("everything outside the attention core kept, the core recomputed", OUTSIDE_CORE),
+    "megatron": keep("what Megatron keeps, 34 sbh + 5 as^2b: nothing but element-wise work recomputed", MEGATRON),
     "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
     "dots": RematPolicy("outputs of all matrix products kept", cp.dots_saveable),
     "dots_no_batch": RematPolicy(

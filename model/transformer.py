@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from model.block import Block
 from model.config import ModelConfig
@@ -84,9 +85,9 @@ class Transformer(nnx.Module):
         # Under ZeRO-3 the table stays split along the width: each device looks its columns up for all sequences
         # of its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
         # instead would hold V x D on every device, and its gradient again.
-        tokens_BL = self.place(tokens_BL, ("table_batch", "length"))
+        tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
         x_BLD = jnp.take(self.w_token[...], tokens_BL, axis=0, mode="clip")
-        x_BLD = self.place(x_BLD, ("table_batch", "length", "table_width")).astype(self.precision.compute)
+        x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         if self.config.position == "learned":
             positions_L = self.place.positions(x_BLD.shape[1])
             w_LD = jnp.take(read(self.w_position, x_BLD.dtype, self.place), positions_L, axis=0)
@@ -114,6 +115,7 @@ class Transformer(nnx.Module):
 
         def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
             layer_block = nnx.merge(graph, state).gather_again(policy.saveable is None)
+            x_BLD = with_layout_constraint(x_BLD, Layout((0, 1, 2)))
             return layer_block(x_BLD, fold(key_B, layer), cut=cut, wrap=wrap)
 
         return block

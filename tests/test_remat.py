@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import fixed_batches, small_config, small_program
+from toy import fixed_batches, run_losses, small_config, small_program
 
 import memory
 from memory import flops
@@ -72,12 +72,45 @@ NAME_SETS = st.sets(st.sampled_from(sorted(set(OUTSIDE_CORE) | set(MATMULS) | {"
                                     ), min_size=1, max_size=6)
 
 
-@settings(max_examples=6, deadline=None)
-@given(names=NAME_SETS)
-def test_any_set_of_names_gives_the_same_gradients(kept, names):
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(names=NAME_SETS, scan=st.booleans())
+def test_any_set_of_names_gives_the_same_gradients(kept, names, scan):
+    arithmetic = {} if scan else {"model.scan": False}
     traced = names - {"lse", "attn_out_mask", "mlp_out_mask"}
     if traced:
-        assert_same(gradients({"remat.policy": "custom", "remat.save": ",".join(sorted(traced))}), kept())
+        assert_same(gradients({**arithmetic, "remat.policy": "custom", "remat.save": ",".join(sorted(traced))}),
+                    kept(**arithmetic))
+
+
+ONE, FSDP, TENSOR = {}, {"mesh.data": 2, "mesh.fsdp": 4}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+# Every pair of (scanned or not, accumulation, mesh, kernel) is in some row: policy, scan, mode, mesh, kernel.
+EVERYWHERE = [
+    ("sqrt", True, "scan", FSDP, "chunked"), ("selective", False, "multisteps", TENSOR, "naive"),
+    ("minimal", True, "multisteps", FSDP, "chunked"), ("dots_no_batch", False, "scan", ONE, "chunked"),
+    ("offload", False, "scan", FSDP, "naive"), ("full", False, "multisteps", ONE, "chunked"),
+    ("custom", True, "scan", TENSOR, "naive"), ("offload_dots", True, "multisteps", ONE, "naive"),
+    ("dots", False, "scan", TENSOR, "chunked"), ("none", True, "scan", ONE, "naive"),
+]
+
+
+def updates(policy, scan, mode, mesh, kernel):
+    """Losses of three updates of two micro-batches each, the same sequences on every mesh."""
+    ranks = mesh.get("mesh.data", 1) * mesh.get("mesh.fsdp", 1)
+    names = {"remat.save": "up,context,k_rot"} if policy == "custom" else {}
+    return run_losses(small_program({
+        "remat.policy": policy, **names, "model.scan": scan, "model.n_layers": 4, "batch.mode": mode,
+        "batch.accumulation": 2, "batch.micro": 8 // ranks, "model.attention": kernel, "model.attention_chunk": 8,
+        **mesh}, 8 if mesh else 1), steps=3)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return updates("none", True, "multisteps", ONE, "naive")
+
+
+@pytest.mark.parametrize(("policy", "scan", "mode", "mesh", "kernel"), EVERYWHERE, ids=lambda value: str(value)[:24])
+def test_every_policy_everywhere(policy, scan, mode, mesh, kernel, plain):
+    np.testing.assert_allclose(updates(policy, scan, mode, mesh, kernel), plain, rtol=1e-5)
 
 
 ITEMSIZE = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "u32": 4}  # bytes, by JAX's short names

@@ -16,7 +16,7 @@ examples:
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
 The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
-exit codes: 0 done, 2 mistake in the command, config or data, 3 does not fit in memory, 4 non-finite loss"""
+exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 a process is lost"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
     from train.config import split_overrides
+    from train.distributed import add_flags
 
     parser = Parser(prog="python -m train", description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,6 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key, such as batch.micro")
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
+    add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
     args.overrides = overrides
@@ -63,12 +65,18 @@ def command(argv: Sequence[str]) -> int:
     from train.runtime import prepare
 
     prepare(config)
-    from train import loop
-    from train.display import make_console
-    from train.workdir import new_workdir
+    from train.distributed import start
 
-    workdir = args.workdir or new_workdir(Path(args.config).stem)
-    loop.run(config, workdir=workdir, extend=args.extend, console=make_console())
+    processes = start(args)
+    with processes.together():
+        from train import loop
+        from train.display import make_console
+        from train.workdir import new_workdir
+
+        workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
+        loop.run(config, workdir=workdir, extend=args.extend, console=make_console(processes.first),
+                 processes=processes)
+        processes.close()
     return 0
 
 

@@ -25,8 +25,10 @@ def describe(row: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def make_console() -> Console:
-    """The terminal, or 100 columns of plain text where there is none."""
+def make_console(speaks: bool = True) -> Console:
+    """The terminal, or 100 columns of plain text where there is none; one that says nothing unless it `speaks`."""
+    if not speaks:
+        return Console(quiet=True, force_terminal=False)
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 

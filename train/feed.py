@@ -11,14 +11,17 @@ from train.program import Program
 HostBatch = dict[str, np.ndarray]
 
 
+def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
+    """First row and end of what this process's devices hold of a batch [..., B, L], in order, without repetition."""
+    indices = shape.sharding.addressable_devices_indices_map(shape.shape).values()
+    return sorted({index[-2].indices(shape.shape[-2])[:2] for index in indices})
+
+
 def local_rows(program: Program) -> list[slice]:
     """Rows of each global batch that this process's devices hold, in order, without repetition."""
-    sharding = program.eval_shapes["inputs"].sharding
-    rows, length = program.batch.rows, program.batch.seq_len
-    pieces = {index[0].indices(rows)[:2] for index in
-              sharding.addressable_devices_indices_map((rows, length)).values()}
+    rows, pieces = program.batch.rows, _pieces(program.eval_shapes["inputs"])
     return [slice(micro * rows + start, micro * rows + stop)
-            for micro in range(program.batch.accumulation) for start, stop in sorted(pieces)]
+            for micro in range(program.batch.accumulation) for start, stop in pieces]
 
 
 def held_out_rows(program: Program) -> list[slice]:
@@ -30,7 +33,15 @@ def held_out_rows(program: Program) -> list[slice]:
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """This process's rows as global arrays of `shapes`; the transfer runs behind the caller."""
     def one(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.make_array_from_process_local_data(shape.sharding, array, shape.shape)
+        places, held = {}, 0  # first row in the batch -> in `array`
+        for start, stop in _pieces(shape):
+            places[start], held = held, held + stop - start
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[-2].indices(shape.shape[-2])
+            return array[(*index[:-2], slice(places[start], places[start] + stop - start), index[-1])]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, shard)
 
     return {name: one(host[name], shape) for name, shape in shapes.items()}
 

@@ -19,6 +19,7 @@ from train import startup
 from train.checkpoint import Checkpoints, Position
 from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
 from train.display import Display
+from train.distributed import ALONE, Processes
 from train.errors import NonFinite, UserError
 from train.failures import explained, refuse_if_too_big
 from train.feed import feed, held_out_rows, local_rows, put
@@ -27,7 +28,7 @@ from train.program import Program, build
 from train.runtime import return_freed_memory
 from train.sample import generate
 from train.step import Tally
-from train.workdir import Identity, claim, write_atomically
+from train.workdir import Identity, claim_together, write_atomically
 
 
 @dataclasses.dataclass
@@ -43,11 +44,19 @@ class Run:
     compiled: startup.Compiled
     evaluate: Any
     peak_flops: float | None
-    stop: list[str] = dataclasses.field(default_factory=list)
+    processes: Processes = ALONE
+    stop: list[str] = dataclasses.field(default_factory=list)  # signals that this process got
+    agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
 
     @property
     def config(self) -> ConfigDict:
         return self.program.config
+
+    def stopping(self) -> bool:
+        """Whether any process was asked to stop: all ask here at the same places, and stop at the same one."""
+        if not self.agreed:
+            self.agreed = [name for names in self.processes.gather(self.stop) for name in names]
+        return bool(self.agreed)
 
     def record(self, row: dict[str, Any]) -> None:
         """One row to disk, to TensorBoard and to the screen."""
@@ -125,7 +134,7 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
     batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
                               sequences=run.config.train.eval_sequences or None)
     for host in batches:
-        if run.stop:
+        if run.stopping():
             return None
         tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
         total = tally if total is None else jax.tree.map(jax.numpy.add, total, tally)
@@ -147,9 +156,9 @@ def train(run: Run, state: Any, start: Position) -> Any:
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 
-    if _eval_due(config, step) and not run.log.has_evaluation(step):
+    if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
         evaluate(run, state.params, step)  # a signal cut it short last time
-    while step < config.steps and not run.stop:
+    while step < config.steps and not run.stopping():
         micro_batches = next(batches)
         with jax.transfer_guard("disallow"):
             for batch in micro_batches:
@@ -202,8 +211,10 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     return restored
 
 
-def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console) -> None:
+def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE) -> None:
     """One start of `python -m train`: everything from the config to the last checkpoint.
+
+    With several `processes` every one of them calls it, with the same arguments; the first has the speaking console.
 
     Raises:
       UserError and its kinds: see train/errors.py for the exit codes.
@@ -215,11 +226,12 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console) ->
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
     identity = Identity.of(config, program.batch.global_rows, data.fingerprint)
-    for note in claim(workdir, identity, extend=extend):
+    for note in claim_together(workdir, identity, extend=extend, processes=processes):
         console.print(note, soft_wrap=True)
-    with contextlib.closing(Checkpoints(workdir, config.train.keep)) as checkpoints:
+    with (contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
+          processes.together()):  # closing waits for the other processes, so they hear of an error before
         done = checkpoints.steps()
-        if done and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1]):
+        if processes.from_first(_finished(config, workdir, done)):
             console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
                           "more steps with --config.train.steps=N --extend", soft_wrap=True)
             return
@@ -229,27 +241,33 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console) ->
         except ValueError as error:  # an offload that moves nothing
             raise UserError(str(error)) from error
         report = compiled.report
-        write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
+        if processes.first:
+            write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
         refuse_if_too_big(report)
         with explained(report, program.mesh.local_devices[0]):
-            _run(program, data, checkpoints, compiled, workdir, console)
+            _run(program, data, checkpoints, compiled, workdir, console, processes)
+
+
+def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
+    return bool(saved) and saved[-1] >= config.train.steps and has_evaluation(workdir / METRICS, saved[-1])
 
 
 def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
-         workdir: Path, console: Console) -> None:
+         workdir: Path, console: Console, processes: Processes) -> None:
     config = program.config.train
     state, position = start_state(program, checkpoints, console)
     return_freed_memory()  # what compiling and restoring took
-    with (contextlib.closing(MetricsLog(workdir / METRICS, position.step)) as log,
-          contextlib.closing(Events(workdir / "events", position.step, config.tensorboard)) as events,
+    with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
+          contextlib.closing(Events(workdir / "events", position.step,
+                                    enabled=config.tensorboard and processes.first)) as events,
           Display(console, config.steps, position.step) as display):
         run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate,
-                  startup.peak_flops(program))
+                  startup.peak_flops(program), processes)
         console.print(f"run directory {workdir}", soft_wrap=True)
         with stop_on_signals(run.stop):
             state = train(run, state, position)
-        if run.stop:
-            display.note(f"{run.stop[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
+        if run.agreed:
+            display.note(f"{run.agreed[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
             return
         show_sample(run, state.params)
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))

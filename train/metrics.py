@@ -56,26 +56,28 @@ class MetricsLog:
     """`metrics.jsonl`: rows reach the disk one by one.
 
     Opening drops a torn last line and every row past `step`, so that a resumed run writes them anew.
+    With `enabled=False` it writes nothing: another process does.
     """
 
-    def __init__(self, path: Path, step: int):
-        self.path = path
+    def __init__(self, path: Path, step: int, enabled: bool = True):
+        self.path, self._file = path, None
+        if not enabled:
+            return
         kept = [row for line in _lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the evaluation of `step` is recorded."""
-        return has_evaluation(self.path, step)
-
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class Events:

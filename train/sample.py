@@ -16,15 +16,18 @@ from flax import nnx
 from train.program import Program
 
 
-@partial(jax.jit, static_argnums=(0, 4))
-def _generate(graph: nnx.GraphDef, params: Any, tokens_BL: jax.Array, span: jax.Array, temperature: float,
-              key: jax.Array) -> jax.Array:
-    transformer = nnx.merge(graph, params)
+def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
+    transformer = nnx.merge(program.graph, params)
+    # A layout that divides sequences may want them in another order: positions_L[i] is what stands at place i.
+    positions_L = program.layout.positions(tokens_BL.shape[1])
+    key = jax.random.key(program.config.seed)
 
     def extend(place: jax.Array, tokens_BL: jax.Array) -> jax.Array:
-        x_BLD = transformer.hidden(tokens_BL)
-        x_BD = jax.lax.dynamic_index_in_dim(x_BLD, place - 1, axis=1, keepdims=False)
+        x_BLD = transformer.hidden(jnp.take(tokens_BL, positions_L, axis=1))
+        last = jnp.argmax(positions_L == place - 1)
+        x_BD = jax.lax.dynamic_index_in_dim(x_BLD, last, axis=1, keepdims=False)
         logits_BV = jnp.einsum("bd,dv->bv", x_BD.astype(jnp.float32), transformer.head().astype(jnp.float32))
+        logits_BV = logits_BV[:, :program.config.model.vocab_size]  # the table may be padded
         chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
         return jax.lax.dynamic_update_slice_in_dim(
             tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
@@ -40,6 +43,8 @@ def generate(program: Program, params: Any, prompt: list[int], count: int, tempe
     tokens = np.zeros((program.batch.ranks, length), np.int32)
     tokens[:, : len(prompt)] = prompt
     end = min(len(prompt) + count, length)
-    out = _generate(program.graph, params, jax.device_put(tokens, program.layout.sharding(("batch", "length"))),
-                    np.asarray([len(prompt), end], np.int32), temperature, jax.random.key(program.config.seed))
+    # Whole on every device, so that every process can read it.
+    run = jax.jit(partial(_generate, program, temperature), out_shardings=program.layout.sharding())
+    out = run(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
+              np.asarray([len(prompt), end], np.int32))
     return np.asarray(out)[0, len(prompt): end].tolist()

@@ -33,19 +33,22 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
     "vocab": ("tensor",),
-    # Where the token table stays split along the width, its rows are looked up for the whole fsdp group.
+    # Where the token table stays split along the width, its rows are looked up for all who share it.
     "table_batch": BATCH,
+    "table_length": ("context",),
     "table_width": (),
 }
 SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
-# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) divides the width: every matrix, table and norm has it.
-DIVIDED = {"d_model": ("fsdp",)}
-TABLE_DIVIDED = {"table_batch": ("data",), "table_width": ("fsdp",)}
+# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) divides the width: every matrix, table and norm has it. The devices
+# that share a sequence share state as well: to gradients they are data-parallel ranks.
+SHARDS = ("fsdp", "context")
+DIVIDED = {"d_model": SHARDS}
+TABLE_DIVIDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What the devices of `mesh.fsdp` divide; those of `mesh.data` are replicas of them.
+    """What the devices of `mesh.fsdp` and `mesh.context` divide; those of `mesh.data` are replicas of them.
 
     stored: master parameters and optimizer state. gradients: the gradients, reduced to their owner as they are made.
     by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the
@@ -108,9 +111,11 @@ class Layout(Placement):
     sequence_parallel: bool = False
     manual: tuple[str, ...] = ()
 
-    def inside(self, axes: Sequence[str]) -> "Layout":
-        """The layout within a `jax.shard_map` over these mesh axes."""
-        return dataclasses.replace(self, manual=tuple(axes))
+    @property
+    def local(self) -> "Layout":
+        """The layout within a `jax.shard_map` over the data-parallel ranks."""
+        # All axes where no other has a size: a kernel with a partitioner of its own (cuDNN's) is at home there only.
+        return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
     def ring(self) -> Ring | None:
@@ -181,7 +186,7 @@ class Layout(Placement):
         return NamedSharding(self.mesh, self.spec(axes, divided=self.strategy.stored))
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if self.mesh.size == 1:
+        if self._size(AXES) == 1:
             return x
         if self.manual:  # the mesh of the context then, whose other axes are still the compiler's
             return jax.lax.with_sharding_constraint(x, spec)

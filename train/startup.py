@@ -48,7 +48,8 @@ def show_program(console: Console, program: Program, data: str) -> None:
     shares = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     kernel, why = program.kernel
     rows = (
-        ("devices", f"{len(devices)} x {devices[0].device_kind}, mesh {mesh}; jax {jax.__version__}"),
+        ("devices", f"{len(devices)} x {devices[0].device_kind}{_in_processes()}, mesh {mesh}; "
+                    f"jax {jax.__version__}"),
         ("data", data),
         ("model", f"{total:,} parameters: {shares}"),
         ("program", f"{program.config.precision.preset} precision, remat {program.config.remat.policy}, "
@@ -61,6 +62,10 @@ def show_program(console: Console, program: Program, data: str) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _in_processes() -> str:
+    return f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,30 +74,30 @@ class Weights:
 
         return self._map(whole, params, self.contracted)
 
-    def gradients(self, grads: Any, params: Any) -> Any:
-        """Gradients as they are kept, in the parameters' dtype."""
-        return self._map(lambda grad, axes, param: self.layout.gradient(grad, axes).astype(param.dtype), grads, params)
+    def gradients(self, grads: Any) -> Any:
+        """Gradients as they are kept until the update."""
+        return self._map(self.layout.gradient, grads)
 
-    def _map(self, function: Callable, tree: Any, other: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
+    def _map(self, function: Callable, *trees: Any) -> Any:
+        leaves, structure = jax.tree.flatten(trees[0])
         axes = jax.tree.leaves(self.axes, is_leaf=lambda node: isinstance(node, tuple))
-        return structure.unflatten([function(*row) for row in zip(leaves, axes, jax.tree.leaves(other))])
+        return structure.unflatten([function(*row) for row in zip(leaves, axes, *map(jax.tree.leaves, trees[1:]))])
 
     def specs(self) -> Any:
         """Over the data-parallel ranks, how a gradient is divided that is reduced once: where it is stored."""
-        layout, axes = self.layout, self.axes
-        only = lambda spec: P(*[dim if dim == "fsdp" else None for dim in spec])  # noqa: E731
-        return jax.tree.map(lambda axes: only(layout.spec(axes, divided=layout.strategy.stored)), axes,
-                            is_leaf=lambda node: isinstance(node, tuple))
+        def own(axes):
+            divided = [self.layout.mesh_axes(axis, divided=self.layout.strategy.stored) for axis in axes]
+            return P(*["fsdp" if "fsdp" in dim else None for dim in divided])
+
+        return jax.tree.map(own, self.axes, is_leaf=lambda node: isinstance(node, tuple))
 
     def reduce(self, grads: Any) -> Any:
         """Sums gradients over the ranks, inside a `jax.shard_map` over them: each rank is left with what it stores."""
         def one(grad, spec):
-            dims = [dim for dim, axis in enumerate(spec) if axis == "fsdp"]
-            if dims and self.layout.mesh.shape["fsdp"] > 1:
-                grad = jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=dims[0], tiled=True)
-                return jax.lax.psum(grad, "data")
-            return jax.lax.psum(grad, BATCH)
+            if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
+                return jax.lax.psum(grad, BATCH)
+            return jax.lax.psum(
+                jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data")
 
         return jax.tree.map(one, grads, self.specs())
 
@@ -122,9 +122,15 @@ class StepParts:
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
-    def gradients(self, params: Any, batch: Batch, key_B: jax.Array) -> tuple[Tally, Any]:
-        loss, grads = jax.value_and_grad(self.loss)(self.weights.copy(params), batch, key_B)
-        return Tally(loss, count_tokens(batch["targets"])), self.weights.gradients(grads, params)
+    def gradients(self, params: Any, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
+        """Sums over the micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
+        weights = self.weights.copy(params)
+        if self.local_loss is None:
+            tally, grads = _sums(self, weights, batch, key_AB)
+            grads = self.weights.gradients(grads)
+        else:
+            tally, grads = _sums_by_rank(self, weights, batch, key_AB)
+        return tally, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any]:
         with jax.named_scope("optimizer"):
@@ -141,7 +147,8 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     rows = batch["inputs"].shape[0]
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     micro = state.opt_state.mini_step if multi else 0
-    tally, grads = parts.gradients(state.params, batch, parts.dropout_keys(state.step, micro * rows, rows))
+    keys = parts.dropout_keys(state.step, micro * rows, rows)
+    tally, grads = parts.gradients(state.params, jax.tree.map(lambda x: x[None], batch), keys[None])
     tally = state.tally + tally if multi else tally
     params, opt_state = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state)
@@ -156,9 +163,7 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
     """A whole global batch [A, B, L]: the accumulator lives inside the step and the optimizer runs once."""
     micro_steps, rows = batch["inputs"].shape[:2]
     key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
-    sums = _sums if parts.local_loss is None else _sums_by_rank
-    tally, grads = sums(parts, parts.weights.copy(state.params), batch, key_AB)
-    grads = parts.weights.gradients(grads, state.params)
+    tally, grads = parts.gradients(state.params, batch, key_AB)
     params, opt_state = parts.update(state, tally, grads)
     return TrainState(state.step + 1, params, opt_state, zero_tally()), parts.metrics(state, tally, opt_state)
 
@@ -166,15 +171,19 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
 def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, *, local: bool = False) -> tuple[Tally, Any]:
     """Tally and gradients of all micro-batches, each reduced over the ranks as it is made, unless `local`."""
     loss = parts.local_loss if local else parts.loss
-    keep = (lambda grads: grads) if local else (lambda grads: parts.weights.gradients(grads, weights))
+    keep = (lambda grads: grads) if local else parts.weights.gradients
+
+    def one(micro_batch, key_B):
+        total, grads = jax.value_and_grad(loss)(weights, micro_batch, key_B)
+        return Tally(total, count_tokens(micro_batch["targets"])), keep(grads)
+
+    if key_AB.shape[0] == 1:  # no accumulator
+        return one(jax.tree.map(lambda x: x[0], batch), key_AB[0])
 
     def micro(carry, xs):
-        tally, total = carry
-        micro_batch, key_B = xs
-        here, grads = jax.value_and_grad(loss)(weights, micro_batch, key_B)
+        here, grads = one(*xs)
         with jax.named_scope("accumulate"):
-            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, keep(grads))
-        return (tally + Tally(here, count_tokens(micro_batch["targets"])), total), None
+            return (carry[0] + here, jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[1], grads)), None
 
     zeros = keep(jax.tree.map(lambda w: jnp.zeros(w.shape, parts.accumulator), weights))
     return jax.lax.scan(micro, (zero_tally(), zeros), (batch, key_AB))[0]
@@ -188,8 +197,9 @@ def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Arra
             return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
 
     # Not checked for replication: a gradient of replicated weights would be reduced in every micro-step then.
-    return jax.shard_map(ranks, mesh=parts.weights.layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH)),
-                         out_specs=(P(), parts.weights.specs()), axis_names=set(BATCH), check_vma=False)(
+    layout = parts.weights.layout
+    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH)),
+                         out_specs=(P(), parts.weights.specs()), axis_names=set(layout.local.manual), check_vma=False)(
         weights, batch, key_AB)
 
 

@@ -10,12 +10,16 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from train.config import flatten
+from train.distributed import ALONE, Processes
 from train.errors import UserError
 
 # Keys that may differ when a run goes on: they change how a step is computed or recorded, not the curve.
 # A trailing dot is a whole group. Everything else, and the global batch, is the identity of the run.
 FREE = ("mesh.", "remat.", "loss.", "train.", "batch.", "data.prefetch", "data.workers", "data.source",
         "data.eval_source", "data.tokenizer", "data.dtype", "model.attention", "model.attention_chunk")
+# What each process may have in a place of its own.
+LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
+SHARED_S = 15.0  # for a network file system to show a file that another machine wrote
 SILENT = ("train.", "data.prefetch", "data.workers")
 
 
@@ -49,10 +53,13 @@ class Identity:
         # Through JSON, so that tuples compare equal to what a file gives back.
         return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint)
 
+    def everything(self) -> dict[str, Any]:
+        """All of it under one name each."""
+        return {**self.config, "global batch (sequences)": self.global_rows, "data": self.data}
+
     def curve(self) -> dict[str, Any]:
         """The part that may not change."""
-        kept = {key: value for key, value in self.config.items() if not _matches(key, FREE)}
-        return {**kept, "global batch (sequences)": self.global_rows, "data": self.data}
+        return {key: value for key, value in self.everything().items() if not _matches(key, FREE)}
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
@@ -62,6 +69,26 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     keys = sorted(set(old) | set(new))
     return [f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+
+
+def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
+    """`claim` by process 0, once all processes have shown that they would train the same; returns its notes.
+
+    Raises:
+      UserError: as `claim`; or this process has another config or other data, or does not see the directory.
+    """
+    first = Identity(**processes.from_first(dataclasses.asdict(identity)))
+    mine, theirs = ({key: value for key, value in one.everything().items() if not _matches(key, LOCAL)}
+                    for one in (identity, first))
+    if differences := _differences(theirs, mine):
+        raise UserError(f"this process differs from process 0: {'; '.join(differences)}. Give all the same")
+    notes = processes.from_first(claim(workdir, identity, extend=extend) if processes.first else None)
+    deadline = time.monotonic() + SHARED_S
+    while not (workdir / "config.json").exists():  # a network file system may show it late
+        if time.monotonic() > deadline:
+            raise UserError(f"{workdir} of process 0 is not to be seen here: give a --workdir that all share")
+        time.sleep(0.1)
+    return notes
 
 
 def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
@@ -82,6 +109,15 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
     return notes
 
 
+def _same_batch(old: Identity, new: Identity) -> str:
+    """The accumulation that gives the old global batch on the new devices, if there is one."""
+    ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
+    if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
+        return ""
+    return (f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
+            f"{old.global_rows} again. ")
+
+
 def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     try:
         old = Identity(**json.loads(path.read_text()))
@@ -89,7 +125,7 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
         raise UserError(f"{path} is damaged ({error}): restore it, or choose another --workdir") from error
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(f"{path.parent} holds another run: {'; '.join(differences)}. "
-                        "Use the old values or another --workdir")
+                        f"{_same_batch(old, identity)}Use the old values or another --workdir")
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:
         raise UserError(f"{path.parent} was planned for {before} steps, not {now}: "

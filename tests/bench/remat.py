@@ -6,10 +6,13 @@
 The training step of configs/char.py (or --config) under the rows of model.remat.POLICIES, in turn; on a CPU
 without those that offload, which it silently does not do. `custom:q,k,v,up` keeps just those names. Shown:
 median seconds of an update, the ratio to the first policy by rounds, temporaries of the compiled step and
-their ratio.
+their ratio. Checked against the first: the leanest policy of those no slower than --best-time-below (1.05) times it
+takes at most --best-temp-below (0.6) of its temporaries, and `full` at most --full-time-below (1.4) of its time;
+exit code 1 if not.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,13 +31,37 @@ def default_policies() -> list[str]:
 def keys(policy: str) -> dict[str, Any]:
     """The keys of the config that choose `policy`, a row or `custom:NAMES`."""
     row, _, names = policy.partition(":")
-    return {"remat.policy": row, **({"remat.save": names} if names else {})}
+    return {"remat.policy": row, "remat.save": names, "remat.offload": ""}  # not the names of the config's own
+
+
+# option -> (limit, what it is held against)
+LIMITS = {
+    "best-time": (1.05, "time of the best policy by the first's (default %(default)s)"),
+    "best-temp": (0.6, "temporaries of the best policy by the first's (default %(default)s)"),
+    "full-time": (1.4, "time of `full` by the first's (default %(default)s)"),
+}
+
+
+def promises(first: str, time: Mapping[str, float], temp: Mapping[str, float],
+             limits: Mapping[str, Any]) -> list[Check]:
+    """What is held against `limits`: the leanest of the policies that are quick enough, the quickest if none is."""
+    if not time:
+        return []
+    quick = [name for name in time if time[name] <= limits["best_time_below"]] or [min(time, key=time.__getitem__)]
+    best = min(quick, key=temp.__getitem__)
+    checks = [Check(f"temp, {best} (best) by {first}", temp[best], limits["best_temp_below"]),
+              Check(f"time, {best} (best) by {first}", time[best], limits["best_time_below"])]
+    if "full" in time:
+        checks.append(Check(f"time, full by {first}", time["full"], limits["full_time_below"]))
+    return checks
 
 
 def main() -> int:
     flags = parser(__doc__, rounds=5, steps=2, config="char")
     flags.add_argument("--policies", nargs="+", metavar="NAME",
                        help=f"of {', '.join(POLICIES)}; the first is what the others are compared with")
+    for name, (default, text) in LIMITS.items():
+        flags.add_argument(f"--{name}-below", type=float, default=default, metavar="X", help=text)
     asked, config, _ = parse_config(flags)
     start()
     policies = asked.policies or default_policies()
@@ -51,8 +78,9 @@ def main() -> int:
                 "arguments MiB": mib(sizes[name]["arguments"]),
                 "compile s": f"{sides[name].compile_seconds:.1f}"}
 
-    checks = [Check(f"time, {name} by {first}", samples[name].over(samples[first]).median, None)
-              for name in policies[1:]]
+    time = {name: samples[name].over(samples[first]).median for name in policies[1:]}
+    temp = {name: sizes[name]["temp"] / sizes[first]["temp"] for name in policies[1:]}
+    checks = promises(first, time, temp, vars(asked))
     return finish(f"remat policies on {asked.config}, jax {jax.__version__}", [row(name) for name in sides],
                   checks, {"versions": versions(), "sides": {
                       name: {**samples[name].to_json(), "bytes": sizes[name]} for name in sides}}, asked.json)
