@@ -10,7 +10,8 @@
 from memory.analyze import analyze
 from memory.errors import GuardError, ReportError
 from memory.guard import assert_fits
+from memory.parallel_records import Collective, Communication, ZeroRow
 from memory.records import Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats, load
 
-__all__ = ["Buffer", "Finding", "GuardError", "LedgerRow", "Report", "ReportError", "TimelinePoint",
-           "XlaStats", "analyze", "assert_fits", "load"]
+__all__ = ["Buffer", "Collective", "Communication", "Finding", "GuardError", "LedgerRow", "Report", "ReportError",
+           "TimelinePoint", "XlaStats", "ZeroRow", "analyze", "assert_fits", "load"]

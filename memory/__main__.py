@@ -21,6 +21,8 @@ examples:
   python -m memory report --config=tiny --json=a.json --html=a.html --export=xprof/
   python -m memory diff a.json b.json --fail-above=2            exit 1 when the peak grew over 2 %
   python -m memory compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
+  python -m memory compare --config=llama_8b --target=h200:8 --formulas \\
+      --remat='none,full,custom(q_rot,v,context),custom(attn_out)+offload(block_in)'
   python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \\
       --remat=none,full --target=h100:8 --html=growth.html      growth charts; again: it resumes
   python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         rest, overrides = _split(argv)
         command = next((word for word in rest if word in COMMANDS), None)
         args = parser(command).parse_args(rest)
-        return importlib.import_module(COMMANDS[args.command][0]).run(args, overrides, trainer_step)
+        return importlib.import_module(COMMANDS[args.command][0]).run(args, overrides, Trainer())
     except ValueError as error:  # ReportError, and the trainer's errors with exit codes of their own
         if not hasattr(error, "exit_code"):
             raise
@@ -75,61 +77,63 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def trainer_step(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, dict[str, Any]]:
-    """The trainer's own step of a config, compiled for a target: (Compilation, the config as plain values).
+class Trainer:
+    """What the commands ask of the trainer, and the one place where this package knows of it.
 
-    This and the trainer_ functions below are the one place where this package knows of the trainer. They raise
-    its errors, with their exit codes.
+    The hooks raise the trainer's errors, with their exit codes; none starts jax before it has to.
     """
-    from train.config import flatten
 
-    program = trainer_program(name, overrides, target)
-    return program.compile_for_report(exact=True), flatten(program.config)
+    def config(self, name: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """The config as the trainer resolves it, dotted key -> value, without starting jax."""
+        from train.config import flatten, load
 
+        return flatten(load(name, overrides))
 
-def trainer_program(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> Any:
-    """The trainer's `Program` of a config on a target's devices, nothing compiled yet."""
-    from train.config import load
-    from train.program import build
+    def program(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> Any:
+        """The trainer's `Program` of a config on a target's devices, nothing compiled yet."""
+        from train.config import load
+        from train.program import build
 
-    config = load(name, overrides)
-    try:
-        return build(config, target.devices())
-    except ValueError as error:  # a config that cannot run there: the message says what to change
-        if hasattr(error, "exit_code"):
-            raise
-        raise ReportError(" ".join(str(error).split())) from error
+        config = load(name, overrides)
+        try:
+            return build(config, target.devices())
+        except ValueError as error:  # a config that cannot run there: the message says what to change
+            if hasattr(error, "exit_code"):
+                raise
+            raise ReportError(" ".join(str(error).split())) from error
 
+    def settled(self, program: Any) -> dict[str, Any]:
+        """What a program made of its config: the kernel, the mesh without -1, and `segments`: for each range of
+        layers its {"layers", "policy", "groups", "save", "offload"}, the last two names of tensors."""
+        plan = program.remat
+        segments = []
+        for segment in plan.segments(program.model.n_layers):
+            moved = plan.offload if segment.name == "custom" else segment.policy.names * segment.policy.offloads
+            segments.append({"layers": segment.stop - segment.start, "policy": segment.name, "groups": segment.groups,
+                             "save": [name for name in segment.policy.names if name not in moved],
+                             "offload": list(moved)})
+        mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}
+        return {"model.attention": program.kernel[0], **mesh, "segments": segments}
 
-def trainer_config(name: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The config as the trainer resolves it, dotted key -> value, without starting jax."""
-    from train.config import flatten, load
+    def names(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
+        """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""
+        from model.names import NAMES
+        from train.sharding import activation_axes
 
-    return flatten(load(name, overrides))
+        program = self.program(name, overrides, target)
 
+        def sharding(tensor: str) -> tuple[str, int]:
+            letters = NAMES[tensor][0]
+            dims = program.layout.split(activation_axes(letters))
+            text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
+            return text or "whole", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
 
-def trainer_sources() -> list[Path]:
-    """Folders whose .py files decide what the step is."""
-    found = (importlib.util.find_spec(package) for package in ("model", "train"))
-    return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]
+        return program.trace_gradient(), sharding
 
-
-def trainer_names(name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
-    """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""
-    from model.names import NAMES
-    from train.config import load
-    from train.program import build
-    from train.sharding import activation_axes
-
-    program = build(load(name, overrides), target.devices())
-
-    def sharding(tensor: str) -> tuple[str, int]:
-        letters = NAMES[tensor][0]
-        dims = program.layout.split(activation_axes(letters))
-        text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
-        return text or "whole", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
-
-    return program.trace_gradient(), sharding
+    def sources(self) -> list[Path]:
+        """Folders whose .py files decide what the step is."""
+        found = (importlib.util.find_spec(package) for package in ("model", "train"))
+        return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

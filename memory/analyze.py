@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memory import build, findings, xla
+from memory import build, collectives, device_mesh, findings, ledger, traffic, xla
+from memory.activations import activations_of
 from memory.checkpoint_names import Names, places_of
-from memory.compiler import Argument, Compilation, compile_lowered, read_compiled
+from memory.compiler import Compilation, compile_lowered, read_compiled
 from memory.errors import ReportError
-from memory.hlo import Module
 from memory.records import Buffer, Report, XlaStats
 from memory.scheduled import derive
 
@@ -57,6 +57,7 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
 def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[str, Any] | None = None,
               roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = ()) -> Report:
     """The report of a finished compilation (`memory.compiler`), without compiling anything."""
+    roles = tuple(roles)
     known = Names(names, places_of(compilation.jaxpr) if compilation.jaxpr is not None else None)
     if compilation.module:
         program = xla.read_module(compilation.module, compilation.assignment)
@@ -65,8 +66,7 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
     derived = not program.traces and not (program.allocations and (compilation.proto or _settled(program)))
     source = derive(program.module) if derived else program
-    if compilation.arguments:
-        source.replicated = _replicated(program.module, compilation.arguments)
+    _place(source, compilation, config or {}, roles)
     method = "schedule" if derived else "heap_trace"
     try:
         report = build.report(source, roles=roles, names=known, method=method)
@@ -77,8 +77,33 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
         report = _reconcile(report, program, stats)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
                                  config=dict(config or {}))
-    report = judge(report, getattr(target, "limit_bytes", None))
+    report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
     return dataclasses.replace(report, findings=findings.find(report, source))
+
+
+def _place(program: xla.Program, compilation: Compilation, config: Mapping[str, Any],
+           extra: tuple[tuple[str, str], ...]) -> None:
+    """Gives a program its mesh: that of its arguments, else the config's; and the activations of its jaxpr."""
+    module = program.module
+    axes, layouts = device_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
+    program.mesh = axes or device_mesh.of_config(config, module.devices)
+    program.layouts = device_mesh.match(module, layouts)
+    if layouts:
+        program.replicated = frozenset(n for n, layout in program.layouts.items() if layout.local == layout.dims)
+    if compilation.jaxpr is not None and module.devices > 1:
+        roles = build.parameter_roles(program, extra)
+        batch = {layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
+                 for number, layout in program.layouts.items() if roles[number] == "batch"}
+        program.activations = activations_of(compilation.jaxpr, batch)
+
+
+def _beside_formulas(report: Report, program: xla.Program, roles: tuple[tuple[str, str], ...]) -> Report:
+    """The report with what the formulas expect of its config, where it has one that they know."""
+    config, axes = device_mesh.flat(report.config), dict(program.mesh)
+    state = ledger.state_of(report, program, build.parameter_roles(program, roles), config)
+    expected = traffic.of_config(config, axes, state.parameters * state.tensor)
+    return dataclasses.replace(report, communication=collectives.rows(report.collectives, expected),
+                               zero=ledger.zero_rows(report, state) if state.strategy else ())
 
 
 def judge(report: Report, limit: int | None) -> Report:
@@ -123,21 +148,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _replicated(module: Module, arguments: Iterable[Argument]) -> frozenset[int]:
-    """Numbers of the entry parameters that are whole on every device; jax leaves out arguments not used."""
-    entry = module.computations.get(module.entry)
-    left = iter(arguments)
-    found = set()
-    for number, id in sorted(entry.parameters.items()) if entry else ():
-        shape = module.shape(module.instructions[id])
-        for dims, dtype, whole in left:
-            if (dims, dtype) == (shape.dims, shape.dtype):
-                if whole:
-                    found.add(number)
-                break
-    return frozenset(found)
 
 
 def _local() -> Any:

@@ -141,10 +141,17 @@ class Attribution:
             phase = self.scope(origin.stack).phase or phase  # the loop it is filled in
         shape = self.flow.shape(instruction, index)
         weight_like = _core(shape.dims) in self.weights
+        if origin.stack is not None:
+            instruction = self._loop_of(instruction)
         return Fact(shape, scope, phase, origin, origin.instruction.opcode if origin.instruction else "",
                     phase == "forward" and self.read_later(instruction, index), weight_like,
                     weight_like and self.feeds(instruction, index),
                     self.is_parameter(origin), teller is not None)
+
+    def _loop_of(self, instruction: Instruction) -> Instruction:
+        """The loop whose state a body's parameter is, where both share a buffer; else the instruction itself."""
+        callers = self.flow.callers.get(instruction.computation, ()) if instruction.opcode == "parameter" else ()
+        return next((caller for caller in callers if caller.opcode == "while"), instruction)
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
         """Whether a weight-shaped value reaches the optimizer or the outputs with a weight's shape."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from memory import collectives, timeline
 from memory import roles as role_table
-from memory import timeline
 from memory.attribution import Attribution, buffer_of, categorize, source_line
 from memory.checkpoint_names import MARK, Names
 from memory.dataflow import Flow, flatten
@@ -38,7 +38,7 @@ def report(program: Program, *, roles: Iterable[tuple[str, str]] = (), names: Na
     order = flatten(program.module)
     flow = Flow(program.module)
     curve = timeline.walk(program, order)
-    numbers = _parameter_roles(program, tuple(roles))
+    numbers = parameter_roles(program, tuple(roles))
     look = Attribution(program, flow, order, numbers, names or Names())
     last = len(curve.points) - 1
     traced = {event[1] for trace in program.traces for event in trace.events}
@@ -49,7 +49,8 @@ def report(program: Program, *, roles: Iterable[tuple[str, str]] = (), names: Na
     temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
     buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
     elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
-    return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
+    made = _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
+    return dataclasses.replace(made, collectives=collectives.find(look))
 
 
 def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...], base: int,
@@ -97,7 +98,7 @@ def _loose(allocation: Allocation, traced: set[int]) -> bool:
     return not any(id in traced for id, _, _ in allocation.assigned)
 
 
-def _parameter_roles(program: Program, extra: tuple[tuple[str, str], ...]) -> dict[int, str]:
+def parameter_roles(program: Program, extra: tuple[tuple[str, str], ...] = ()) -> dict[int, str]:
     """Role of every entry parameter, by number."""
     module = program.module
     entry = module.computations.get(module.entry)

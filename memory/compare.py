@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from memory.errors import ReportError
 
 # Keys of a grid that are no keys of the config: which config file, and what to compile for.
 CONFIG, TARGET = "config", "target"
-POLICY = "remat.policy"
+POLICY, SAVE, OFFLOAD = "remat.policy", "remat.save", "remat.offload"
 
 # Keys that say how a program runs, not what it trains: rows that differ in nothing else are rivals.
 _HOW = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
@@ -34,13 +35,16 @@ class Row:
     Fields:
         overrides: dotted key -> value, the keys of the grid; `config` and `target` among them if they vary.
         status: "ok", or in one line why there are no figures.
-        peak_bytes, allocated_bytes, temp_bytes, host_bytes, residual_bytes, breakdown: as in a report.
+        peak_bytes, allocated_bytes, temp_bytes, host_bytes, breakdown: as in a report.
+        residual_bytes: of `breakdown`; where the peak holds none, residuals at the highest point that does.
         recompute_flops_fraction: FLOPs that jax.checkpoint runs again over model FLOPs.
         kernel_recompute_flops: run again inside the gradients of attention and loss kernels.
         model_flops, hardware_flops: without and with all that is recomputed.
         compile_seconds: tracing to executable, while the other workers compile too.
         limit_bytes: what the device may hand out; fits: whether the allocated bytes are within it.
         pareto: no rival has fewer bytes at no more recomputation (step time where that was measured).
+        formula: the same by the published formulas, a `memory.beside.Formula` as JSON; None without --formulas, or
+            where there are none.
         measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
     """
 
@@ -61,6 +65,7 @@ class Row:
     fits: bool | None = None
     pareto: bool = False
     measured: Mapping[str, float | None] | None = None
+    formula: Mapping[str, Any] | None = None
 
     @property
     def ok(self) -> bool:
@@ -70,6 +75,12 @@ class Row:
     def hfu_over_mfu(self) -> float | None:
         """Hardware over model FLOPs: by how much HFU stands above MFU."""
         return self.hardware_flops / self.model_flops if self.hardware_flops and self.model_flops else None
+
+    @property
+    def formula_hfu_over_mfu(self) -> float | None:
+        """The same by formula."""
+        found = self.formula or {}
+        return found["hardware_flops"] / found["model_flops"] if found.get("hardware_flops") else None
 
     @classmethod
     def of(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Row:
@@ -107,17 +118,46 @@ def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
     return [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
 
 
+def policy_keys(text: str) -> dict[str, str]:
+    """A policy of a list as keys: `custom(a,b)+offload(c)` names what it saves and what it offloads.
+
+    Anything without parentheses is a policy's name; a bare `custom` has the names that its config gives it.
+    Raises ReportError for parentheses anywhere else.
+    """
+    if "(" not in text and ")" not in text:
+        return {POLICY: text}
+    names = r"\(([\w\s,]*)\)"
+    match = re.fullmatch(rf"custom(?:{names})?(?:\s*\+\s*offload{names})?", text.strip())
+    save, offload = ([name.strip() for name in (group or "").split(",") if name.strip()]
+                     for group in (match.groups() if match else ("", "")))
+    if not save and not offload:
+        raise ReportError(f"{text}: write custom(NAME,NAME), custom(NAME)+offload(NAME) or custom+offload(NAME); "
+                          "python -m memory names lists the names")
+    return {POLICY: "custom", SAVE: f"({','.join(save)})", OFFLOAD: f"({','.join(offload)})"}
+
+
+def value_text(row: Row, key: str) -> str:
+    """A row's value of a grid key as people read it; a policy stands with its own names."""
+    text = as_text(row.overrides.get(key, ""))
+    if key != POLICY or text != "custom":
+        return text
+    save, offload = (as_text(row.overrides.get(name, ()))[1:-1] for name in (SAVE, OFFLOAD))
+    return "custom" + (f"({save})" if save else "") + (f"+offload({offload})" if offload else "")
+
+
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Override keys with more than one value; the policy when nothing varies."""
+    """Override keys with more than one value; the policy when nothing varies. Its names are part of a policy."""
     keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    found = [key for key in keys if len({repr(row.overrides.get(key)) for row in rows}) > 1]
+    if POLICY in keys:
+        keys = [key for key in keys if key not in (SAVE, OFFLOAD)]
+    found = [key for key in keys if len({(key in row.overrides, value_text(row, key)) for row in rows}) > 1]
     return found or [key for key in keys if key == POLICY]
 
 
 def label(row: Row, keys: Sequence[str]) -> str:
     """What tells a row from the others: "full, seq_len=4096"."""
-    return ", ".join(as_text(row.overrides[key]) if key in (POLICY, CONFIG, TARGET)
-                     else f"{key.rsplit('.', 1)[-1]}={as_text(row.overrides[key])}"
+    return ", ".join(value_text(row, key) if key in (POLICY, CONFIG, TARGET)
+                     else f"{key.rsplit('.', 1)[-1]}={value_text(row, key)}"
                      for key in keys if key in row.overrides) or "as configured"
 
 
@@ -182,7 +222,12 @@ def to_json(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[st
 
 def workload(row: Row) -> str:
     """What a row trains, and where: the overrides that make another task of it, in one string."""
-    return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not key.startswith(_HOW)))
+    return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not is_how(key)))
+
+
+def is_how(key: str) -> bool:
+    """Whether a key says how a program runs: rows that differ in such keys alone are rivals."""
+    return key.startswith(_HOW)
 
 
 def _cost(row: Row, timed: bool) -> float:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memory import compare, compare_cache, compare_run
-from memory.compare import CONFIG, POLICY, TARGET, Row
+from memory.compare import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, Row
 from memory.errors import ReportError
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
 
 # The exit code after Ctrl-C, as shells have it: 128 and the signal's number.
 INTERRUPTED = 130
@@ -22,21 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key in every combination")
     parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
-    parser.add_argument("--remat", metavar="P,P", help="policies: short for --grid=remat.policy=P,P")
+    parser.add_argument("--remat", metavar="P,P", help="policies: short for --grid=remat.policy=P,P; names of one's "
+                        "own in quotes: --remat='none,custom(v,context),custom(up)+offload(block_in)'")
     parser.add_argument("--grid", metavar="KEY=V,V", action="append", default=[],
                         help="values of any config key, of config (files) or target; several multiply")
     parser.add_argument("--measure", action="store_true", help="run each step on this machine's devices and time it")
+    parser.add_argument("--formulas", action="store_true", help="the published formulas beside the compiler's figures")
     parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
     parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison's JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: object) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the table and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
-    from memory.__main__ import trainer_config, trainer_sources
-
-    jobs = make_jobs(args, overrides, trainer_config, compare_cache.source_digest(trainer_sources()))
+    jobs = make_jobs(args, overrides, trainer.config, compare_cache.source_digest(trainer.sources()))
     names = [job.target for job in jobs]
     _check(args, names)
     env = compare_run.environment(names)
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         answers, interrupted = compare_run.run(
             jobs, workers=workers, env=env, measure=args.measure, progress=progress,
             cache=None if args.no_cache else place)
-    rows = compare.mark_pareto([Row.of(job.chosen, answers[job.name]) for job in jobs if job.name in answers])
+    rows = compare.mark_pareto([row_of(job, answers[job.name], args.formulas) for job in jobs if job.name in answers])
     finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted)
     if interrupted:
         return INTERRUPTED
@@ -71,13 +75,38 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
         config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()
         if not config:
             raise ReportError("no config: give --config=FILE, or --grid=config=A,B")
+        if POLICY in chosen:
+            chosen = _policy(chosen, resolve(config, overrides))
         pairs = (*overrides, *((key, text) for key, text in chosen.items() if key not in (CONFIG, TARGET)))
         flat = resolve(config, pairs)
         values = {key: _plain(flat.get(key, text)) for key, text in chosen.items()}
         name = compare_cache.key(flat, target, stated, sources, args.measure)
-        label = ", ".join(map(compare.as_text, values.values()))
-        jobs.setdefault(name, compare_run.Job(config, target, pairs, values, name, label))
+        shown = [compare.value_text(Row(values), key) for key in values if key not in (SAVE, OFFLOAD)]
+        jobs.setdefault(name, compare_run.Job(config, target, pairs, values, name, ", ".join(shown), flat))
     return list(jobs.values())
+
+
+def _policy(chosen: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, str]:
+    """The choice with its policy as keys, of a config that resolves to `flat` without it.
+
+    The names that a config gives its `custom` policy are refused under any other: those rows go without.
+    """
+    out = {**chosen, **compare.policy_keys(chosen[POLICY])}
+    ranges = any(str(text).endswith(":custom") for text in flat.get("remat.layers", ()))
+    if out[POLICY] != "custom" and not ranges:
+        out |= {key: "()" for key in (SAVE, OFFLOAD) if flat.get(key) and key not in out}
+    return out
+
+
+def row_of(job: compare_run.Job, answer: Mapping[str, Any], formulas: bool) -> Row:
+    """The row of a worker's answer, with the formulas' figures where asked for and known."""
+    row = Row.of(job.chosen, answer)
+    if not formulas or not row.ok:
+        return row
+    from memory import beside
+
+    found = beside.formula_of(job.flat, answer["settled"], answer["target"].get("platform", ""))
+    return row if isinstance(found, str) else dataclasses.replace(row, formula=dataclasses.asdict(found))
 
 
 def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
@@ -90,6 +119,10 @@ def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, 
     stated = done[0]["versions"] if done else versions()
     target = done[0]["target"] if done and len(set(names)) == 1 else {"name": ", ".join(dict.fromkeys(names))}
     compare_text.show(rows, target, stated, cached=cached, missing=missing)
+    if args.formulas:
+        from memory import beside_text
+
+        beside_text.show_rows(rows)
     out = compare.to_json(rows, target, stated, interrupted)
     try:
         if args.json:

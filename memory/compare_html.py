@@ -6,13 +6,15 @@ put in. Whatever comes from a comparison is escaped here, and reaches the page a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
-from memory.compare import POLICY, Row, as_text, best_of_each, label, varying, workload
+from memory.beside import share
+from memory.compare import POLICY, Row, as_text, best_of_each, is_how, label, value_text, varying, workload
 from memory.html import human, script_json
 from memory.html import label as row_name
 from memory.records import ROWS
@@ -25,6 +27,9 @@ COLUMNS = {
     "kernel_recompute_flops": ("kernels' own", "flops"), "compile_seconds": ("compile", "seconds"),
     "step_seconds": ("step", "seconds"), "tokens_per_s": ("tokens/s", "count"),
     "real_bytes": ("measured peak", "bytes"),
+    "formula_residuals": ("residuals by formula", "bytes"), "residuals_gap": ("gap", "gap"),
+    "formula_peak": ("peak by formula", "bytes"), "peak_gap": ("gap", "gap"),
+    "formula_ratio": ("HFU/MFU by formula", "ratio"),
 }
 
 # What of a target the page tells; a report has all of it.
@@ -51,15 +56,17 @@ def render(comparison: Mapping[str, Any], config: str = "") -> str:
 def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Everything the script draws, as JSON values.
 
-    `rows` hold their label, the text of each key in `keys`, and the columns that any row fills; `axes` are the
-    numeric keys along which growth can be drawn.
+    `rows` hold their label, the text of each key in `keys`, and the columns that any row fills; of the label, `group`
+    is all but the policy, `rival` what tells it from the rest of its task and `task_label` what it shares with them.
+    `axes` are the numeric keys along which growth can be drawn.
     """
     rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
     best = [row.overrides for row in best_of_each(rows)]
     lines = [_line(row, entry, keys, row.overrides in best) for row, entry in zip(rows, comparison["rows"])]
     columns = [(name, *COLUMNS[name]) for name in COLUMNS
-               if any(line["values"][name] for line in lines)]
+               if any(line["values"][name] for line in lines)
+               or (name.endswith("_gap") and any(line["values"][name] is not None for line in lines))]
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys], "columns": columns, "rows": lines,
@@ -81,13 +88,25 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
     values = {name: entry.get(name) for name in COLUMNS} | {
         "hfu_over_mfu": row.hfu_over_mfu, "step_seconds": measured.get("step_seconds"),
         "tokens_per_s": measured.get("tokens_per_s"), "real_bytes": measured.get("peak_bytes")}
+    values |= _by_formula(row)
+    rest, how = [key for key in keys if key != POLICY], [key for key in keys if is_how(key)]
     return {
         "label": label(row, keys), "keys": [row.overrides.get(key, "") for key in keys],
-        "texts": [as_text(row.overrides.get(key, "")) for key in keys],
-        "policy": as_text(row.overrides.get(POLICY, "as configured")),
+        "texts": [value_text(row, key) for key in keys], "group": label(row, rest) if rest else "",
+        "rival": label(row, how) if how else "", "task_label": label(row, [key for key in keys if key not in how]),
+        "policy": value_text(row, POLICY) or "as configured",
         "values": values, "breakdown": dict(row.breakdown), "limit": row.limit_bytes, "fits": row.fits,
         "task": workload(row), "status": row.status, "pareto": bool(entry.get("pareto")), "best": best,
     }
+
+
+def _by_formula(row: Row) -> dict[str, float | None]:
+    """The formulas' figures and by what share the compiler's exceed them; null where one has none."""
+    found = row.formula or {}
+    residuals, peak = found.get("residual_bytes"), found.get("peak_bytes")
+    gaps = {"residuals_gap": share(row.residual_bytes, residuals), "peak_gap": share(row.peak_bytes, peak)}
+    return {"formula_residuals": residuals, "formula_peak": peak, "formula_ratio": row.formula_hfu_over_mfu,
+            **{name: None if gap is None or math.isinf(gap) else gap for name, gap in gaps.items()}}
 
 
 def _header(comparison: Mapping[str, Any], config: str) -> str:
@@ -125,6 +144,9 @@ def _about(comparison: Mapping[str, Any]) -> str:
         "highlighted row is the best that fits of each task: the fastest measured, else the least recomputation, "
         "then the fewest bytes.",
     )
+    if any(row.get("formula") for row in comparison["rows"]):
+        notes += ("By formula: what the published formulas give for the same step, and by how much the compiler's "
+                  "figure exceeds it; empty where no formula says what a policy keeps.",)
     listed = "".join(f"<li>{note}</li>" for note in notes)
     known = {name: comparison["target"][name] for name in TARGET_FIELDS if name in comparison["target"]}
     target = "".join(f"<div><dt>{escape(name)}</dt><dd>"

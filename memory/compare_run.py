@@ -33,7 +33,7 @@ PER_WORKER = 3 * 2**30
 class Job:
     """One combination to compile: `overrides` are (dotted key, text) for the trainer, `chosen` the grid's values.
 
-    `name` is its file in the cache, `label` what people see.
+    `name` is its file in the cache, `label` what people see, `flat` the whole config as the trainer resolved it.
     """
 
     config: str
@@ -42,6 +42,7 @@ class Job:
     chosen: Mapping[str, Any]
     name: str
     label: str
+    flat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def message(self, measure: bool) -> str:
         return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,

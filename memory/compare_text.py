@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,23 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memory.compare import Row, as_text, best, best_of_each, flags, label, varying
+from memory.compare import Row, best, best_of_each, flags, label, value_text, varying
 from memory.text import WIDTH, human
 
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+NAME = 24  # columns for the value of a key
+
+
+def broken(text: str, width: int = NAME) -> str:
+    """A value in lines of `width`, broken behind commas and before a plus: names decide which policy it is."""
+    out = [""]
+    for part in re.findall(r"[^,+]+,?|[,+][^,+]*,?", text):
+        if out[-1] and len(out[-1]) + len(part) > width:
+            out.append("")
+        out[-1] += part if out[-1] else part.lstrip()
+    return "\n".join(out)
 
 
 def _measured(key: str) -> Callable[[Row], Any]:
@@ -56,11 +70,11 @@ def render(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str
     largest = max([row.allocated_bytes or 0 for row in rows], default=0)
     unit, size = next(((name, scale) for name, scale in _UNITS if largest >= scale), _UNITS[-1])
     cells = {title: [_cell(read(row), form, size) for row in rows] for title, read, form, _ in COLUMNS}
-    names = {key: [as_text(row.overrides.get(key, "")) for row in rows] for key in keys}
+    names = {key: [broken(value_text(row, key)) for row in rows] for key in keys}
     titles, left_out = _fitting(cells, names)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for key in keys:
-        table.add_column(key.rsplit(".", 1)[-1], no_wrap=True, max_width=24, overflow="ellipsis")
+        table.add_column(key.rsplit(".", 1)[-1], no_wrap=True, max_width=NAME, overflow="ellipsis")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -128,8 +142,9 @@ def _fitting(cells: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[st
     rank = {title: order for title, _, _, order in COLUMNS}
     shown = [title for title, texts in cells.items() if any(texts)]
     width = {title: max(map(len, [title, *cells[title]])) + 2 for title in shown}
-    taken = {key: max(map(len, [key.rsplit(".", 1)[-1], *texts])) for key, texts in names.items()}
-    room = WIDTH - 10 - sum(min(wide, 24) + 2 for wide in taken.values())
+    taken = {key: max(len(line) for text in (key.rsplit(".", 1)[-1], *texts) for line in text.splitlines() or [""])
+             for key, texts in names.items()}
+    room = WIDTH - 10 - sum(min(wide, NAME) + 2 for wide in taken.values())
     left_out = []
     while len(shown) > 1 and sum(width[title] for title in shown) > room:
         worst = max(shown, key=lambda title: rank[title])

@@ -7,19 +7,26 @@ once for many combinations. Its standard output is kept for answers: what librar
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
+    from memory.records import Report
 
 # Updates run before the clock starts, and how long it runs: at least so many updates and about so many seconds.
 _WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
 
 
-def main() -> None:
+def main(trainer: Trainer) -> None:
     """Answers until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -28,7 +35,7 @@ def main() -> None:
     choose_platform()  # before jax is imported
     for line in sys.stdin:
         try:
-            answer = answer_to(json.loads(line))
+            answer = answer_to(json.loads(line), trainer)
         except Exception as error:  # whatever one combination runs into, the others go on
             answer = {"status": one_line(error)}
         _forget()
@@ -39,14 +46,13 @@ def main() -> None:
             os._exit(0)
 
 
-def answer_to(job: dict[str, Any]) -> dict[str, Any]:
+def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     """The figures of one combination: `{"config", "overrides", "target", "measure"}` -> the fields of a row."""
     from memory import targets
-    from memory.__main__ import trainer_program
     from memory.analyze import report_of
 
     target = targets.parse(job["target"])
-    program = trainer_program(job["config"], [tuple(pair) for pair in job["overrides"]], target)
+    program = trainer.program(job["config"], [tuple(pair) for pair in job["overrides"]], target)
     began = time.perf_counter()
     compilation = program.compile_for_report(exact=True)
     seconds = time.perf_counter() - began
@@ -54,13 +60,25 @@ def answer_to(job: dict[str, Any]) -> dict[str, Any]:
     row = {
         "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
         "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,
-        "residual_bytes": report.breakdown.get("residuals", 0), "breakdown": dict(report.breakdown),
+        "residual_bytes": residuals_of(report), "breakdown": dict(report.breakdown),
         "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
-        "target": dict(report.target), "versions": dict(report.versions), **flops_of(compilation.jaxpr),
+        "target": dict(report.target), "versions": dict(report.versions),
+        "settled": trainer.settled(program), **flops_of(compilation.jaxpr),
     }
     if job["measure"]:
         row["measured"] = measure(program, compilation.compiled)
     return row
+
+
+def residuals_of(report: Report) -> int:
+    """Bytes of residuals at the highest point that holds any: the peak may lie in the update, with all of them freed."""
+    steps: Counter[int] = Counter()
+    for buffer in report.buffers:
+        if buffer.category == "residuals" and buffer.memory == "device":
+            steps[buffer.start] += buffer.bytes
+            steps[buffer.end + 1] -= buffer.bytes
+    held = itertools.accumulate(steps[point.index] for point in report.timeline)
+    return max(((point.bytes, size) for point, size in zip(report.timeline, held) if size), default=(0, 0))[1]
 
 
 def flops_of(jaxpr: Any) -> dict[str, float | None]:
@@ -124,4 +142,6 @@ def _resident() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    from memory.__main__ import Trainer  # the hinge: what this process knows of the trainer comes by it alone
+
+    main(Trainer())

@@ -23,9 +23,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "j
              "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
-Argument = tuple[tuple[int, ...], str, bool]
-
-
 @dataclasses.dataclass(frozen=True)
 class Compilation:
     """A compiled program and what the compiler left of its buffers.
@@ -36,7 +33,6 @@ class Compilation:
         compiled: the executable, None when only a proto was given.
         stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
         local: it was compiled for devices that are here.
-        arguments: (shape on one device, dtype, whether every device holds all of it) of the arguments in order.
     """
 
     proto: bytes = b""
@@ -47,26 +43,27 @@ class Compilation:
     jaxpr: Any = None
     local: bool = False
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    arguments: tuple[Argument, ...] = ()
 
 
-def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True) -> Compilation:
+def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True,
+                    options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
 
     With `exact`, an executable that comes out of the persistent cache is compiled again without it, since
     a cached one has no heap trace; without `exact` its lifetimes are derived from the schedule.
-    `described`: for devices that are not here, whose programs the cache cannot give back.
+    `described`: for devices that are not here, whose programs the cache cannot give back. `options`: of the
+    compiler, as `Lowered.compile(compiler_options=)` takes them.
     """
     described = described or _is_described(lowered)
     with _no_cache() if described else contextlib.nullcontext():
-        compiled, proto = _compile(lowered)
+        compiled, proto = _compile(lowered, options or {})
     if not proto and exact and not described:
         with _no_cache():
-            compiled, proto = _compile(lowered)
+            compiled, proto = _compile(lowered, options or {})
     if not proto:
         return dataclasses.replace(read_compiled(compiled), local=not described)
     return Compilation(proto=proto, compiled=compiled, stats=stats_of(compiled), local=not described,
-                       versions=versions(), arguments=arguments_of(compiled))
+                       versions=versions())
 
 
 def read_compiled(compiled: Any) -> Compilation:
@@ -79,8 +76,7 @@ def read_compiled(compiled: Any) -> Compilation:
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", None) or b""
     return Compilation(module=module, assignment=assignment, compiled=compiled, stats=stats_of(compiled),
-                       local=hasattr(compiled.runtime_executable(), "local_devices"), versions=versions(),
-                       arguments=arguments_of(compiled))
+                       local=hasattr(compiled.runtime_executable(), "local_devices"), versions=versions())
 
 
 def stats_of(compiled: Any) -> XlaStats | None:
@@ -99,21 +95,6 @@ def stats_of(compiled: Any) -> XlaStats | None:
         generated_code_bytes=analysis.generated_code_size_in_bytes)
 
 
-def arguments_of(compiled: Any) -> tuple[Argument, ...]:
-    """How an executable's arguments lie on its devices, () where it does not tell."""
-    import jax
-
-    try:
-        shardings = jax.tree.leaves(compiled.input_shardings)
-        arrays = jax.tree.leaves(compiled.args_info)
-        if len(shardings) != len(arrays):
-            return ()
-        return tuple((tuple(sharding.shard_shape(array.shape)), str(array.dtype), sharding.is_fully_replicated)
-                     for sharding, array in zip(shardings, arrays))
-    except Exception:  # loaded executables, shardings of kinds without shards
-        return ()
-
-
 def versions() -> dict[str, str]:
     """Versions of what decides a program's memory."""
     found = {"python": platform.python_version()}
@@ -123,12 +104,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _compile(lowered: Any) -> tuple[Any, bytes]:
+def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bytes]:
     """(executable, HloProto); b"" when the compiler wrote none with buffers in it."""
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
     with folders as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
+        compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda p: p.stat().st_size)
         proto = protos[-1].read_bytes() if protos else b""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from memory import diff, records
 from memory.errors import ReportError
 from memory.text import WIDTH
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +32,7 @@ def _percent(text: str) -> float:
     return value
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: object) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the table; 1 when memory grew above the bound, else 0."""
     if overrides:
         raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")

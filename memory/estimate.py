@@ -151,27 +151,33 @@ def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None 
 
 # The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
 KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# The trainer's sharding strategies -> ZeRO stages.
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def question_of(config: Mapping[str, Any]) -> Question:
     """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
 
-    `fsdp` is ZeRO stage 3 over its ranks. The trainer splits the residual stream over no tensor ranks.
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp`. Devices of `context`, which share a sequence, are left
+    to the caller: each holds so much of the activations.
 
     Raises:
       ReportError: a config that names what the formulas do not know.
     """
     for key, table in (("precision.preset", formulas.PRECISIONS), ("optimizer.name", formulas.OPTIMIZERS),
-                       ("model.attention", KERNELS)):
+                       ("model.attention", KERNELS), ("mesh.strategy", STAGES)):
         if config[key] not in table:
             raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
                               "python -m memory report compiles it")
     m = {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
-    model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], m["vocab_size"],
+    vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
+    model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
                   gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"])
     shared, copies = config["mesh.fsdp"] != 1, config["mesh.data"]
     ranks = config["mesh.fsdp"] if shared else copies
-    layout = Layout(tensor=max(config["mesh.tensor"], 1), data=max(ranks, 1), zero=3 if shared else 0)
+    tensor = max(config["mesh.tensor"], 1)
+    layout = Layout(tensor, config["mesh.sequence_parallel"] and tensor > 1, max(ranks, 1),
+                    zero=STAGES[config["mesh.strategy"]] if shared else 0)
     # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences in float32.
     short = config["precision.preset"] == "fp32" and config["data.seq_len"] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")

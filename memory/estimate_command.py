@@ -8,11 +8,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memory import formulas
 from memory.errors import ReportError
 from memory.estimate import Estimate, Question, check, estimate, question_of, shape_for
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What --params leaves open and a config says itself: flag -> (the config's key, what it is).
@@ -51,14 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with inputs, opens offline")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: object) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the estimate and writes the files that were asked for. The trainer's config is read, never compiled."""
-    del trainer
     notes: tuple[str, ...] = ()
     if args.config:
-        from memory.__main__ import trainer_config
-
-        config = trainer_config(args.config, overrides)
+        config = trainer.config(args.config, overrides)
         question, notes = _configured(args, config), _notes_on(args, config)
     elif overrides:
         raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --params")
@@ -109,11 +109,16 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
 
 
 def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the estimate does not know of a config's mesh."""
+    notes = []
     free = [axis for axis in ("data", "fsdp", "tensor") if config[f"mesh.{axis}"] == -1]
-    if not free or (args.tensor if free[0] == "tensor" else args.data):
-        return ()
-    flag = "--tensor" if free[0] == "tensor" else "--data"
-    return (f"mesh.{free[0]}=-1 counts as 1 device here: say how many with {flag}=N.",)
+    if free and not (args.tensor if free[0] == "tensor" else args.data):
+        flag = "--tensor" if free[0] == "tensor" else "--data"
+        notes.append(f"mesh.{free[0]}=-1 counts as 1 device here: say how many with {flag}=N.")
+    if config["mesh.context"] != 1:
+        notes.append(f"mesh.context={config['mesh.context']} is left out: each device of a ring has so much less of "
+                     "the activations; report --formulas counts it.")
+    return tuple(notes)
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:

@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memory.hlo import Instruction
 from memory.records import Buffer, Finding, Report
+from memory.replicated import replicated_arrays
 from memory.text import human
 from memory.xla import Program
 
@@ -43,20 +45,29 @@ def full_logits(report: Report, program: Program) -> Seen:
 def replicated_batch(report: Report, program: Program) -> Seen:
     """The batch in full on every device of the mesh."""
     module = program.module
-    entry = module.computations.get(module.entry)
-    if module.devices < 2 or entry is None:
+    if module.devices < 2:
         return None
-    batch = {b.name for b in report.buffers if b.phase == "argument" and b.category == "batch"}
     size = 0
-    for number, id in entry.parameters.items():
-        parameter = module.instructions[id]
-        shape = module.shape(parameter)
-        known = program.replicated
+    for number, parameter in _batch(report, program).items():
+        shape, known = module.shape(parameter), program.replicated
         whole = module.replicated(parameter) if known is None else number in known
-        if whole and shape.dims and module.metadata(parameter).op_name in batch:
+        if whole and shape.dims:
             size += shape.bytes
     return (size, f"the batch is whole on each of {module.devices} devices, and so is what comes of it") \
         if size else None
+
+
+def replicated_activations(report: Report, program: Program) -> Seen:
+    """Activations that are not divided over the axes that divide the batch."""
+    found = list(replicated_arrays(program, _batch(report, program)))
+    if not found:
+        return None
+    names = {array.name for array in found}
+    size = sum(b.bytes for b in report.buffers if b.at_peak and b.memory == "device" and b.name in names)
+    first = found[0]
+    axes = " and ".join(first.axes)
+    return max(size, first.bytes), (f"activations are whole over {axes}, which divides the batch; the first is "
+                                    f"{first.what}, {first.dtype}{list(first.dims)} on every device")
 
 
 def not_donated(report: Report, program: Program) -> Seen:
@@ -134,6 +145,7 @@ def large_collective(report: Report, program: Program) -> Seen:
 RULES: Mapping[Callable[[Report, Program], Seen], str] = {
     full_logits: "use a chunked or fused cross-entropy, or shard the vocabulary",
     replicated_batch: "shard the batch over the data axis of the mesh",
+    replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that divide the batch",
     not_donated: "pass donate_argnums for the state to jax.jit",
     wide_activations: "cast before the tensor is saved and name the narrow one; judge by a GPU, not by a CPU",
     fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",
@@ -143,6 +155,16 @@ RULES: Mapping[Callable[[Report, Program], Seen], str] = {
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",
     large_collective: "gather or reduce by layer under a scan, or lower XLA's combine threshold for it",
 }
+
+
+def _batch(report: Report, program: Program) -> dict[int, Instruction]:
+    """The entry parameters that are the batch, by number."""
+    module = program.module
+    entry = module.computations.get(module.entry)
+    names = {b.name for b in report.buffers if b.phase == "argument" and b.category == "batch"}
+    parameters = {number: module.instructions[id] for number, id in (entry.parameters if entry else {}).items()}
+    return {number: parameter for number, parameter in parameters.items()
+            if module.metadata(parameter).op_name in names}
 
 
 def _turn(report: Report) -> int:

@@ -17,7 +17,7 @@ _MAX_FRAMES = 64
 
 @dataclasses.dataclass(slots=True)
 class Instruction:
-    """One HLO instruction. `called`: ids of computations; `metadata`, `shape`: spans of the proto."""
+    """One HLO instruction. `called`: ids of computations; `metadata`, `shape`, `span` (all): places in the proto."""
 
     id: int = 0
     name: str = ""
@@ -31,6 +31,7 @@ class Instruction:
     target: str = ""
     computation: int = 0
     sharding: Span = (0, 0)
+    span: Span = (0, 0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -220,7 +221,7 @@ def _computation(data: bytes, span: Span, module: Module) -> None:
 
 
 def _instruction(data: bytes, span: Span) -> Instruction:
-    out = Instruction()
+    out = Instruction(span=span)
     for field, value in wire.fields(data, span):
         if field == 36:
             out.operands += wire.numbers(data, value)

@@ -12,6 +12,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from memory.communication_html import communication, table
 from memory.page_data import page_data
 from memory.records import METHODS, ROWS, Report
 
@@ -39,7 +40,8 @@ def render(report: Report) -> str:
         "HEADER": _header(report),
         "COMPOSITION": _composition(report),
         "FINDINGS": _findings(report),
-        "LEDGER": _ledger(report),
+        "LEDGER": _ledger(report) + _zero(report),
+        "COMMUNICATION": communication(report),
         "RESIDUALS": _bars(report.residuals_by_name, "residuals", "no residuals at the peak", "(no name)"),
         "WORKSPACE": _bars(report.workspace_by_scope, "workspace", "no workspace at the peak", "(no scope)"),
         "ABOUT": _about(report),
@@ -154,6 +156,15 @@ def _ledger(report: Report) -> str:
     head = "".join(f'<th scope="col">{name}</th>'
                    for name in ("state", "dtype", "values", "bytes", "bytes / parameter"))
     return f'<table class="ledger"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _zero(report: Report) -> str:
+    """ZeRO's bytes per parameter beside what is held, with the reasons."""
+    if not report.zero:
+        return ""
+    rows = [((escape(row.role), f"{row.classic:.3g}", f"{row.held:.3g}", escape(row.reason)), row.role == "total")
+            for row in report.zero]
+    return "<h3>Beside ZeRO, bytes per parameter</h3>" + table(("state", "ZeRO", "held", "why"), rows, "zero")
 
 
 def _bars(sizes: Mapping[str, int], row: str, empty: str, unnamed: str) -> str:

@@ -7,9 +7,14 @@ so bytes per parameter divide by the parameters it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from memory.records import Buffer, LedgerRow
+from memory.device_mesh import Layout
+from memory.records import Buffer, LedgerRow, Report, ZeroRow
+from memory.traffic import plan_of
+from memory.xla import Program
 
 # Arguments in these roles are state; data and outputs are not.
 STATE = ("params", "gradients", "accumulator", "optimizer")
@@ -67,3 +72,130 @@ def _place(item: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
 
 def _per(size: int, parameters: int) -> float:
     return size / parameters if parameters else 0.0
+
+
+# ---- ZeRO ---------------------------------------------------------------------------------------------------
+
+# Bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of optimizer: master
+# parameters and two moments in 32 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1). Role -> bytes.
+CLASSIC = {"params": 2, "gradients": 2, "optimizer": 12}
+# Strategy -> the roles that the devices of a group divide among them.
+DIVIDED = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"),
+           "zero3": ("optimizer", "gradients", "params")}
+_CLOSE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The training state of one device.
+
+    Fields:
+        parameters: of the model that one tensor-parallel rank uses, the P of the paper; 0 when unknown.
+        strategy: a row of `DIVIDED`, "" without a config that tells; degree: devices that divide state, Nd.
+        tensor: devices of a tensor-parallel group.
+        whole: path -> bytes of the parameters and optimizer leaves that the devices of the group each hold in full,
+            although the strategy divides them.
+    """
+
+    parameters: int = 0
+    strategy: str = ""
+    degree: int = 1
+    tensor: int = 1
+    whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def state_of(report: Report, program: Program, roles: Mapping[int, str], config: Mapping[str, Any]) -> State:
+    """The state by the layouts of a program's arguments, else by its ledger and its config (dotted keys)."""
+    axes = dict(program.mesh)
+    plan = plan_of(config, axes) if any(key.startswith("mesh.") for key in config) else None
+    strategy, degree, tensor = (plan.strategy, plan.degree, plan.tensor) if plan else ("", 1, 1)
+    if strategy not in DIVIDED:
+        strategy = ""
+    params = [layout for number, layout in program.layouts.items() if roles.get(number) == "params"]
+    if params:
+        count = sum(layout.elements for layout in params) // tensor
+    else:
+        held = sum(row.elements for row in report.ledger if row.role == "params")
+        count = held * (degree if "params" in DIVIDED.get(strategy, ()) else 1)
+    return State(count, strategy, degree, tensor, _whole(program, roles, plan.shard if plan else {}, strategy))
+
+
+def _whole(program: Program, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str) -> dict[str, int]:
+    """Path -> bytes of the arrays of state that no axis of `shard` divides, largest first."""
+    if not shard or not DIVIDED.get(strategy):
+        return {}
+    module, found = program.module, {}
+    entry = module.computations[module.entry]
+    for number, layout in program.layouts.items():
+        if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not _shares(layout, shard):
+            parameter = module.instructions[entry.parameters[number]]
+            found[module.metadata(parameter).op_name or parameter.name] = module.shape(parameter).bytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _shares(layout: Layout, shard: Mapping[str, int]) -> bool:
+    return all(axis in layout.axes for axis in shard)
+
+
+def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
+    """ZeRO's accounting beside what is held at the peak, a total last; () for a program without parameters.
+
+    Held are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are whole or
+    cast copies of parameters and the buffers of collectives.
+    """
+    if not state.parameters or not state.strategy:
+        return ()
+    live = [b for b in report.buffers if b.at_peak and b.memory == "device"]
+    copies = sum(b.bytes for b in live if b.component == "param_copy" or b.category == "collectives")
+    rows = report.breakdown
+    held = {"params": rows["params"], "gradients": rows["gradients"] + rows["accumulator"],
+            "optimizer": rows["optimizer"], "gathered": copies}
+    out = []
+    for role, size in held.items():
+        share = state.degree if role in DIVIDED[state.strategy] else 1
+        classic = CLASSIC.get(role, 0) / share
+        each = size / state.parameters
+        near = abs(each - classic) <= _CLOSE * max(classic, _CLOSE)
+        out.append(ZeroRow(role, classic, each, "" if near else _reason(role, report, state)))
+    return (*out, ZeroRow("total", sum(row.classic for row in out), sum(row.held for row in out)))
+
+
+def _reason(role: str, report: Report, state: State) -> str:
+    """Why a role takes other bytes than the paper gives it."""
+    dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
+    words = {
+        "params": f"{dtypes} masters" + (f", 1/{state.degree} on each device" if _divides(report, state) else ""),
+        "gradients": _gradient_reason(report, state),
+        "optimizer": "the masters are the params row",
+        "gathered": "copies to compute with, and what collectives hold",
+    }
+    whole = {path: size for path, size in state.whole.items() if _role_of(path, report) == role}
+    if whole:
+        named = ", ".join(f"{path} {size} B" for path, size in list(whole.items())[:2])
+        more = f" and {len(whole) - 2} more, {sum(whole.values())} B in all" if len(whole) > 2 else ""
+        words[role] += f"; whole on every device: {named}{more}"
+    return words[role]
+
+
+def _divides(report: Report, state: State) -> bool:
+    held = sum(row.elements for row in report.ledger if row.role == "params")
+    return state.degree > 1 and held < state.parameters
+
+
+def _gradient_reason(report: Report, state: State) -> str:
+    """Dtypes of the gradients that are alive at the peak, and whether they are fewer than the paper has."""
+    sizes: dict[str, int] = {}
+    for buffer in report.buffers:
+        if buffer.at_peak and buffer.memory == "device" and buffer.category in ("gradients", "accumulator"):
+            sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + buffer.bytes
+    total = sum(sizes.values())
+    if not total:
+        return "none is alive at the peak"
+    dtypes = " and ".join(sorted(dtype for dtype, size in sizes.items() if size > _CLOSE * total))
+    share = state.degree if "gradients" in DIVIDED[state.strategy] else 1
+    fewer = total < state.parameters * CLASSIC["gradients"] / share
+    return f"{dtypes}, part of them at the peak" if fewer else dtypes
+
+
+def _role_of(path: str, report: Report) -> str:
+    return next((b.category for b in report.buffers if b.name == path and b.phase == "argument"), "")

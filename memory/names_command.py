@@ -7,9 +7,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memory.named_tensors import NamedTensor, named_tensors
+from memory.named_tensors import NamedTensor, named_tensors, too_wide
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,20 +23,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Any) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the table; nothing is compiled."""
     from rich.console import Console
 
     from memory import targets
-    from memory.__main__ import trainer_names
     from memory.platform import choose_platform, simulate_devices
     from memory.text import WIDTH
 
     choose_platform()
     simulate_devices([args.target])
-    jaxpr, sharding = trainer_names(args.config, overrides, targets.parse(args.target))
-    rows = [row(tensor, sharding) for tensor in named_tensors(jaxpr)]
-    Console(width=WIDTH).print(_table(rows))
+    jaxpr, sharding = trainer.names(args.config, overrides, targets.parse(args.target))
+    tensors = named_tensors(jaxpr)
+    rows = [row(tensor, sharding) for tensor in tensors]
+    console = Console(width=WIDTH)
+    console.print(_table(rows))
+    for line in too_wide(tensors):
+        console.print(line, style="yellow")
     if args.json:
         args.json.write_text(json.dumps({"names": rows}, indent=1) + "\n")
     return 0

@@ -16,6 +16,7 @@
   const FORMS = {
     bytes: human, share: (v) => (100 * v).toFixed(1) + " %", ratio: (v) => v.toFixed(3),
     flops: (v) => v.toExponential(2), count: (v) => Math.round(v).toLocaleString("en-US"),
+    gap: (v) => (v < 0 ? "−" : "+") + (100 * Math.abs(v)).toFixed(1) + " %",
     seconds: (v) => (v < 1 ? (1000 * v).toFixed(0) + " ms" : v.toFixed(2) + " s"),
   };
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
@@ -63,18 +64,21 @@
   const captions = (rows, width, height) => {
     const texts = new Map(), heads = [];
     for (const row of rows) {
-      const head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
+      const name = plain(row.rival || row.label), head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
         Math.abs(bytes(other) - bytes(row)) < 0.045 * height);
       if (!head) heads.push(row);
-      texts.set(head || row, head ? texts.get(head) + ", " + plain(row.label) : plain(row.label));
+      texts.set(head || row, head ? texts.get(head) + ", " + name : name);
     }
     return (row) => texts.get(row) || "";
   };
+  const costed = done.filter((row) => cost(row) !== null), SEVERAL = 8;
   const pareto = () => {
-    const rows = done.filter((row) => cost(row) !== null);
+    const chosen = $("task").value, rows = costed.filter((row) => !chosen || row.task === chosen);
     if (!rows.length) { $("pareto-card").hidden = true; return; }
-    // Names beside the points where they are short: with several keys they would cover each other.
-    const few = rows.length <= 16 && keyNames.length < 2, shown = limits.filter(drawn);
+    const tasks = [...new Set(rows.map((row) => row.task))], top = Math.max(1, ...rows.map(bytes));
+    const shown = [...new Set(rows.map((row) => row.limit).filter(Boolean))].filter((limit) => limit <= 4 * top);
+    // Names beside the points where there is room: those of several tasks would cover each other.
+    const few = rows.length <= 16 && tasks.length === 1;
     const most = Math.max(top, ...shown) / size, right = Math.max(...rows.map(cost));
     const left = data.timed ? Math.min(...rows.map(cost)) : 0, room = Math.max(right - left, right / 10, 1e-9);
     const caption = captions(rows, room, most * size);
@@ -90,7 +94,6 @@
           line: { width: mine.map((row) => (row.pareto ? 2 : 0)), color: color("ink") } } };
     });
     // One front a task; a line through several tasks at once would say nothing.
-    const tasks = new Set(rows.map((row) => row.task));
     for (const task of tasks) {
       const front = rows.filter((row) => row.pareto && row.task === task)
         .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a));
@@ -116,9 +119,9 @@
     const columns = Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
     const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
     const layout = { ...frame(), margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
-      grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.28 / Math.max(lines - 0.6, 1) } };
+      grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.36 / Math.max(lines - 0.6, 1) } };
     layout.legend = { ...layout.legend, y: 1 + 26 / (300 * lines) };
-    const traces = [];
+    const traces = [], log = $("scale").value === "logarithmic", place = (v) => (log ? Math.log10(v) : v);
     panels.forEach((panel, i) => {
       const n = i ? i + 1 : "", mine = done.filter((row) => panelOf(row) === panel);
       const highest = Math.max(...mine.map(bytes)), limit = mine[0].limit;
@@ -134,8 +137,11 @@
         range: [Math.log10(ticks[0]) - 0.04, Math.log10(ticks[ticks.length - 1]) + 0.04],
         title: { text: i >= panels.length - columns ? plain(along) : "" } };
       const seen = limit && limit <= 4 * highest;
+      const least = Math.min(...mine.map(bytes), seen ? limit : Infinity);
+      const marks = [...Array(30).keys()].map((i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(i / 3) - 3));
       layout["yaxis" + n] = { ...axis(), title: { text: i % columns ? "" : "allocated " + unit },
-        range: [0, Math.max(highest, seen ? limit : 0) / size * 1.12] };
+        type: log ? "log" : "linear", range: [log ? place(least / size / 1.25) : 0,
+          place(Math.max(highest, seen ? limit : 0) / size * (log ? 1.25 : 1.12))], ...(log ? { tickvals: marks, ticktext: marks.map(String) } : {}) };
       if (seen) layout.shapes.push({ ...limitLine(limit, "x" + n), yref: "y" + n });
       if (panel) layout.annotations.push({ xref: `x${n} domain`, yref: `y${n} domain`, x: 0, y: 1, yanchor: "bottom",
         xanchor: "left", text: `<b>${plain(panel)}</b>`, showarrow: false, font: { color: color("ink") } });
@@ -146,29 +152,43 @@
 
   // ---- bars -----------------------------------------------------------------------------------------
   const MOST = 60;
+  let all = done.length <= MOST;
+  const bar = (row, scale, text) => {
+    const line = make("div", undefined, "stack" + (row.fits === false ? " over" : "")), name = make("span", text);
+    name.title = row.label;
+    const track = make("div", undefined, "track"), pieces = make("div");
+    for (const [category, title] of data.categories) {
+      const part = row.breakdown[category];
+      if (!part) continue;
+      const piece = make("i", undefined, "c-" + category);
+      piece.style.width = (100 * part) / scale + "%";
+      piece.title = `${title}: ${human(part)}`;
+      pieces.append(piece);
+    }
+    track.append(pieces);
+    if (drawn(row.limit)) {
+      const mark = make("i", undefined, "limit");
+      mark.style.left = (100 * row.limit) / scale + "%";
+      mark.title = "limit " + human(row.limit);
+      track.append(mark);
+    }
+    line.append(name, track, make("b", human(bytes(row))));
+    return line;
+  };
   const stacks = () => {
-    const rows = done.slice(0, MOST), scale = Math.max(top, ...limits.filter(drawn));
-    const lines = rows.map((row) => {
-      const line = make("div", undefined, "stack" + (row.fits === false ? " over" : "")), name = make("span", row.label);
-      name.title = row.label;
-      const track = make("div", undefined, "track"), bar = make("div");
-      for (const [category, title] of data.categories) {
-        const part = row.breakdown[category];
-        if (!part) continue;
-        const piece = make("i", undefined, "c-" + category);
-        piece.style.width = (100 * part) / scale + "%";
-        piece.title = `${title}: ${human(part)}`;
-        bar.append(piece);
+    // Rows that differ in their policy alone stand together, under what they share.
+    const groups = new Map();
+    for (const row of done) groups.set(row.group, [...(groups.get(row.group) || []), row]);
+    const grouped = groups.size > 1 && groups.size < done.length;
+    const ordered = [...groups.values()].flat(), rows = all ? ordered : ordered.slice(0, MOST);
+    const scale = Math.max(top, ...limits.filter(drawn)), lines = [];
+    rows.forEach((row, i) => {
+      if (grouped && (!i || rows[i - 1].group !== row.group)) {
+        const head = make("div", undefined, "stack group");
+        head.append(make("span"), make("div", row.group));
+        lines.push(head);
       }
-      track.append(bar);
-      if (drawn(row.limit)) {
-        const mark = make("i", undefined, "limit");
-        mark.style.left = (100 * row.limit) / scale + "%";
-        mark.title = "limit " + human(row.limit);
-        track.append(mark);
-      }
-      line.append(name, track, make("b", human(bytes(row))));
-      return line;
+      lines.push(bar(row, scale, grouped ? row.policy : row.label));
     });
     if (limits.length === 1 && drawn(limits[0])) {
       const note = make("div", undefined, "stack note"), track = make("div", undefined, "track");
@@ -178,7 +198,8 @@
       note.append(make("span"), track, make("b"));
       lines.push(note);
     }
-    if (done.length > MOST) lines.push(make("p", `The first ${MOST} of ${done.length}; the table has all.`, "empty"));
+    $("more").hidden = done.length <= MOST;
+    $("more").textContent = all ? `only the first ${MOST}` : `all ${done.length}, not only the first ${MOST}`;
     $("stacks").replaceChildren(...lines);
   };
 
@@ -195,6 +216,7 @@
   const verdict = (row) => {
     const cell = make("td", undefined, row.status !== "ok" ? "why" : "text " + (row.fits === false ? "exceeds" : "fits"));
     cell.append(row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
+    if (row.status !== "ok") cell.colSpan = columns.length - data.keys.length;
     if (row.pareto) { const star = make("span", " ★", "star"); star.title = "Pareto-optimal"; cell.append(star); }
     return cell;
   };
@@ -219,6 +241,7 @@
       const line = make("tr", undefined, row.best ? "winner" : "");
       for (const c of columns) {
         if (c.id === "fits") { line.append(verdict(row)); continue; }
+        if (row.status !== "ok" && !c.text) continue;  // the reason takes the place of all figures
         const cell = make("td", c.write(row), c.text ? "text" : "");
         cell.title = c.exact ? c.exact(row) : c.write(row);
         line.append(cell);
@@ -244,7 +267,15 @@
   $("growth-card").hidden = !(data.axes.length && done.length);
   $("along").append(...data.axes.map((key) => new Option(key, key)));
   $("along").parentElement.hidden = data.axes.length < 2;
-  $("along").onchange = growth;
+  $("along").onchange = $("scale").onchange = growth;
+  // From a policy that barely fits to one that never will: a linear axis would flatten the lower ones.
+  if (done.length && top > 25 * Math.min(...done.map(bytes))) $("scale").value = "logarithmic";
+  const tasks = [...new Map(costed.map((row) => [row.task, row.task_label]))];
+  $("task").append(new Option("all", ""), ...tasks.map(([task, title]) => new Option(title, task)));
+  $("task").parentElement.parentElement.hidden = tasks.length < 2;
+  if (tasks.length > SEVERAL) $("task").value = tasks[0][0];
+  $("task").onchange = pareto;
+  $("more").onclick = () => { all = !all; stacks(); };
   stacks(); table(); charts();
   root.dataset.ready = "yes";
 })();

@@ -21,6 +21,9 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
   next as "(blocks input)"; sums to the residuals row.
 - `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
+- `communication`: bytes per step by kind of collective and mesh axes, beside the formula (`Communication`);
+  `collectives`: every collective of the program, with what hides it (`Collective`).
+- `zero`: bytes per parameter beside the accounting of ZeRO (`ZeroRow`); [] without a config that tells the strategy.
 - `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
 - `notes`: sentences on what is not exact in this report.
 """
@@ -34,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from memory.errors import ReportError
+from memory.parallel_records import Collective, Communication, ZeroRow
 
 SCHEMA = 1
 
@@ -142,6 +146,9 @@ class Report:
     buffers: tuple[Buffer, ...] = ()
     ledger: tuple[LedgerRow, ...] = ()
     findings: tuple[Finding, ...] = ()
+    communication: tuple[Communication, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    zero: tuple[ZeroRow, ...] = ()
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
@@ -191,9 +198,11 @@ class Report:
 # The order of keys in the JSON.
 KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
         "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
-        "residuals_by_name", "workspace_by_scope", "ledger", "findings", "notes", "timeline", "buffers")
+        "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "findings",
+        "notes", "timeline", "buffers")
 
-_ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding}
+_ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
+          "communication": Communication, "collectives": Collective, "zero": ZeroRow}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config")
 
@@ -250,7 +259,7 @@ def _item(record: type, value: Any) -> Any:
 
 
 _KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
-          "int | None": (int, type(None)), "tuple[int, ...]": (tuple,)}
+          "int | None": (int, type(None)), "tuple[int, ...]": (tuple,), "tuple[str, ...]": (tuple,)}
 
 
 def _one_line(error: BaseException) -> str:

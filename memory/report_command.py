@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memory.errors import ReportError
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,27 +23,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
     parser.add_argument("--target", metavar="T", default="local", help="what to compile for and judge by: "
                         "local, cpu:8, h200:8, h100:2x8, v5e:4x4 ... (default: local)")
+    parser.add_argument("--formulas", action="store_true",
+                        help="what the published formulas say beside the compiler, with the gap (needs --config)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report's JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
     parser.add_argument("--export", metavar="DIR", type=Path,
                         help="write what XProf, TensorBoard and pprof open")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
-        trainer: Callable[..., tuple[Any, dict[str, Any]]]) -> int:
-    """Prints the report and writes the files that were asked for; `trainer` compiles a config's step."""
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the report and writes the files that were asked for; the trainer compiles a config's step."""
     from memory import targets
     from memory.platform import choose_platform, simulate_devices
 
     if args.hlo and overrides:
         raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --hlo")
+    if args.hlo and args.formulas:
+        raise ReportError("--formulas takes its shapes from a config: give --config, not --hlo")
     choose_platform()  # before jax is imported
     simulate_devices([args.target])
     target = targets.parse(args.target)
+    config = program = None
     if args.config:
-        compilation, config = trainer(args.config, overrides, target)
+        program = trainer.program(args.config, overrides, target)
+        compilation, config = program.compile_for_report(exact=True), trainer.config(args.config, overrides)
     else:
-        compilation, config = _of_file(args.hlo), None
+        compilation = _of_file(args.hlo)
 
     from memory.analyze import report_of
 
@@ -46,8 +56,23 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
     from memory import text
 
     text.show(report)
-    _write(args, report, compilation.proto)
+    found = _formulas(report, config, trainer.settled(program), compilation.jaxpr) if args.formulas else {}
+    _write(args, report, compilation.proto, found)
     return 0
+
+
+def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any) -> dict[str, Any]:
+    """Prints the formulas beside the report; {"formula": their figures}, what the JSON holds besides."""
+    from memory import beside, beside_text, flops
+
+    found = beside.formula_of(config, settled, report.target.get("platform", ""))
+    if isinstance(found, str):
+        print(f"\nno formula: {found}")
+        return {"formula": None}
+    counted = flops.count(jaxpr)
+    beside_text.show_report(found, beside.lines(found, report.peak_bytes, report.breakdown, {
+        "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops}))
+    return {"formula": dataclasses.asdict(found)}
 
 
 def _of_file(path: str) -> Any:
@@ -56,10 +81,11 @@ def _of_file(path: str) -> Any:
     return compilation_of(path)
 
 
-def _write(args: argparse.Namespace, report: Any, proto: bytes) -> None:
+def _write(args: argparse.Namespace, report: Any, proto: bytes, besides: Mapping[str, Any]) -> None:
+    """Writes the files that were asked for; `besides` are keys that a report's reader passes over."""
     try:
         if args.json:
-            report.save(args.json)
+            args.json.write_text(json.dumps({**report.to_json(), **besides}, indent=1) + "\n", encoding="utf-8")
         if args.html:
             from memory import html
 

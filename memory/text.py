@@ -8,15 +8,18 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memory.records import METHODS, Report, TimelinePoint
+from memory.records import METHODS, Collective, Report, TimelinePoint
 
 WIDTH = 100
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
 PHASE_STYLE = {"argument": "dim", "forward": "blue", "recompute": "yellow", "backward": "magenta",
                "optimizer": "green", "output": "dim", "": "dim"}
-_BAR, _NAMES, _FINDINGS = 22, 7, 5
+_BAR, _NAMES, _FINDINGS, _TRAFFIC, _COLLECTIVES = 22, 7, 5, 6, 4
+# Kinds and collectives of less than this share of the bytes on the wire are folded into a line.
+_SMALL = 0.001
 
 
 def human(count: float) -> str:
@@ -33,13 +36,13 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def render(report: Report) -> RenderableType:
-    """The report as something rich prints: peak, composition, ledger, timeline, findings."""
+    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
     parts: list[RenderableType] = [_head(report), Text()]
     columns = Table.grid(padding=(0, 3))
     columns.add_row(_breakdown(report), Group(
         _names("residuals by checkpoint name", report.residuals_by_name),
         _names("workspace by phase and component", report.workspace_by_scope)))
-    parts += [columns, _timeline(report), _ledger(report), *_findings(report)]
+    parts += [columns, _timeline(report), _ledger(report), _zero(report), _communication(report), *_findings(report)]
     if report.method != "heap_trace":
         parts.append(Text(f"method: {METHODS.get(report.method, report.method)}", style="yellow"))
     parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
@@ -126,6 +129,72 @@ def _ledger(report: Report) -> RenderableType:
         line.append(f"{row.role} {row.dtype} {row.bytes_per_param:.2f}  ")
     line.append(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")
     return Group(Text(), line)
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table whose first column is the title's; figures to the right, the last column words."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    table.add_column(Text(title, style="bold not dim"), no_wrap=True)
+    for heading in headings[:-1]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(headings[-1], no_wrap=True, overflow="ellipsis", style="dim")
+    return table
+
+
+def _zero(report: Report) -> RenderableType:
+    """ZeRO's bytes per parameter beside what is held."""
+    if not report.zero:
+        return Text()
+    table = _table("bytes per parameter", "ZeRO", "held", "why")
+    table.columns[-1].no_wrap = False
+    for row in report.zero:
+        table.add_row(row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason,
+                      style="bold" if row.role == "total" else "")
+    return Group(Text(), table)
+
+
+def _communication(report: Report) -> RenderableType:
+    """Bytes per step by kind and axes beside the formula, and the largest collectives with what hides them."""
+    if not report.communication:
+        return Text()
+    table = _table("communication", "over", "times", "payload", "sent", "exposed", "formula", "of")
+    sent = sum(row.wire_bytes for row in report.communication)
+    large = [row for row in report.communication if max(row.wire_bytes, row.formula_bytes or 0) > _SMALL * sent]
+    for row in large[:_TRAFFIC]:
+        table.add_row(row.kind.removeprefix("collective-"), over(row.axes, row.group), f"{row.times:,}",
+                      human(row.bytes), human(row.wire_bytes),
+                      f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
+                      human(row.formula_bytes) if row.formula_bytes is not None else "", row.formula)
+    rest = [row for row in report.communication if row not in large[:_TRAFFIC]]
+    if rest:
+        table.add_row(f"{len(rest)} more", "", f"{sum(row.times for row in rest):,}", human(sum(r.bytes for r in rest)),
+                      human(sum(r.wire_bytes for r in rest)), style="dim")
+    return Group(Text(), table, *_largest(report, sent))
+
+
+def _largest(report: Report, sent: int) -> list[RenderableType]:
+    table = _table("largest collectives", "over", "times", "sent", "in flight", "meanwhile", "where")
+    listed = sorted(report.collectives, key=lambda item: -item.times * item.wire_bytes)[:_COLLECTIVES]
+    for item in listed:
+        if item.times * item.wire_bytes > _SMALL * sent:
+            where = "/".join(part for part in (item.phase, item.component) if part)
+            table.add_row(item.name, over(item.axes, item.group), f"{item.times:,}",
+                          human(item.times * item.wire_bytes), human(item.in_flight_bytes), meanwhile(item), where)
+    return [Text(), table] if table.row_count else []
+
+
+def over(axes: Iterable[str], group: int) -> str:
+    """What a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known."""
+    return f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
+
+
+def meanwhile(item: Collective) -> str:
+    """What is computed while a collective runs: "5 ops, 1.37 TFLOP", "exposed"."""
+    if item.exposed:
+        return "exposed" if item.asynchronous else "waits"
+    done = f"{item.overlapped} op{'s' * (item.overlapped > 1)}"
+    scale, unit = next(((size, name) for size, name in _FLOPS if item.overlapped_flops >= size), (1, ""))
+    return f"{done}, {item.overlapped_flops / scale:.3g} {unit}FLOP" if unit else done
 
 
 def _findings(report: Report) -> list[RenderableType]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from memory import hlo, wire
+from memory.activations import Activation
+from memory.device_mesh import Axes, Layout
 from memory.errors import ReportError
 from memory.hlo import Index, Module
 from memory.wire import Span, WireError
@@ -63,6 +65,8 @@ class Program:
     """Everything read from one HloProto.
 
     `replicated`: numbers of the entry parameters that every device of several holds whole; None when unknown.
+    `mesh`: names and sizes of the mesh axes, () when unknown; `layouts`: how entry parameters lie on it, by number;
+    `activations`: the global arrays of the forward pass that carry the batch, None without a jaxpr.
     """
 
     module: Module
@@ -70,6 +74,9 @@ class Program:
     allocations: list[Allocation] = dataclasses.field(default_factory=list)
     traces: list[Trace] = dataclasses.field(default_factory=list)
     replicated: frozenset[int] | None = None
+    mesh: Axes = ()
+    layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    activations: tuple[Activation, ...] | None = None
 
 
 _REMEDY = ("give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' "

@@ -83,19 +83,19 @@ def make_step(policy="named", optimizer=None, micro=1):
 
 
 def trace_step(devices, policy="named", *, donate=True, shard_batch=True, shard_state=False, optimizer=None,
-               micro=1):
+               micro=1, axis="data"):
     """The training step as a `jax.stages.Traced` for the devices."""
     step, optimizer = make_step(policy, optimizer, micro)
-    mesh = Mesh(np.array(devices), ("data",))
+    mesh = Mesh(np.array(devices), (axis,))
 
     def place(leaf):
         sharded = shard_state and leaf.ndim >= 2
-        axes = P(*[None] * (leaf.ndim - 1), "data") if sharded else P()
+        axes = P(*[None] * (leaf.ndim - 1), axis) if sharded else P()
         return spec(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes))
 
     params = parameters()
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params), "step": spec((), i32)}
-    tokens = spec((BATCH, LENGTH), i32, sharding=NamedSharding(mesh, P("data" if shard_batch else None)))
+    tokens = spec((BATCH, LENGTH), i32, sharding=NamedSharding(mesh, P(axis if shard_batch else None)))
     jitted = jax.jit(step, donate_argnums=0 if donate else ())
     return jitted.trace(jax.tree.map(place, state), {"inputs": tokens, "targets": tokens})
 
@@ -179,3 +179,43 @@ OTHERS = {
     "empty": lowered(lambda x: x[:0], spec((8,), f32)),
     "host_offload": lowered(lambda x: jax.device_put(x * 2, jax.memory.Space.Host), spec((64, 64), f32)),
 }
+
+
+def two_layers(devices, middle):
+    """The gradient of a two-layer net over a data axis; its hidden activation is pinned to `middle` in between."""
+    mesh = Mesh(np.array(devices).reshape(-1, 2), ("data", "model"))
+
+    def loss(params, batch):
+        with jax.named_scope("first"):
+            h_BF = jnp.tanh(batch @ params["w_in"])
+        h_BF = jax.lax.with_sharding_constraint(h_BF, NamedSharding(mesh, middle))
+        with jax.named_scope("second"):
+            h_BF = checkpoint_name(jnp.tanh(h_BF @ params["w_mid"]), "hidden")
+            return (h_BF @ params["w_out"]).sum()
+
+    def place(shape, axes):
+        return spec(shape, f32, sharding=NamedSharding(mesh, axes))
+
+    params = {"w_in": place((48, 96), P()), "w_mid": place((96, 80), P()), "w_out": place((80, 24), P())}
+    return jax.jit(jax.grad(loss)).trace(params, place((64, 48), P("data", None)))
+
+
+def talking(devices):
+    """One of each collective by hand over a mesh of data 2 x model 4, inside loops of 3 and of 5."""
+    mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))
+
+    def body(x):
+        def inner(c, _):
+            return jax.lax.psum(c, "model") / 4, None
+
+        def outer(c, _):
+            c = jax.lax.scan(inner, c, length=5)[0]
+            return jax.lax.ppermute(c, "data", [(0, 1), (1, 0)]), None
+
+        x = jax.lax.scan(outer, x, length=3)[0]
+        gathered = jax.lax.all_gather(x, "model", tiled=True)
+        parts = jax.lax.all_to_all(gathered, "data", 0, 0, tiled=True)
+        return jax.lax.psum_scatter(parts, ("data", "model"), tiled=True)
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model")), check_vma=False)
+    return jax.jit(run).trace(spec((256, 32), f32, sharding=NamedSharding(mesh, P(("data", "model")))))

@@ -9,13 +9,12 @@ import pytest
 
 from train.batch import IGNORE
 from train.losses import LOSSES, LossSettings, count_tokens
-from train.sharding import Layout, make_mesh
-
-ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+from train.sharding import AXES, Layout, make_mesh
 
 
-def settings(positions, devices=1, compute=jnp.float32, **mesh):
-    return LossSettings(Layout(make_mesh({**ONE, **mesh}, jax.devices()[:devices])), compute, positions)
+def settings(positions, devices=1, compute=jnp.float32, vocabulary=None, **mesh):
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **mesh}, jax.devices()[:devices]))
+    return LossSettings(layout, compute, positions, vocabulary)
 
 
 def problem(B=4, L=13, D=16, V=40):
@@ -43,10 +42,25 @@ def test_value_and_gradients_equal_the_reference(kind, positions):
     np.testing.assert_allclose(LOSSES[kind](x, w, targets, settings(positions)), reference(x, w, targets), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
-def test_sharded_equals_unsharded(mesh):
+@pytest.mark.parametrize("kind", LOSSES)
+def test_padded_columns_are_never_predicted(kind):
+    """Neither value nor gradients know of them, whatever they hold."""
     x, w, targets = problem()
-    here = settings(4, 4, **mesh)
+    padded = jnp.pad(w, ((0, 0), (0, 8)), constant_values=3.0)
+    run = jax.jit(jax.value_and_grad(lambda x, w: LOSSES[kind](x, w, targets, settings(4, vocabulary=40)), (0, 1)))
+    value, (dx, dw) = run(x, padded)
+    want, grads = jax.value_and_grad(reference, (0, 1))(x, w, targets)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(dx, grads[0], rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(dw[:, :40], grads[1], rtol=2e-5, atol=1e-5)
+    assert not dw[:, 40:].any()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2},
+                                  {"context": 4}, {"fsdp": 2, "context": 2}], ids=str)
+def test_sharded_equals_unsharded(mesh):
+    x, w, targets = problem(L=12 if "context" in mesh else 13)
+    here = settings(2 if "context" in mesh else 4, 4, **mesh)
     def run(x, w):
         return LOSSES["chunked"](x, w, targets, here)
     placed = (jax.device_put(x, here.layout.sharding(("batch", "length", None))),

@@ -50,8 +50,8 @@ def test_report_of_a_proto(step, capsys, tmp_path):
 
 def test_report_of_a_config(capsys, tmp_path):
     small = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.data.seq_len=32"]
-    code, _, err = run(capsys, "report", "--config=tiny", *small, "--config.mesh.fsdp=1",
-                         "--target=cpu:8", f"--json={tmp_path / 'r.json'}")
+    code, _, err = run(capsys, "report", "--config=tiny", *small, "--config.mesh.data=-1",
+                       "--config.mesh.fsdp=1", "--target=cpu:8", f"--json={tmp_path / 'r.json'}")
     assert (code, err) == (0, "")
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["config"]["model.d_model"] == 32 and written["target"]["name"] == "cpu:8"

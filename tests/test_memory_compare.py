@@ -108,12 +108,37 @@ def test_flags_are_quoted_and_typed():
                                   "--config.model.scan=false '--config=a b.py'")
 
 
+def test_a_policy_stands_with_its_names():
+    one = row("custom", keys={"remat.save": ["v", "context"], "remat.offload": []})
+    two = row("custom", keys={"remat.save": ["v"], "remat.offload": ["block_in"]})
+    rows = [one, two, row("custom"), row("full")]
+    assert compare.varying(rows) == ["remat.policy"] == compare.varying([one, two])
+    assert [compare.label(r, ["remat.policy"]) for r in rows] == [
+        "custom(v,context)", "custom(v)+offload(block_in)", "custom", "full"]
+    assert compare.flags(one).split()[1] == "'--config.remat.save=(v,context)'"
+    assert compare.varying([Row({"remat.save": [name]}) for name in "ab"]) == ["remat.save"]
+
+
+@pytest.mark.parametrize(("text", "keys"), [
+    ("full", {"remat.policy": "full"}), ("custom", {"remat.policy": "custom"}),
+    ("custom(a, b)", {"remat.policy": "custom", "remat.save": "(a,b)", "remat.offload": "()"}),
+    ("custom(a)+offload(b)", {"remat.policy": "custom", "remat.save": "(a)", "remat.offload": "(b)"}),
+    ("custom + offload(b,c)", {"remat.policy": "custom", "remat.save": "()", "remat.offload": "(b,c)"})])
+def test_policies_as_keys(text, keys):
+    assert compare.policy_keys(text) == keys
+
+
+def test_lists_of_policies_split_outside_parentheses():
+    policies = ["none", "custom(q_rot,v,context)", "custom(attn_out)+offload(block_in)"]
+    assert compare.split_values(",".join(policies)) == policies
+
+
 def test_json_has_every_key(rows):
     out = json.loads(json.dumps(compare.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
     assert set(out) == {"rows", "best", "target", "versions", "interrupted"}
     assert {"overrides", "status", "peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "residual_bytes",
             "recompute_flops_fraction", "kernel_recompute_flops", "model_flops", "hardware_flops", "compile_seconds",
-            "fits", "pareto", "measured", "breakdown"} <= set(out["rows"][0])
+            "fits", "pareto", "measured", "breakdown", "formula"} <= set(out["rows"][0])
     assert out["best"]["flags"] == "--config.remat.policy=dots" and out["rows"][4]["fits"] is None
 
 
@@ -132,6 +157,16 @@ def test_the_table(rows):
     assert "33.3%" in lines["full"] and "1.333" in lines["full"] and "12.00" in lines["full"]
     assert "choose another" in text and "best that fits: --config.remat.policy=dots" in text
     assert "3 combinations left" in text and "GiB" in text
+
+
+def test_long_names_are_broken_not_cut():
+    text = printed([row("custom", gib, keys={"remat.save": ["q_rot", "v", "context", "attn_out", last]})
+                    for gib, last in ((9, "up"), (10, "gate"))])
+    assert "attn_out,up)" in text and "attn_out,gate)" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_hfu_over_mfu_is_shown_where_there_is_room(rows):
+    assert "HFU/MFU" in printed(rows).splitlines()[2]
 
 
 def test_one_reason_is_told_once():
@@ -176,6 +211,21 @@ def test_what_growth_is_drawn_along(rows):
     assert {name for name, _ in compare_html.page_data(compare.to_json(rows, {}, {}))["categories"]} <= set(ROWS)
 
 
+def test_formulas_are_columns_of_the_page(rows):
+    formula = {"residual_bytes": rows[1].residual_bytes / 2, "peak_bytes": float(rows[1].peak_bytes),
+               "model_flops": 6e12, "hardware_flops": 9e12}
+    unknown = dict.fromkeys(formula)
+    data = compare_html.page_data(compare.to_json(
+        [dataclasses.replace(r, formula=f) for r, f in zip(rows, (unknown, formula))], {}, {}))
+    names = [name for name, *_ in data["columns"]]
+    assert {"formula_residuals", "residuals_gap", "formula_peak", "peak_gap", "formula_ratio"} <= set(names)
+    none, dots = (line["values"] for line in data["rows"])
+    assert (dots["residuals_gap"], dots["peak_gap"], dots["formula_ratio"]) == (1.0, 0.0, 1.5)
+    assert none["residuals_gap"] is none["formula_peak"] is none["formula_ratio"] is None
+    without = compare_html.page_data(compare.to_json(rows, {}, {}))["columns"]
+    assert not [name for name, *_ in without if "formula" in name or "gap" in name]
+
+
 def test_the_browser_draws_all_of_it(tmp_path):
     out = compare.to_json(growing(), {"name": "h200:8"}, {"jax": "9"})
     script = """
@@ -190,6 +240,26 @@ def test_the_browser_draws_all_of_it(tmp_path):
     assert re.search(r'id="growth-card">', seen), "two numeric values draw growth"
     title = re.search("<title>(.*?)<", document, re.S)[1]
     assert "48.00 GiB" in title and "llama_8b" in title and "exceeds" in title, "sorted by size, largest first"
+
+
+def many(count):
+    """Rows of so many lengths and four policies: more bars than a page shows at once."""
+    return [row(policy, gib * n, share, keys={"data.seq_len": 1024 * n}) for n in range(1, count // 4 + 1)
+            for policy, gib, share in (("none", 3, 0.0), ("dots", 2, 0.05), ("minimal", 1.5, 0.1), ("full", 1, 0.33))]
+
+
+def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
+    page = compare_html.render(compare.to_json(many(240), {}, {}))
+    script = """
+      const count = () => document.querySelectorAll(".stack:not(.group):not(.note)").length;
+      const before = [count(), document.querySelectorAll(".stack.group").length];
+      document.getElementById("more").click();
+      document.title = [...before, count(), document.getElementById("task").options.length,
+        document.getElementById("task").value !== "", document.getElementById("scale").value,
+        document.querySelectorAll("#growth .scatterlayer .trace").length].join();"""
+    document = browse(tmp_path, page, script=script, options=["--dump-dom"])
+    assert 'data-ready="yes"' in body(document)
+    assert re.search("<title>(.*?)<", document, re.S)[1] == "60,15,240,61,true,logarithmic,4"
 
 
 def test_the_browser_takes_hostile_and_empty_comparisons(tmp_path, rows):

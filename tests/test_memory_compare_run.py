@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import time
 import pytest
 
 from memory import __main__ as command
-from memory import compare_cache, compare_command, compare_run
+from memory import compare, compare_cache, compare_command, compare_run
 from memory.errors import ReportError
+from train.config import split_overrides
 from train.errors import UserError
 
 SMALL = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64", "--config.data.seq_len=16",
@@ -59,16 +61,40 @@ def options(**more):
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
     args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
-    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], command.trainer_config, "s")
+    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], command.Trainer().config, "s")
     assert [tuple(job.chosen.values()) for job in jobs] == [
         (policy, n, "h200:8") for policy in ("none", "full") for n in (32, 64)]
     assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):
             compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [],
-                                      command.trainer_config, "s")
+                                      command.Trainer().config, "s")
     with pytest.raises(ReportError, match="no config"):
-        compare_command.make_jobs(options(config=None), [], command.trainer_config, "s")
+        compare_command.make_jobs(options(config=None), [], command.Trainer().config, "s")
+
+
+def test_policies_with_names_of_their_own():
+    """The names are keys of the row; those that the config gives its own custom policy stay with that alone."""
+    args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )")
+    own = [("remat.policy", "custom"), ("remat.save", "context")]
+    jobs = compare_command.make_jobs(args, own, command.Trainer().config, "s")
+    names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
+    assert list(zip([job.label for job in jobs], names)) == [
+        ("none", {"remat.save": []}), ("custom", {}),
+        ("custom(v,up)+offload(block_in)", {"remat.save": ["v", "up"], "remat.offload": ["block_in"]}),
+        ("custom(v)", {"remat.save": ["v"], "remat.offload": []})]
+    assert [job.flat["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
+    # Where a range of layers is custom, its names are for it.
+    ranges = [*own, ("remat.layers", "0-2:custom")]
+    assert compare_command.make_jobs(options(remat="none"), ranges, command.Trainer().config, "s")[0].flat[
+        "remat.save"] == ("context",)
+
+
+def test_the_flags_of_a_policy_run_it():
+    """What compare prints goes through a shell into the same config."""
+    job, = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], command.Trainer().config, "s")
+    _, pairs = split_overrides(shlex.split(compare.flags(compare.Row(job.chosen))))
+    assert command.Trainer().config("tiny", pairs) == job.flat
 
 
 def test_the_workers_environment():
@@ -182,6 +208,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
     (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
     (["--config=tiny", "--jobs=0"], "1 or more"),
+    (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
+    (["--config=tiny", "--remat=full(v)"], "full(v): write"),
+    (["--config=tiny", "--remat=custom()"], "custom(): write"),
+    (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q): write"),
 ])
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(compare_run, "Worker", None)

@@ -11,7 +11,7 @@ import pytest
 from test_memory_html import Page, browse
 
 from memory import estimate_html, formulas
-from memory.__main__ import main, trainer_config
+from memory.__main__ import Trainer, main
 from memory.estimate import Question, check, estimate, question_of, shape_for
 from memory.estimate_command import parse_count
 from memory.formulas import Layout, Model
@@ -52,9 +52,13 @@ def test_llama_8b_by_hand():
 
 
 def test_the_shipped_config_asks_that_question():
-    asked = question_of(trainer_config("llama_8b", [("mesh.fsdp", "8")]))
+    config = Trainer().config
+    asked = question_of(config("llama_8b", [("mesh.fsdp", "8")]))
     assert asked == LLAMA_8B
-    assert question_of(trainer_config("tiny", [("precision.preset", "fp32")])).attention == "naive"
+    assert question_of(config("tiny", [("precision.preset", "fp32")])).attention == "naive"
+    spread = [("mesh.tensor", "2"), ("mesh.sequence_parallel", "true"), ("mesh.fsdp", "4"), ("mesh.strategy", "zero2")]
+    assert question_of(config("llama_8b", spread)).layout == Layout(2, True, 4, 2)
+    assert question_of(config("tiny", [("model.vocab_size", "50257")])).model.vocabulary == 50304
 
 
 def test_parameters_alone(capsys, tmp_path):
@@ -88,6 +92,8 @@ def test_flags_spread_the_state(capsys, tmp_path):
 def test_a_config_of_unknown_devices_says_so(capsys):
     assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
     assert "counts as" not in run(capsys, "--config=llama_8b", "--data=8")[1]
+    ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
+    assert "mesh.context=2 is left out" in ring and "counts as" not in ring
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -1,10 +1,14 @@
 """Findings: each on a program that has the fault, and not on one that lacks it."""
 
 import dataclasses
+import inspect
+import math
+import re
 
 import jax
 import memory_programs as programs
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import memory
 from memory import findings, targets, xla
@@ -12,6 +16,7 @@ from memory.analyze import report_of
 from memory.compiler import compile_lowered
 from memory.hlo import Instruction, Module
 from memory.records import ROWS, Buffer, Report, TimelinePoint
+from memory.replicated import missing
 from memory.xla import Allocation, Program
 
 NOTHING = Program(Module())
@@ -89,6 +94,41 @@ def test_replicated_batch(devices):
     tokens = 2 * 4 * programs.BATCH * programs.LENGTH
     assert {f.kind: f.bytes for f in whole.findings}["replicated_batch"] == tokens
     assert "replicated_batch" not in {f.kind for f in split.findings}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize(("middle", "whole"), [
+    (P("data", None), None), (P("data", "model"), None), (P(), (64, 96)), (P(None, "model"), (64, 48))])
+def test_replicated_activations(devices, traced, middle, whole):
+    """A net whose hidden activation is pinned to `middle`: the first layer's is what loses the batch."""
+    program = programs.two_layers(devices, middle)
+    report = memory.analyze(program if traced else program.lower())
+    found = [f for f in report.findings if f.kind == "replicated_activations"]
+    if whole is None:
+        assert found == []
+        return
+    finding, = found
+    # Which operation of that line the compiler puts the gather behind differs between versions.
+    assert re.search(rf"the first is first/(tanh|dot_general) at memory_programs.py:{tanh_line()}, float32"
+                     rf"{re.escape(str(list(whole)))}", finding.message)
+    assert "over data," in finding.message and finding.bytes >= 4 * math.prod(whole)
+
+
+def tanh_line():
+    """The line of the first layer's tanh."""
+    lines = inspect.getsource(programs.two_layers).splitlines()
+    return inspect.getsourcelines(programs.two_layers)[1] + next(i for i, line in enumerate(lines) if "w_in" in line)
+
+
+@pytest.mark.parametrize(("dims", "labels", "local", "lost"), [
+    ((64, 96), {0: ("data",)}, (16, 96), ()), ((64, 96), {0: ("data",)}, (64, 96), ("data",)),
+    ((64, 96), {0: ("data",)}, (64, 48), ("data",)),  # the other axis divides it, not this one
+    ((64, 96), {0: ("data",)}, (64, 24), ()),  # moved to another dimension: as much a device as before
+    ((8, 16, 96), {0: ("data",), 1: ("model",)}, (2, 16, 96), ("model",)),
+    ((8, 16, 96), {0: ("data",), 1: ("model",)}, (128, 96), ("data", "model")),
+    ((64, 96), {0: ("data",)}, (16 * 96,), ()), ((64, 96), {0: ("data",)}, (5, 7), ())])
+def test_axes_that_are_missing(dims, labels, local, lost):
+    assert missing(dims, labels, local, {"data": 4, "model": 2}) == lost
 
 
 def test_findings_of_a_described_gpu():

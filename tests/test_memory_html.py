@@ -12,7 +12,18 @@ from html.parser import HTMLParser
 import pytest
 
 from memory import html, page_data
-from memory.records import ROWS, Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats
+from memory.records import (
+    ROWS,
+    Buffer,
+    Collective,
+    Communication,
+    Finding,
+    LedgerRow,
+    Report,
+    TimelinePoint,
+    XlaStats,
+    ZeroRow,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MIB = 2**20
@@ -96,7 +107,10 @@ def test_no_name_can_break_the_page(report):
         report, program=HOSTILE, versions={HOSTILE: HOSTILE}, config={HOSTILE: HOSTILE}, notes=(HOSTILE,),
         target={"name": HOSTILE, "kind": HOSTILE}, residuals_by_name={HOSTILE: 1},
         workspace_by_scope={HOSTILE: 1}, findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE),),
-        ledger=(LedgerRow(HOSTILE, HOSTILE, 1, 1, 1.0),), method=HOSTILE, verdict=HOSTILE,
+        ledger=(LedgerRow(HOSTILE, HOSTILE, 1, 1, 1.0),), zero=(ZeroRow(HOSTILE, 1.0, 2.0, HOSTILE),),
+        communication=(Communication(HOSTILE, (HOSTILE,), 2, 1, 1, 1, 1, 1, HOSTILE),),
+        collectives=(Collective(HOSTILE, HOSTILE, (HOSTILE,), 2, HOSTILE, phase=HOSTILE, module=HOSTILE,
+                                op_name=HOSTILE),), method=HOSTILE, verdict=HOSTILE,
         timeline=tuple(dataclasses.replace(p, instruction=HOSTILE, phase=HOSTILE) for p in report.timeline),
         buffers=tuple(dataclasses.replace(b, name=HOSTILE, module=HOSTILE, source=HOSTILE, phase=HOSTILE,
                                           op_name=HOSTILE, checkpoint_name=HOSTILE, dtype=HOSTILE,

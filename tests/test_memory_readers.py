@@ -11,7 +11,18 @@ import memory
 from memory import wire, xla
 from memory.compiler import compile_lowered
 from memory.errors import ReportError
-from memory.records import Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats, load
+from memory.records import (
+    Buffer,
+    Collective,
+    Communication,
+    Finding,
+    LedgerRow,
+    Report,
+    TimelinePoint,
+    XlaStats,
+    ZeroRow,
+    load,
+)
 from memory.wire import WireError
 
 FUZZ = settings(max_examples=120, deadline=None, derandomize=True,
@@ -130,7 +141,10 @@ def sample():
         peak_bytes=10, allocated_bytes=12, breakdown={"params": 10, "fragmentation": 2},
         timeline=(TimelinePoint(0, 10, "forward", "add"),), ledger=(LedgerRow("params", "float32", 2, 8, 4.0),),
         buffers=(Buffer("add", 10, shape=(2, 5), dtype="int8", category="params", at_peak=True),),
-        findings=(Finding("full_logits", 1, "message", "remedy"),), xla=XlaStats(temp_bytes=3), notes=("note",),
+        findings=(Finding("full_logits", 1, "message", "remedy"),),
+        collectives=(Collective("all-gather", "all-gather", ("fsdp", "data"), 8, "int8", 3, 16, 14),),
+        communication=(Communication("all-gather", ("fsdp",), 8, 3, 48, 42, 0, 40, "parameters"),),
+        zero=(ZeroRow("params", 2.0, 4.0, "float32"),), xla=XlaStats(temp_bytes=3), notes=("note",),
         target={"name": "h200"}, versions={"jax": "1"}, config={"model": {"d": 1}})
 
 

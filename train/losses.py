@@ -22,12 +22,12 @@ HEAD_AXES = ("d_model", "vocab")
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
     """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products;
-    `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted."""
+    `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted; None for all."""
 
     layout: Layout
     compute: DTypeLike
     positions: int
-    vocabulary: int
+    vocabulary: int | None = None
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def count_tokens(targets_BL: jax.Array) -> jax.Array:
 
 
 def _without_padding(logits: jax.Array, settings: LossSettings) -> jax.Array:
-    if logits.shape[-1] == settings.vocabulary:
+    if settings.vocabulary in (None, logits.shape[-1]):
         return logits
     column = jax.lax.broadcasted_iota(jnp.int32, (1,) * (logits.ndim - 1) + logits.shape[-1:], logits.ndim - 1)
     return jnp.where(column < settings.vocabulary, logits, jnp.finfo(logits.dtype).min)

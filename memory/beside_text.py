@@ -1,0 +1,81 @@
+"""The formulas beside the compiler on the terminal: a report's figures, or a line for each row of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memory.beside import Formula, Line, share
+from memory.compare import Row, label, varying
+from memory.compare_text import broken
+from memory.text import WIDTH, human
+
+NONE = "no formula"
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def show_report(formula: Formula, lines: Sequence[Line], console: Console | None = None) -> None:
+    """Prints a report's figures beside the formulas', and what is known of the gaps."""
+    console = console or Console(width=WIDTH)
+    table = _table("beside the published formulas, one device")
+    for title in ("compiler", "formula", "gap", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    for line in lines:
+        write = human if line.kind == "bytes" else "{:.3e}".format
+        gap = "" if line.gap is None else ("-" if line.gap < 0 else "+") + write(abs(line.gap))
+        table.add_row(line.title, "" if line.compiler is None else write(line.compiler),
+                      NONE if line.formula is None else write(line.formula), gap, percent(line.share))
+    console.print(Text())
+    console.print(table)
+    _notes(console, formula.notes)
+
+
+def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Prints residuals, peak and HFU/MFU of each row that compiled beside the formulas'."""
+    console = console or Console(width=WIDTH)
+    keys, done = varying(rows), [row for row in rows if row.ok]
+    largest = max([row.peak_bytes or 0 for row in done], default=0)
+    unit, size = next(((name, scale) for name, scale in _UNITS if largest >= scale), _UNITS[-1])
+    table = _table(f"beside the published formulas, {unit} on each device")
+    for title in ("resid", "formula", "gap", "", "peak", "formula", "gap", "", "HFU/MFU", "formula"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in done:
+        found = row.formula or {}
+        cells = [cell for name in ("residual_bytes", "peak_bytes")
+                 for cell in _pair(getattr(row, name), found.get(name), size)]
+        ratio, by_formula = row.hfu_over_mfu, row.formula_hfu_over_mfu
+        table.add_row(broken(label(row, keys), 20), *cells, "" if ratio is None else f"{ratio:.3f}",
+                      "-" if by_formula is None else f"{by_formula:.3f}")
+    console.print(Text())
+    console.print(table)
+    notes = dict.fromkeys(note for row in done for note in (row.formula or {}).get("notes", ()))
+    # Of state and its parts this table has no column.
+    _notes(console, [note for note in notes if not note.startswith(("parameters:", "gradients:"))])
+
+
+def percent(value: float | None) -> str:
+    """A share as a gap: +12.3 %, empty for none, "new" where the formula has nothing at all."""
+    return "" if value is None else "new" if math.isinf(value) else f"{100 * value:+.1f} %"
+
+
+def _pair(compiler: int | None, formula: float | None, size: int) -> tuple[str, str, str, str]:
+    """Compiler, formula, gap and its share, in units of `size`."""
+    known = compiler is not None and formula is not None
+    return ("" if compiler is None else f"{compiler / size:.2f}", NONE if formula is None else f"{formula / size:.2f}",
+            f"{(compiler - formula) / size:+.2f}" if known else "", percent(share(compiler, formula)))
+
+
+def _table(title: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold",
+                  header_style="bold")
+    table.add_column("")
+    return table
+
+
+def _notes(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(Text(note, style="dim"))

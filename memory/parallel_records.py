@@ -1,0 +1,78 @@
+"""Records of a report on what devices share: collectives, their sums, and ZeRO's accounting of the state."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroRow:
+    """Bytes per parameter of one part of the training state on one device, by ZeRO and as it is.
+
+    `role` is a `LedgerRow`'s, "gathered" or "total"; `classic`: by Rajbhandari et al. 2020 (arXiv 1910.02054);
+    `held`: what the compiler holds at the peak; `reason`: why the two differ, "" where they agree.
+    """
+
+    role: str
+    classic: float
+    held: float
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation; bytes are those of one device and one execution.
+
+    Fields:
+        name: of the instruction; kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...
+        axes: names of the mesh axes it spans, () when nobody knows them; group: devices that it talks among.
+        dtype: of what is moved; "bfloat16+float32" for several combined, that of most bytes first.
+        times: executions in one step: trip counts of the loops around, multiplied.
+        bytes: the payload, the whole array: the result of an all-gather, the operands of any other kind.
+        wire_bytes: what the device sends by the ring algorithm: (N-1)/N of the payload, an all-reduce twice that.
+        phase, component, module, op_name: as of a `Buffer`.
+        asynchronous: it has a start and a done; overlapped: operations of compute scheduled between the two;
+        overlapped_flops: matrix-product FLOPs among them.
+        in_flight_bytes: operands and results, which stay in memory from the start to the done.
+    """
+
+    name: str
+    kind: str
+    axes: tuple[str, ...] = ()
+    group: int = 1
+    dtype: str = ""
+    times: int = 1
+    bytes: int = 0
+    wire_bytes: int = 0
+    phase: str = ""
+    component: str = ""
+    module: str = ""
+    op_name: str = ""
+    asynchronous: bool = False
+    overlapped: int = 0
+    overlapped_flops: int = 0
+    in_flight_bytes: int = 0
+
+    @property
+    def exposed(self) -> bool:
+        """Whether nothing is computed while it runs."""
+        return not self.asynchronous or not self.overlapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """All collectives of one kind over the same mesh axes, bytes of one device and one step.
+
+    `times`: executions; `bytes`: payload; `wire_bytes`: what the device sends; `exposed_bytes`: of these, in
+    collectives that nothing hides; `formula_bytes`: what it would send by the formula, None where there is none.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    times: int
+    bytes: int
+    wire_bytes: int
+    exposed_bytes: int
+    formula_bytes: int | None = None
+    formula: str = ""
