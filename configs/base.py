@@ -95,14 +95,18 @@ def _batch() -> ConfigDict:
 def _optimizer() -> ConfigDict:
     """The update."""
     optimizer = ConfigDict()
+    # adamw | adamw_bf16 (first moment) | adamw_8bit (both) | adafactor | adagrad | rmsprop | momentum | lion | muon
     optimizer.name = "adamw"
-    optimizer.learning_rate = 3e-4  # at the end of warm-up
+    # At the end of warm-up, taken as it is by every row: lion wants about a tenth of adamw's, adagrad ten times,
+    # momentum a hundred times and more; muon, adafactor and the other adamw rows want the same.
+    optimizer.learning_rate = 3e-4
     optimizer.warmup_steps = 100
     optimizer.end_fraction = 0.1  # of the learning rate, where the cosine ends
-    optimizer.b1 = 0.9
-    optimizer.b2 = 0.95
-    optimizer.eps = 1e-8
-    optimizer.weight_decay = 0.1  # on matrices; norms and biases are never decayed
+    optimizer.b1 = 0.9  # decay of the first moment: adamw*, lion, and what muon leaves to AdamW
+    optimizer.b2 = 0.95  # of the second, and rmsprop's
+    optimizer.momentum = 0.95  # decay of the velocity: momentum, muon
+    optimizer.eps = 1e-8  # beside the root of the second moment; lion, momentum and adafactor have none
+    optimizer.weight_decay = 0.1  # on matrices, times the learning rate; norms and biases are never decayed
     optimizer.clip_norm = 1.0  # global gradient norm; 0 for no clipping
     return optimizer
 
@@ -110,12 +114,13 @@ def _optimizer() -> ConfigDict:
 def _mesh() -> ConfigDict:
     """Devices by use; one size may be -1: all that remain."""
     mesh = ConfigDict()
-    mesh.strategy = "zero3"  # ddp | zero1 | zero2 | zero3: what the devices of mesh.fsdp divide (train/sharding.py)
+    mesh.strategy = "zero3"  # ddp | zero1 | zero2 | zero3: what the devices of fsdp and context divide
     mesh.data = 1  # replicas of all that; hosts, say, with mesh.fsdp inside each
     mesh.fsdp = -1  # devices that share optimizer state, gradients and parameters
     mesh.context = 1  # devices that share a sequence: ring attention
     mesh.tensor = 1  # devices that share heads, MLP width and vocabulary
     mesh.sequence_parallel = False  # norms and residual stream divided along the sequence in the tensor group
+    mesh.prefetch = 0  # layers whose parameters GPUs gather ahead of use: hides collectives, costs their bytes
     return mesh
 
 

@@ -26,6 +26,10 @@ class Placement:
         del axes
         return x
 
+    def stream(self, x_BLD: jax.Array) -> jax.Array:
+        """The residual stream entering a layer, as loops stack it."""
+        return x_BLD
+
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
         """A parameter as a layer computes with it: gathered along what is only ever stored divided (ZeRO-3)."""
         del axes

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from model.block import Block
 from model.config import ModelConfig
@@ -32,12 +31,14 @@ class Transformer(nnx.Module):
       precision: dtypes by role.
       remat: what each layer keeps for its backward pass.
       place: pins activations, parameters and gradients to the mesh.
+      at_once: layers in one turn of the loop over them, for a scheduler to look ahead in.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
-                 place: Placement = HERE, rngs: nnx.Rngs):
+                 place: Placement = HERE, at_once: int = 1, rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
+        self.at_once = at_once
         V, D, dtype = config.vocab_size, config.d_model, precision.param
         pad = config.padded_vocab - V
         self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std, pad=(pad, 0))
@@ -115,7 +116,7 @@ class Transformer(nnx.Module):
 
         def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
             layer_block = nnx.merge(graph, state).gather_again(policy.saveable is None)
-            x_BLD = with_layout_constraint(x_BLD, Layout((0, 1, 2)))
+            x_BLD = self.place.stream(x_BLD)
             return layer_block(x_BLD, fold(key_B, layer), cut=cut, wrap=wrap)
 
         return block
@@ -125,7 +126,8 @@ class Transformer(nnx.Module):
         block = self._block(segment, graph)
 
         def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
-            return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B), None), x_BLD, xs)[0], None
+            return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B), None), x_BLD, xs,
+                                unroll=self.at_once)[0], None
 
         xs = (state_N, jnp.arange(segment.start, segment.stop))
         if segment.groups == 1:

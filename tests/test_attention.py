@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy import small_program
 
 from configs import base
 from model import PRECISIONS, ModelConfig
@@ -100,3 +101,28 @@ def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length,
 def test_a_kernel_that_cannot_run_is_refused_with_a_remedy(platform, preset, changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(config(**changes), PRECISIONS[preset], platform, 128)
+
+
+def stacked(jaxpr):
+    """(shape, dtype) of what loops inside loops stack, a value an iteration."""
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                body = getattr(item, "jaxpr", item)
+                if not hasattr(body, "eqns"):
+                    continue
+                if equation.primitive.name == "scan":
+                    yield from ((out.aval.shape, out.aval.dtype.name) for out, each in
+                                zip(equation.outvars, body.outvars) if len(out.aval.shape) > len(each.aval.shape))
+                yield from stacked(body)
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_no_block_of_scores_is_stacked_in_checkpointed_layers(context):
+    """Splitting a checkpointed loop by what depends on its input must not work masks out for all pairs of blocks."""
+    program = small_program({"model.attention": "chunked", "model.attention_chunk": 4, "mesh.context": context,
+                             "remat.policy": "full"}, context)
+    found = set(stacked(jax.make_jaxpr(program.step)(program.state, program.batch_shapes).jaxpr))
+    assert found  # the residual stream of the layers, for one
+    # A stack of score blocks [pairs, B, G, R, c, c] or of query blocks [pairs, B, G, R, c, K] has six dimensions.
+    assert not [shape for shape, dtype in found if dtype == "bool" or len(shape) >= 6]

@@ -165,6 +165,7 @@ def test_a_resumed_run_may_change_its_layout(place):
     done = run(place, *flags, "--config.batch.micro=8", "--config.batch.accumulation=4", "--config.batch.mode=scan",
                "--config.remat.policy=full", "--config.model.attention=chunked")
     assert done.returncode == 0 and "changed since the last start: batch.micro 16 -> 8" in done.stdout, done.stderr
+    assert "resumed at step" in done.stdout and not (changed / "damaged").exists()
     for one, other in zip(rows(changed), rows(whole), strict=True):
         for key in one:
             assert one[key] == pytest.approx(other[key], rel=1e-4), one["step"]

@@ -16,7 +16,7 @@ examples:
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
 The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
-exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 a process is lost"""
+exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,11 +1,15 @@
 """Optimizers and accumulation as rows of tables; gradients come as sums over tokens."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
+
+from train.matrices import adafactor, muon
+from train.quantized import scale_by_adam_8bit
 
 
 class ClipState(NamedTuple):
@@ -47,12 +51,23 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
 
 
-def _adamw(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps,
-                       weight_decay=config.weight_decay, mask=decayed)
+def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=mu_dtype)
 
 
-OPTIMIZERS = {"adamw": _adamw}
+# name -> how mean gradients become a direction; decay and learning rate follow alike for every row. AdamW is
+# Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
+OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] = {
+    "adamw": _adam,
+    "adamw_bf16": lambda config: _adam(config, "bfloat16"),
+    "adamw_8bit": lambda config: scale_by_adam_8bit(config.b1, config.b2, config.eps),
+    "adafactor": lambda config: adafactor(),
+    "adagrad": lambda config: optax.scale_by_rss(eps=config.eps),
+    "rmsprop": lambda config: optax.scale_by_rms(config.b2, config.eps),
+    "momentum": lambda config: optax.trace(config.momentum),
+    "lion": lambda config: optax.scale_by_lion(config.b1, config.b2),
+    "muon": lambda config: muon(config.momentum, _adam(config)),
+}
 
 
 def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, multisteps: int) -> Any:
@@ -61,7 +76,9 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, multisteps: 
     With `multisteps` above 1 it is wrapped in `optax.MultiSteps`, which sums the gradients of that
     many calls in a float32 tree of its own; for 1 that tree would be pure loss, so there is no wrapping.
     """
-    chain = optax.chain(mean_and_clip(config.clip_norm), OPTIMIZERS[config.name](config, schedule))
+    rule = optax.chain(OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
+                       optax.scale_by_learning_rate(schedule))
+    chain = optax.chain(mean_and_clip(config.clip_norm), rule)
     if multisteps == 1:
         return chain
     return optax.MultiSteps(chain, multisteps, use_grad_mean=False)

@@ -42,6 +42,7 @@ LEAST = {
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
+    "mesh.prefetch": 0,
 }
 
 
@@ -55,6 +56,10 @@ def check_values(config: ConfigDict) -> None:
         group, name = key.split(".")
         if config[group][name] not in table:
             raise ValueError(f"{key}={config[group][name]!r}: choose one of {', '.join(table)}")
+
+
+# What lets XLA's GPU compiler start the collectives of one turn of the loop over layers in the turn before.
+PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 @contextlib.contextmanager
@@ -143,11 +148,17 @@ class Program:
         with xla_remat_pass(self.config.remat.xla_pass):
             return self.step.lower(self.state, self.batch_shapes)
 
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """What the compiler is told besides the program."""
+        gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        return PIPELINED if gpu and self.config.mesh.prefetch else {}
+
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
         lowered = self.lower()
         with xla_remat_pass(self.config.remat.xla_pass):
-            return lowered.compile()
+            return lowered.compile(compiler_options=self.compiler_options)
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
         """The same executable with what the compiler left of its buffers, for `memory.analyze.report_of`.
@@ -156,7 +167,7 @@ class Program:
         """
         with xla_remat_pass(self.config.remat.xla_pass):
             traced = self.step.trace(self.state, self.batch_shapes)
-            compilation = compile_lowered(traced.lower(), exact=exact)
+            compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
         return dataclasses.replace(compilation, jaxpr=traced.jaxpr)
 
@@ -264,7 +275,8 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity)
     remat.segments(model.n_layers)  # ranges that do not fit the model fail here
-    transformer = partial(_transformer, model, precision, remat=remat, place=layout)
+    transformer = partial(_transformer, model, precision, remat=remat, place=layout,
+                          at_once=max(config.mesh.prefetch, 1))
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = make_schedule(config.optimizer, config.train.steps)
@@ -313,6 +325,6 @@ def reduces_once(config: ConfigDict, layout: Layout, kernel: str) -> bool:
             and (layout.strategy.stored or not alone))
 
 
-def _transformer(model: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, remat: RematPlan,
-                 place: Layout) -> Transformer:
-    return Transformer(model, precision, remat=remat, place=place, rngs=rngs)
+def _transformer(model: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, remat: RematPlan, place: Layout,
+                 at_once: int) -> Transformer:
+    return Transformer(model, precision, remat=remat, place=place, at_once=at_once, rngs=rngs)

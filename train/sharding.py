@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout as Order
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.placement import Axes, Placement
@@ -194,6 +196,16 @@ class Layout(Placement):
 
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
         return self._constrain(x, self.spec(axes))
+
+    def stream(self, x_BLD: jax.Array) -> jax.Array:
+        if not self.ring:
+            return x_BLD
+        # Where the sequence is divided XLA's GPU compiler turns the stack of all layers' inputs to positions last
+        # between the forward and the backward loop, and holds it twice. Inside shard_map, for the constraint on the
+        # order of dimensions has no partitioning of its own and would gather the array.
+        spec = self.spec(("batch", "stream", None))
+        pin = lambda x_BLD: with_layout_constraint(x_BLD, Order((0, 1, 2)))  # noqa: E731
+        return jax.shard_map(pin, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
