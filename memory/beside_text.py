@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memory.beside import Formula, Line, share
-from memory.compare import Row, label, varying
+from memory.compare import Row, unit_of, value_text, varying
 from memory.compare_text import broken
 from memory.text import WIDTH, human
 
 NONE = "no formula"
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def show_report(formula: Formula, lines: Sequence[Line], console: Console | None = None) -> None:
@@ -38,17 +37,18 @@ def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     """Prints residuals, peak and HFU/MFU of each row that compiled beside the formulas'."""
     console = console or Console(width=WIDTH)
     keys, done = varying(rows), [row for row in rows if row.ok]
-    largest = max([row.peak_bytes or 0 for row in done], default=0)
-    unit, size = next(((name, scale) for name, scale in _UNITS if largest >= scale), _UNITS[-1])
-    table = _table(f"beside the published formulas, {unit} on each device")
-    for title in ("resid", "formula", "gap", "", "peak", "formula", "gap", "", "HFU/MFU", "formula"):
+    unit, size = unit_of(done)
+    table = _table(f"beside the published formulas, {unit} on each device",
+                   *(key.rsplit(".", 1)[-1] for key in keys or ("",)))
+    for title in ("resid", "formula", "gap", "peak", "formula", "gap", "HFU/MFU", "formula"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in done:
         found = row.formula or {}
         cells = [cell for name in ("residual_bytes", "peak_bytes")
                  for cell in _pair(getattr(row, name), found.get(name), size)]
         ratio, by_formula = row.hfu_over_mfu, row.formula_hfu_over_mfu
-        table.add_row(broken(label(row, keys), 20), *cells, "" if ratio is None else f"{ratio:.3f}",
+        names = [broken(value_text(row, key), 20) for key in keys] or ["as configured"]
+        table.add_row(*names, *cells, "" if ratio is None else f"{ratio:.3f}",
                       "-" if by_formula is None else f"{by_formula:.3f}")
     console.print(Text())
     console.print(table)
@@ -62,17 +62,18 @@ def percent(value: float | None) -> str:
     return "" if value is None else "new" if math.isinf(value) else f"{100 * value:+.1f} %"
 
 
-def _pair(compiler: int | None, formula: float | None, size: int) -> tuple[str, str, str, str]:
-    """Compiler, formula, gap and its share, in units of `size`."""
-    known = compiler is not None and formula is not None
+def _pair(compiler: int | None, formula: float | None, size: int) -> tuple[str, str, str]:
+    """Compiler and formula in units of `size`, and the gap."""
     return ("" if compiler is None else f"{compiler / size:.2f}", NONE if formula is None else f"{formula / size:.2f}",
-            f"{(compiler - formula) / size:+.2f}" if known else "", percent(share(compiler, formula)))
+            percent(share(compiler, formula)))
 
 
-def _table(title: str) -> Table:
+def _table(title: str, *names: str) -> Table:
+    """A table with a column for each of the names, or one without a heading."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold",
                   header_style="bold")
-    table.add_column("")
+    for name in names or ("",):
+        table.add_column(name, no_wrap=bool(names))
     return table
 
 

@@ -24,6 +24,9 @@ from memory.errors import ReportError
 CONFIG, TARGET = "config", "target"
 POLICY, SAVE, OFFLOAD = "remat.policy", "remat.save", "remat.offload"
 
+# GiB is the unit of plans: a terabyte's digits would hide what a policy saves.
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
 # Keys that say how a program runs, not what it trains: rows that differ in nothing else are rivals.
 _HOW = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
 
@@ -152,6 +155,12 @@ def varying(rows: Sequence[Row]) -> list[str]:
         keys = [key for key in keys if key not in (SAVE, OFFLOAD)]
     found = [key for key in keys if len({(key in row.overrides, value_text(row, key)) for row in rows}) > 1]
     return found or [key for key in keys if key == POLICY]
+
+
+def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
+    """(name, bytes) of the unit that a comparison is written in: the largest of which every row has a tenth."""
+    least = min([row.allocated_bytes for row in rows if row.allocated_bytes], default=0)
+    return next(((name, size) for name, size in UNITS if least >= size / 10), UNITS[-1])
 
 
 def label(row: Row, keys: Sequence[str]) -> str:

@@ -68,8 +68,8 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
     """
     from memory.compiler import versions
 
-    grids = [(POLICY, compare.split_values(args.remat))] if args.remat else []
-    grids += [compare.parse_grid(text) for text in args.grid]
+    grids = [compare.parse_grid(text) for text in args.grid]
+    grids += [(POLICY, compare.split_values(args.remat))] if args.remat else []  # last: rivals stand together
     stated, jobs = versions(), {}
     for chosen in compare.expand(grids):
         config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()

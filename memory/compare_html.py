@@ -13,8 +13,22 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from memory import compare_map
 from memory.beside import share
-from memory.compare import POLICY, Row, as_text, best_of_each, is_how, label, value_text, varying, workload
+from memory.compare import (
+    CONFIG,
+    POLICY,
+    TARGET,
+    Row,
+    as_text,
+    best_of_each,
+    is_how,
+    label,
+    unit_of,
+    value_text,
+    varying,
+    workload,
+)
 from memory.html import human, script_json
 from memory.html import label as row_name
 from memory.records import ROWS
@@ -39,12 +53,14 @@ TARGET_FIELDS = ("name", "platform", "kind", "n_devices", "device_memory_bytes",
 
 def render(comparison: Mapping[str, Any], config: str = "") -> str:
     """The page of a comparison's JSON (`memory.compare.to_json`), as text; `config` is the file it is about."""
-    title = f"{config or 'several configs'} · compared"
+    rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
+    subject = _subject(rows, config)
     parts = {
-        "TITLE": escape(title),
+        "TITLE": escape(f"{subject} · compared"),
         "STYLE": _file("page.css") + _file("page.compare.css"),
-        "HEADER": _header(comparison, config),
+        "HEADER": _header(comparison, subject),
         "ABOUT": _about(comparison),
+        "MAP": compare_map.render(rows),
         "DATA": script_json(page_data(comparison)),
         "PLOTLY": _plotly(),
         "SCRIPT": _file("page.compare.js"),
@@ -57,8 +73,8 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Everything the script draws, as JSON values.
 
     `rows` hold their label, the text of each key in `keys`, and the columns that any row fills; of the label, `group`
-    is all but the policy, `rival` what tells it from the rest of its task and `task_label` what it shares with them.
-    `axes` are the numeric keys along which growth can be drawn.
+    is all but the policy, `section` what of it is the model and the target, `short` the rest; `rival` is what tells
+    it from the rest of its task and `task_label` what it shares with them. Growth is drawn along one of `axes`.
     """
     rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
@@ -70,17 +86,19 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys], "columns": columns, "rows": lines,
-        "axes": numeric_keys(rows, keys), "policies": policies, "timed": any(row.measured for row in rows),
+        "axes": axes(rows, keys), "unit": unit_of(rows), "policies": policies,
+        "timed": any(row.measured for row in rows),
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
 
 
-def numeric_keys(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Keys whose values are positive numbers in every row, which a logarithmic axis can take."""
+def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
+    """Keys of three or more values, positive numbers in every row: what a curve on a logarithmic axis takes."""
     def number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
-    return [key for key in keys if key != POLICY and all(number(row.overrides.get(key)) for row in rows)]
+    return [key for key in keys if key != POLICY and all(number(row.overrides.get(key)) for row in rows)
+            and len({row.overrides[key] for row in rows}) > 2]
 
 
 def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -> dict[str, Any]:
@@ -89,10 +107,12 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
         "hfu_over_mfu": row.hfu_over_mfu, "step_seconds": measured.get("step_seconds"),
         "tokens_per_s": measured.get("tokens_per_s"), "real_bytes": measured.get("peak_bytes")}
     values |= _by_formula(row)
-    rest, how = [key for key in keys if key != POLICY], [key for key in keys if is_how(key)]
+    how, where = [key for key in keys if is_how(key)], [key for key in keys if key in (CONFIG, TARGET)]
+    rest = [key for key in keys if key not in (POLICY, *where)]
     return {
         "label": label(row, keys), "keys": [row.overrides.get(key, "") for key in keys],
         "texts": [value_text(row, key) for key in keys], "group": label(row, rest) if rest else "",
+        "section": label(row, where) if where else "", "short": label(row, [key for key in keys if key not in where]),
         "rival": label(row, how) if how else "", "task_label": label(row, [key for key in keys if key not in how]),
         "policy": value_text(row, POLICY) or "as configured",
         "values": values, "breakdown": dict(row.breakdown), "limit": row.limit_bytes, "fits": row.fits,
@@ -109,7 +129,13 @@ def _by_formula(row: Row) -> dict[str, float | None]:
             **{name: None if gap is None or math.isinf(gap) else gap for name, gap in gaps.items()}}
 
 
-def _header(comparison: Mapping[str, Any], config: str) -> str:
+def _subject(rows: Sequence[Row], config: str) -> str:
+    """What is compared: the config, or those of the grid."""
+    names = list(dict.fromkeys(str(row.overrides[CONFIG]) for row in rows if CONFIG in row.overrides))
+    return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
+
+
+def _header(comparison: Mapping[str, Any], subject: str) -> str:
     target, best = comparison["target"], comparison.get("best")
     kind = str(target.get("kind", ""))
     where = " · ".join(filter(None, [str(target.get("name", "")), kind, "per device"]))
@@ -129,7 +155,7 @@ def _header(comparison: Mapping[str, Any], config: str) -> str:
            if best else '<p class="best exceeds">None of these fits.</p>')
     stopped = "<p class=\"best\">Stopped early: some are missing.</p>" if comparison.get("interrupted") else ""
     return (f'<div class="title"><p class="eyebrow">{escape(where)}</p>'
-            f"<h1>{escape(config or 'Several configs')}, compared</h1>"
+            f"<h1>{escape(subject)}, compared</h1>"
             f'<p class="versions">{escape(versions)}</p></div>'
             f'<dl class="figures">{cells}</dl>{use}{stopped}')
 

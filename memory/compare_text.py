@@ -10,11 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memory.compare import Row, best, best_of_each, flags, label, value_text, varying
+from memory.compare import Row, best, best_of_each, flags, label, unit_of, value_text, varying
 from memory.text import WIDTH, human
-
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-
 
 NAME = 24  # columns for the value of a key
 
@@ -60,15 +57,14 @@ def verdict(row: Row) -> tuple[str, str]:
 def show(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], *, cached: int = 0,
          missing: int = 0, console: Console | None = None) -> None:
     """Prints the table, to a console of 100 columns when none is given; rows as `mark_pareto` gives them."""
-    (console or Console(width=WIDTH)).print(render(rows, target, versions, cached, missing))
+    (console or Console(width=WIDTH)).print(render(rows, target, versions, cached, missing), crop=False)
 
 
 def render(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0,
            missing: int = 0) -> RenderableType:
     """The table, the failures, the best row, and what the marks mean."""
     keys = varying(rows)
-    largest = max([row.allocated_bytes or 0 for row in rows], default=0)
-    unit, size = next(((name, scale) for name, scale in _UNITS if largest >= scale), _UNITS[-1])
+    unit, size = unit_of(rows)
     cells = {title: [_cell(read(row), form, size) for row in rows] for title, read, form, _ in COLUMNS}
     names = {key: [broken(value_text(row, key)) for row in rows] for key in keys}
     titles, left_out = _fitting(cells, names)

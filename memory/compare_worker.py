@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
 
 
 def residuals_of(report: Report) -> int:
-    """Bytes of residuals at the highest point that holds any: the peak may lie in the update, with all of them freed."""
+    """Bytes of residuals at the highest point that holds any: the peak may lie in the update, when all are freed."""
     steps: Counter[int] = Counter()
     for buffer in report.buffers:
         if buffer.category == "residuals" and buffer.memory == "device":

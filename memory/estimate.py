@@ -158,8 +158,8 @@ STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 def question_of(config: Mapping[str, Any]) -> Question:
     """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
 
-    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp`. Devices of `context`, which share a sequence, are left
-    to the caller: each holds so much of the activations.
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
+    latter holds its part of the activations is left to the caller.
 
     Raises:
       ReportError: a config that names what the formulas do not know.
@@ -173,8 +173,9 @@ def question_of(config: Mapping[str, Any]) -> Question:
     vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
     model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
                   gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"])
-    shared, copies = config["mesh.fsdp"] != 1, config["mesh.data"]
-    ranks = config["mesh.fsdp"] if shared else copies
+    shards = max(config["mesh.fsdp"], 1) * max(config["mesh.context"], 1)
+    shared, copies = config["mesh.fsdp"] == -1 or shards > 1, config["mesh.data"]
+    ranks = shards if shared else copies
     tensor = max(config["mesh.tensor"], 1)
     layout = Layout(tensor, config["mesh.sequence_parallel"] and tensor > 1, max(ranks, 1),
                     zero=STAGES[config["mesh.strategy"]] if shared else 0)

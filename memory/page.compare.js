@@ -13,8 +13,12 @@
     const unit = UNITS.find(([size]) => Math.abs(n) >= size);
     return unit ? (n / unit[0]).toFixed(2) + " " + unit[1] : n + " B";
   };
+  // One unit for the whole page, so that figures can be compared; what is too small for it has its own.
+  const [unit, size] = data.unit;
+  const inUnit = (n) => (n && n < size / 100 ? human(n) : (n / size).toLocaleString("en-US",
+    { minimumFractionDigits: size > 1 ? 2 : 0, maximumFractionDigits: 2 }) + " " + unit);
   const FORMS = {
-    bytes: human, share: (v) => (100 * v).toFixed(1) + " %", ratio: (v) => v.toFixed(3),
+    bytes: inUnit, share: (v) => (100 * v).toFixed(1) + " %", ratio: (v) => v.toFixed(3),
     flops: (v) => v.toExponential(2), count: (v) => Math.round(v).toLocaleString("en-US"),
     gap: (v) => (v < 0 ? "−" : "+") + (100 * Math.abs(v)).toFixed(1) + " %",
     seconds: (v) => (v < 1 ? (1000 * v).toFixed(0) + " ms" : v.toFixed(2) + " s"),
@@ -35,10 +39,7 @@
   const symbol = (policy) => SYMBOLS[data.policies.indexOf(policy) % SYMBOLS.length];
 
   const bytes = (row) => row.values.allocated_bytes;
-  const top = Math.max(1, ...done.map(bytes));
-  const [size, unit] = UNITS.find(([n]) => top >= n) || [1, "B"];
-  const limits = [...new Set(done.map((row) => row.limit).filter(Boolean))];
-  const drawn = (limit) => limit && limit <= 4 * top;
+  const limitsOf = (rows) => [...new Set(rows.map((row) => row.limit).filter(Boolean))];
 
   // ---- charts ---------------------------------------------------------------------------------------
   const frame = () => ({
@@ -76,7 +77,7 @@
     const chosen = $("task").value, rows = costed.filter((row) => !chosen || row.task === chosen);
     if (!rows.length) { $("pareto-card").hidden = true; return; }
     const tasks = [...new Set(rows.map((row) => row.task))], top = Math.max(1, ...rows.map(bytes));
-    const shown = [...new Set(rows.map((row) => row.limit).filter(Boolean))].filter((limit) => limit <= 4 * top);
+    const shown = limitsOf(rows).filter((limit) => limit <= 4 * top);
     // Names beside the points where there is room: those of several tasks would cover each other.
     const few = rows.length <= 16 && tasks.length === 1;
     const most = Math.max(top, ...shown) / size, right = Math.max(...rows.map(cost));
@@ -102,32 +103,41 @@
     }
     Plotly.react("pareto", traces, { ...frame(), margin: { l: 60, r: 20, t: 34, b: 46 }, showlegend: !few,
       shapes: shown.map((limit) => limitLine(limit, "x")),
-      annotations: shown.map((limit) => ({ xref: "x domain", x: 1, xanchor: "right", y: limit / size, yanchor: "bottom",
-        text: "limit " + human(limit), showarrow: false, font: { color: color("exceeds") } })),
+      annotations: shown.map((limit) => ({ xref: "x domain", x: 0.5, xanchor: "center", y: limit / size, yanchor: "bottom",
+        text: "limit " + inUnit(limit), showarrow: false, font: { color: color("exceeds") } })),
       xaxis: { ...axis(), title: { text: data.timed ? "seconds of one update" : "FLOPs recomputed, % of model FLOPs" },
         range: [left - 0.08 * room, right + 0.08 * room] },
       yaxis: { ...axis(), title: { text: "allocated " + unit }, range: [0, most * 1.12] } }, options);
   };
 
+  const PANELS = 12;
+  const panelsBy = (along) => {
+    const others = data.keys.filter(([key]) => key !== along && key !== "remat.policy");
+    const panels = new Map();
+    for (const row of done) {
+      const name = others.map(([key, title]) => title + " " + row.texts[keyNames.indexOf(key)]).join(", ");
+      panels.set(name, [...(panels.get(name) || []), row]);
+    }
+    return panels;
+  };
   const growth = () => {
     const along = $("along").value || data.axes[0];
     if (!along) return;
-    const k = keyNames.indexOf(along), others = keyNames.filter((key) => key !== along && key !== "remat.policy");
-    const panelOf = (row) => others.map((key) => data.keys[keyNames.indexOf(key)][1] + " " +
-      row.texts[keyNames.indexOf(key)]).join(", ");
-    const panels = [...new Set(done.map(panelOf))].slice(0, 24);
+    const k = keyNames.indexOf(along), all = panelsBy(along), panels = [...all].slice(0, PANELS);
+    const what = $("what").value, title = $("what").selectedOptions[0].textContent, y = (row) => row.values[what];
+    $("panels").textContent = all.size > PANELS ? `the first ${PANELS} of ${all.size} panels` : "";
     const columns = Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
     const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
     const layout = { ...frame(), margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
       grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.36 / Math.max(lines - 0.6, 1) } };
     layout.legend = { ...layout.legend, y: 1 + 26 / (300 * lines) };
     const traces = [], log = $("scale").value === "logarithmic", place = (v) => (log ? Math.log10(v) : v);
-    panels.forEach((panel, i) => {
-      const n = i ? i + 1 : "", mine = done.filter((row) => panelOf(row) === panel);
-      const highest = Math.max(...mine.map(bytes)), limit = mine[0].limit;
+    panels.forEach(([panel, mine], i) => {
+      const n = i ? i + 1 : "", sizes = mine.map(y).filter((v) => v > 0 || !log), highest = Math.max(1, ...sizes);
+      const limit = what === "residual_bytes" ? null : mine[0].limit;
       for (const policy of data.policies) {
         const points = mine.filter((row) => row.policy === policy).sort((a, b) => a.keys[k] - b.keys[k]);
-        traces.push({ x: points.map((row) => row.keys[k]), y: points.map((row) => bytes(row) / size), type: "scatter",
+        traces.push({ x: points.map((row) => row.keys[k]), y: points.map((row) => y(row) / size), type: "scatter",
           mode: "lines+markers", xaxis: "x" + n, yaxis: "y" + n, name: plain(policy), legendgroup: policy,
           showlegend: i === 0, line: { color: hue(policy), width: 2 },
           marker: { size: 7, symbol: points.map((row) => symbol(policy) + (row.fits === false ? "-open" : "")) },
@@ -137,9 +147,9 @@
         range: [Math.log10(ticks[0]) - 0.04, Math.log10(ticks[ticks.length - 1]) + 0.04],
         title: { text: i >= panels.length - columns ? plain(along) : "" } };
       const seen = limit && limit <= 4 * highest;
-      const least = Math.min(...mine.map(bytes), seen ? limit : Infinity);
-      const marks = [...Array(30).keys()].map((i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(i / 3) - 3));
-      layout["yaxis" + n] = { ...axis(), title: { text: i % columns ? "" : "allocated " + unit },
+      const least = Math.min(highest, ...sizes, seen ? limit : Infinity);
+      const marks = [...Array(36).keys()].map((i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(i / 3) - 3));
+      layout["yaxis" + n] = { ...axis(), title: { text: i % columns ? "" : `${title} ${unit}` },
         type: log ? "log" : "linear", range: [log ? place(least / size / 1.25) : 0,
           place(Math.max(highest, seen ? limit : 0) / size * (log ? 1.25 : 1.12))], ...(log ? { tickvals: marks, ticktext: marks.map(String) } : {}) };
       if (seen) layout.shapes.push({ ...limitLine(limit, "x" + n), yref: "y" + n });
@@ -162,42 +172,56 @@
       if (!part) continue;
       const piece = make("i", undefined, "c-" + category);
       piece.style.width = (100 * part) / scale + "%";
-      piece.title = `${title}: ${human(part)}`;
+      piece.title = `${title}: ${inUnit(part)}`;
       pieces.append(piece);
     }
     track.append(pieces);
-    if (drawn(row.limit)) {
+    if (row.limit && row.limit <= scale) {
       const mark = make("i", undefined, "limit");
       mark.style.left = (100 * row.limit) / scale + "%";
-      mark.title = "limit " + human(row.limit);
+      mark.title = "limit " + inUnit(row.limit);
       track.append(mark);
     }
-    line.append(name, track, make("b", human(bytes(row))));
+    line.append(name, track, make("b", inUnit(bytes(row))));
     return line;
   };
+  const heading = (text, kind) => {
+    const head = make("div", undefined, "stack " + kind);
+    head.append(make("span"), make("div", text));
+    return head;
+  };
+  const limitNote = (limit, scale) => {
+    const note = make("div", undefined, "stack note"), track = make("div", undefined, "track");
+    const words = make("span", "limit " + inUnit(limit)), at = (100 * limit) / scale;
+    words.style[at > 50 ? "right" : "left"] = (at > 50 ? 100 - at : at) + "%";
+    track.append(words);
+    note.append(make("span"), track, make("b"));
+    return note;
+  };
+  const by = (rows, key) => {
+    const found = new Map();
+    for (const row of rows) found.set(row[key], [...(found.get(row[key]) || []), row]);
+    return found;
+  };
   const stacks = () => {
-    // Rows that differ in their policy alone stand together, under what they share.
-    const groups = new Map();
-    for (const row of done) groups.set(row.group, [...(groups.get(row.group) || []), row]);
-    const grouped = groups.size > 1 && groups.size < done.length;
-    const ordered = [...groups.values()].flat(), rows = all ? ordered : ordered.slice(0, MOST);
-    const scale = Math.max(top, ...limits.filter(drawn)), lines = [];
-    rows.forEach((row, i) => {
-      if (grouped && (!i || rows[i - 1].group !== row.group)) {
-        const head = make("div", undefined, "stack group");
-        head.append(make("span"), make("div", row.group));
-        lines.push(head);
-      }
-      lines.push(bar(row, scale, grouped ? row.policy : row.label));
-    });
-    if (limits.length === 1 && drawn(limits[0])) {
-      const note = make("div", undefined, "stack note"), track = make("div", undefined, "track");
-      const words = make("span", "limit " + human(limits[0]));
-      words.style.right = 100 - (100 * limits[0]) / scale + "%";
-      track.append(words);
-      note.append(make("span"), track, make("b"));
-      lines.push(note);
+    // Every model and target has a scale of its own: beside the largest the others would be slivers. Within one, rows
+    // that differ in their policy alone stand together, under what they share.
+    const sections = by(done, "section"), lines = [];
+    let room = all ? Infinity : MOST;
+    for (const [section, members] of sections) {
+      const groups = by(members, "group"), grouped = groups.size > 1 && groups.size < members.length;
+      const highest = Math.max(1, ...members.map(bytes)), limits = limitsOf(members).filter((v) => v <= 4 * highest);
+      const scale = Math.max(highest, ...limits), shown = [...groups.values()].flat().slice(0, room);
+      room -= shown.length;
+      if (!shown.length) continue;
+      if (section) lines.push(heading(section, "section"));
+      shown.forEach((row, i) => {
+        if (grouped && (!i || shown[i - 1].group !== row.group)) lines.push(heading(row.group, "group"));
+        lines.push(bar(row, scale, grouped ? row.policy : row.short));
+      });
+      if (limits.length === 1) lines.push(limitNote(limits[0], scale));
     }
+    $("scales").textContent = sections.size > 1 ? "Each model and target to its own scale." : "";
     $("more").hidden = done.length <= MOST;
     $("more").textContent = all ? `only the first ${MOST}` : `all ${done.length}, not only the first ${MOST}`;
     $("stacks").replaceChildren(...lines);
@@ -267,9 +291,13 @@
   $("growth-card").hidden = !(data.axes.length && done.length);
   $("along").append(...data.axes.map((key) => new Option(key, key)));
   $("along").parentElement.hidden = data.axes.length < 2;
-  $("along").onchange = $("scale").onchange = growth;
+  const MEASURES = ["allocated_bytes", "peak_bytes", "residual_bytes"];
+  $("what").append(...data.columns.filter(([name]) => MEASURES.includes(name)).map(([name, title]) => new Option(title, name)));
+  if (done.length) $("what").value = "allocated_bytes";
+  $("along").onchange = $("scale").onchange = $("what").onchange = growth;
   // From a policy that barely fits to one that never will: a linear axis would flatten the lower ones.
-  if (done.length && top > 25 * Math.min(...done.map(bytes))) $("scale").value = "logarithmic";
+  const spread = (rows) => Math.max(...rows.map(bytes)) / Math.max(1, Math.min(...rows.map(bytes)));
+  if (data.axes.length && [...panelsBy(data.axes[0]).values()].some((rows) => spread(rows) > 25)) $("scale").value = "logarithmic";
   const tasks = [...new Map(costed.map((row) => [row.task, row.task_label]))];
   $("task").append(new Option("all", ""), ...tasks.map(([task, title]) => new Option(title, task)));
   $("task").parentElement.parentElement.hidden = tasks.length < 2;

@@ -178,7 +178,7 @@ def _largest(report: Report, sent: int) -> list[RenderableType]:
     for item in listed:
         if item.times * item.wire_bytes > _SMALL * sent:
             where = "/".join(part for part in (item.phase, item.component) if part)
-            table.add_row(item.name, over(item.axes, item.group), f"{item.times:,}",
+            table.add_row(item.name.removeprefix("collective-")[:24], over(item.axes, item.group), f"{item.times:,}",
                           human(item.times * item.wire_bytes), human(item.in_flight_bytes), meanwhile(item), where)
     return [Text(), table] if table.row_count else []
 

@@ -110,11 +110,10 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     if "fsdp" not in axes and "data" not in axes:
         return None
     many = {axis: size for axis, size in axes.items() if size > 1}
-    strategy = str(config.get("mesh.strategy", "zero3" if axes.get("fsdp", 1) > 1 else "ddp"))
-    if axes.get("fsdp", 1) == 1:
-        strategy = "ddp"  # nothing is divided, whatever the name
-    data = {axis: size for axis, size in many.items() if axis in ("data", "context")}
-    shard = {axis: size for axis, size in many.items() if axis == "fsdp"}
+    # Devices that share a sequence share state too.
+    shard = {axis: size for axis, size in many.items() if axis in ("fsdp", "context")}
+    data = {axis: size for axis, size in many.items() if axis == "data"}
+    strategy = str(config.get("mesh.strategy", "zero3")) if shard else "ddp"  # nothing is divided, whatever the name
     return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1))
 
 
@@ -129,10 +128,10 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     scanned = config.get("batch.mode") == "scan"
     micro_steps = config.get("batch.accumulation", 1) if scanned else 1
     policy = config.get("remat.policy", "none")
-    once = scanned and micro_steps > 1 and plan.strategy in ("ddp", "zero1")
+    once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
     out = data_parallel(
         plan.strategy, parameters // plan.tensor, itemsize, plan.data, plan.shard, gathers=GATHERS.get(policy, 2),
-        reductions=1 if once else micro_steps, gradient_bytes=ACCUMULATOR_BYTES if once else 0)
+        reductions=1 if once else micro_steps, gradient_bytes=ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
     sizes = [config.get(key, 0) for key in ("batch.micro", "data.seq_len", "model.d_model", "model.n_layers")]
     if all(sizes):
         rows, length, width, layers = sizes
