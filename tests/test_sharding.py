@@ -39,6 +39,7 @@ LAYOUTS = {
                                  "batch.accumulation": 2, "batch.mode": "scan"}, 4),
     "context 2, learned positions": ({"mesh.context": 2, "model.position": "learned", "batch.micro": 16}, 2),
     "unrolled dots, zero3": ({"model.scan": False, "remat.policy": "dots", "batch.micro": 8}, 2),
+    "layers gathered ahead": ({"mesh.prefetch": 2, "batch.micro": 4}, 4),
     "unrolled, nothing recomputed": ({"model.scan": False, "remat.policy": "none", "batch.micro": 4}, 4),
     "padded vocabulary x tensor": ({"model.vocab_size": 63, "model.vocab_multiple": 4, "mesh.tensor": 4,
                                     "model.n_kv_heads": 4, "batch.micro": 16}, 4),
@@ -209,6 +210,17 @@ def test_described_gpus_scatter_gradients(strategy):
     large = [result for ones in collectives(text).values() for kind, result, _ in ones
              if kind == "all-reduce" and re.search(r"\[\d+,\d+", result)]
     assert not large, "a gradient is reduced whole"
+
+
+def test_prefetch_gathers_ahead_at_a_price():
+    """More of the parameters are whole at once, and XLA is told to pipeline."""
+    devices = described("h100:4")
+    keys = {"precision.preset": "bf16", "model.n_layers": 12, "model.d_model": 256, "batch.micro": 1}
+    programs = [build(small_config({**keys, "mesh.prefetch": ahead}), devices) for ahead in (0, 2)]
+    assert [bool(program.compiler_options) for program in programs] == [False, True]
+    temps = [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
+    assert temps[1] > temps[0]
+    assert not small_program({"mesh.prefetch": 2}, 4).compiler_options  # options of the GPU compiler
 
 
 def test_colliding_axes_are_refused_with_both_dimensions():

@@ -5,12 +5,11 @@ Leading axes (stacked layers) are a batch of matrices, so scanned and unrolled l
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 
 class Matrix(NamedTuple):
@@ -48,13 +47,31 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(shape[:first]), math.prod(shape[first: first + matrix.inputs]), math.prod(shape[-matrix.outputs:]))
 
 
+def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """`function(*arrays)` with results like its arguments, one layer after another where the parameter is stacked.
+
+    A loop in place: what `function` needs besides exists for one layer at a time.
+    """
+    matrix = matrix_of(path)
+    if arrays[0].ndim == matrix.inputs + matrix.outputs:
+        return function(*arrays)
+
+    def layer(index, stacks):
+        new = by_layer(function, path, *(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in stacks))
+        return tuple(jax.lax.dynamic_update_index_in_dim(stack, own, index, 0) for stack, own in zip(stacks, new))
+
+    return jax.lax.fori_loop(0, arrays[0].shape[0], layer, arrays)
+
+
 def each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner` applied to every matrix alone: its state is a tree like the parameters, batched along a first axis."""
     def batched(path, leaf):
         return leaf.reshape(as_matrices(path, leaf.shape))
 
     def init(params):
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: jax.vmap(inner.init)(batched(path, leaf)), params)
+        # Of zeros: parameters may be abstract here.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.vmap(inner.init)(jnp.zeros(as_matrices(path, leaf.shape), leaf.dtype)), params)
 
     def update(updates, state, params=None):
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
@@ -76,33 +93,52 @@ def adafactor() -> optax.GradientTransformation:
                                    optax.clip_by_block_rms(1.0)))
 
 
-def muon(momentum: float, rest: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024, github.com/KellerJordan/Muon) for hidden matrices, `rest` for all other parameters.
+# Jordan et al. 2024: a x + b x^3 + c x^5 takes singular values from (0, 1] to about 1 in five rounds.
+_NEWTON_SCHULZ, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 
-    The Nesterov momentum of each matrix, orthogonalized by five Newton-Schulz iterations and scaled by
-    0.2 sqrt(max(rows, columns)), which gives it the RMS of an update of AdamW's and lets both share a learning rate
-    and a decay (Liu et al. 2025, arXiv 2502.16982).
+
+def orthogonalized(x_RC: jax.Array) -> jax.Array:
+    """About U V^T of a matrix U S V^T: singular values between 0.7 and 1.2, by Newton-Schulz iterations."""
+    a, b, c = _NEWTON_SCHULZ
+    x = x_RC.T if x_RC.shape[0] > x_RC.shape[1] else x_RC
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+
+    def one(_, x):
+        square = x @ x.T
+        return a * x + (b * square + c * square @ square) @ x
+
+    x = jax.lax.fori_loop(0, _ROUNDS, one, x)
+    return x.T if x_RC.shape[0] > x_RC.shape[1] else x
+
+
+def scale_by_muon(momentum: float) -> optax.GradientTransformation:
+    """The Nesterov momentum of each matrix, orthogonalized and scaled by 0.2 sqrt(max(rows, columns)): the RMS of an
+    AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv 2502.16982).
+
+    All parameters must be rows of MATRICES. Layers take turns, so what devices gather of one is there for one alone.
     """
-    def numbers(updates):
-        def of(path, _):
-            matrix = matrix_of(path)
-            rows = tuple(range(-matrix.inputs - matrix.outputs, -matrix.outputs))
-            return contrib.MuonDimensionNumbers(rows, tuple(range(-matrix.outputs, 0)))
+    def direction(path, mean):
+        _, rows, columns = as_matrices(path, mean.shape)
 
-        return jax.tree_util.tree_map_with_path(of, updates)
+        def one(matrix):
+            return (0.2 * max(rows, columns) ** 0.5 * orthogonalized(matrix.reshape(rows, columns))).reshape(matrix.shape),
 
-    def scale(path, update):
-        return 0.2 * math.sqrt(max(as_matrices(path, update.shape)[1:])) * update
+        return by_layer(one, path, mean)[0]
 
+    def update(updates, state, params=None):
+        del params
+        average = jax.tree.map(lambda kept, grad: momentum * kept + (1.0 - momentum) * grad, state.trace, updates)
+        ahead = jax.tree.map(lambda kept, grad: momentum * kept + (1.0 - momentum) * grad, average, updates)
+        return jax.tree_util.tree_map_with_path(direction, ahead), optax.TraceState(average)
+
+    return optax.GradientTransformation(optax.trace(momentum).init, update)
+
+
+def muon(momentum: float, rest: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024, github.com/KellerJordan/Muon) for hidden matrices, `rest` for all other parameters."""
     def label(path, _):
         matrix = matrix_of(path)
         return "muon" if matrix and matrix.hidden else "rest"
 
-    hidden = optax.chain(contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=numbers),
-                         _stateless(lambda updates: jax.tree_util.tree_map_with_path(scale, updates)))
-    return optax.partition({"muon": hidden, "rest": rest},
+    return optax.partition({"muon": scale_by_muon(momentum), "rest": rest},
                            lambda params: jax.tree_util.tree_map_with_path(label, params))
-
-
-def _stateless(function: Callable[[Any], Any]) -> optax.GradientTransformation:
-    return optax.stateless(lambda updates, params: function(updates))

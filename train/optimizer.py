@@ -62,7 +62,7 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
     "adamw_bf16": lambda config: _adam(config, "bfloat16"),
     "adamw_8bit": lambda config: scale_by_adam_8bit(config.b1, config.b2, config.eps),
     "adafactor": lambda config: adafactor(),
-    "adagrad": lambda config: optax.scale_by_rss(eps=config.eps),
+    "adagrad": lambda config: optax.scale_by_rss(0.0, config.eps),
     "rmsprop": lambda config: optax.scale_by_rms(config.b2, config.eps),
     "momentum": lambda config: optax.trace(config.momentum),
     "lion": lambda config: optax.scale_by_lion(config.b1, config.b2),

@@ -5,7 +5,6 @@ The loop runs `Program.step`; reports analyse `Program.lower()`. They are the sa
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,44 +18,15 @@ from ml_collections import ConfigDict
 from memory.compiler import Compilation, compile_lowered
 from model import PRECISIONS, ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
-from model.layers import MLPS, NORMS, POSITIONS
-from model.names import NAMES, names_in
+from model.names import NAMES
 from model.ring import zigzag
 from model.transformer import KEEP_ALL, contracted, logical_axes
 from train.batch import BatchAlgebra
+from train.checks import check_sequence, check_traced, check_values
 from train.losses import LOSSES, LossSettings
-from train.optimizer import OPTIMIZERS, make_optimizer, make_schedule
+from train.optimizer import make_optimizer, make_schedule
 from train.sharding import AXES, STRATEGIES, Layout, make_mesh, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, zero_tally
-
-# Every key that names a row of a table: a typo fails here, with the rows.
-CHOICES = {
-    "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
-    "precision.preset": PRECISIONS, "batch.mode": ACCUMULATION,
-    "optimizer.name": OPTIMIZERS, "mesh.strategy": STRATEGIES,
-}
-
-# key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
-LEAST = {
-    "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
-    "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
-    "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
-    "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
-    "mesh.prefetch": 0,
-}
-
-
-def check_values(config: ConfigDict) -> None:
-    """Raises ValueError for a value that is no row of its table, or below the least that makes sense."""
-    for key, least in LEAST.items():
-        group, name = key.split(".")
-        if not config[group][name] >= least:
-            raise ValueError(f"{key}={config[group][name]}: give {least} or more")
-    for key, table in CHOICES.items():
-        group, name = key.split(".")
-        if config[group][name] not in table:
-            raise ValueError(f"{key}={config[group][name]!r}: choose one of {', '.join(table)}")
-
 
 # What lets XLA's GPU compiler start the collectives of one turn of the loop over layers in the turn before.
 PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -238,21 +208,6 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
     return loss
 
 
-def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
-    """Raises ValueError for a name of `custom` that this program never makes: JAX would ignore it in silence."""
-    asked = {*remat.save, *remat.offload}
-    if not asked:
-        return
-    array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
-    # Some names are born only where a custom gradient keeps them, so the gradient is traced.
-    traced = jax.make_jaxpr(jax.grad(loss))(params, {"inputs": array, "targets": array}, keys)
-    made = names_in(traced.jaxpr)
-    if missing := asked - made:
-        raise ValueError(f"checkpoint name {min(missing)!r} is never traced here: choose from "
-                         f"{', '.join(sorted(made))}")
-
-
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of `config` over `devices` (default: all of this process's backend), described only.
 
@@ -292,25 +247,6 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
         alone = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=local)))[0]
         parts = dataclasses.replace(parts, local_loss=make_loss(config, alone, local, precision, batch.micro))
     return Program(config, layout, model, precision, kernel, remat, batch, parts, state, transformer, graph)
-
-
-def check_sequence(config: ConfigDict, layout: Layout) -> None:
-    """Raises ValueError where the sequence does not divide over the devices that share it."""
-    context, tensor = layout.context, layout.mesh.shape["tensor"]
-    if context > 1 and config.model.dropout:
-        raise ValueError(f"model.dropout={config.model.dropout} with mesh.context={context}: ring attention has no "
-                         "dropout; set one of them to 0 or 1")
-    if context > 1 and config.model.attention not in ("auto", "chunked"):
-        raise ValueError(f"model.attention={config.model.attention} with mesh.context={context}: ring attention has "
-                         "the chunked kernel; set model.attention=auto")
-    parts = 2 * context if context > 1 else 1
-    why = f"2 x mesh.context {context}" if context > 1 else ""
-    if config.mesh.sequence_parallel:
-        parts = math.lcm(parts, context * tensor)
-        why = " and ".join(filter(None, (why, f"tensor {tensor}")))
-    if config.data.seq_len % parts:
-        raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over {why}: make it a multiple of "
-                         f"{parts}, or change the mesh")
 
 
 def reduces_once(config: ConfigDict, layout: Layout, kernel: str) -> bool:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from train.matrices import matrix_of
+from train.matrices import by_layer, matrix_of
 
 BLOCK, SHORT_BLOCK, LEAST_SIZE = 128, 64, 4096
 
@@ -132,22 +132,23 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
         count = optax.safe_increment(state.count)
         first, second = (1.0 - jnp.float32(b) ** count for b in (b1, b2))
 
-        def moments(path, grad, mu, root_nu, mu_scale, nu_scale):
-            block = block_shape(path, grad.shape)
-            if block:
-                mu = dequantize(mu, mu_scale, block, decode_signed)
-                root_nu = dequantize(root_nu, nu_scale, block, decode_unsigned)
+        def one(grad, mu, root_nu):
             mu = b1 * mu + (1.0 - b1) * grad
             root_nu = jnp.sqrt(b2 * jnp.square(root_nu) + (1.0 - b2) * jnp.square(grad))
-            step = (mu / first / (root_nu / jnp.sqrt(second) + eps)).astype(grad.dtype)
-            if block:
-                mu, mu_scale = quantize(mu, block, encode_signed)
-                root_nu, nu_scale = quantize(root_nu, block, encode_unsigned)
+            return mu / first / (root_nu / jnp.sqrt(second) + eps), mu, root_nu
+
+        def quantized(grad, mu, root_nu, mu_scale, nu_scale):
+            block = tuple(size // blocks for size, blocks in zip(mu.shape, mu_scale.shape))
+            step, mu, root_nu = one(grad, dequantize(mu, mu_scale, block, decode_signed),
+                                    dequantize(root_nu, nu_scale, block, decode_unsigned))
+            mu, mu_scale = quantize(mu, block, encode_signed)
+            root_nu, nu_scale = quantize(root_nu, block, encode_unsigned)
             return step, mu, root_nu, mu_scale, nu_scale
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        rows = [moments(path, grad.astype(jnp.float32), *own) for (path, grad), *own in
-                zip(leaves, *(tree.flatten_up_to(kept) for kept in state[1:]))]
+        columns = [tree.flatten_up_to(kept) for kept in state[1:]]
+        rows = [by_layer(quantized, path, grad, *own) if block_shape(path, grad.shape)
+                else (*one(grad, *own[:2]), *own[2:]) for (path, grad), *own in zip(leaves, *columns)]
         step, *kept = (tree.unflatten(column) for column in zip(*rows))
         return step, EightBitState(count, *kept)
 

@@ -1,0 +1,80 @@
+"""What a config may say: the rows of tables, least values, and what has to fit together."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from model import PRECISIONS, RematPlan
+from model.layers import MLPS, NORMS, POSITIONS
+from model.names import names_in
+from train.batch import BatchAlgebra
+from train.losses import LOSSES
+from train.optimizer import OPTIMIZERS
+from train.sharding import STRATEGIES, Layout
+from train.step import ACCUMULATION
+
+# Every key that names a row of a table: a typo fails here, with the rows.
+CHOICES = {
+    "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
+    "precision.preset": PRECISIONS, "batch.mode": ACCUMULATION,
+    "optimizer.name": OPTIMIZERS, "mesh.strategy": STRATEGIES,
+}
+
+# key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
+LEAST = {
+    "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
+    "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
+    "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
+    "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
+    "mesh.prefetch": 0,
+}
+
+
+def check_values(config: ConfigDict) -> None:
+    """Raises ValueError for a value that is no row of its table, or below the least that makes sense."""
+    for key, least in LEAST.items():
+        group, name = key.split(".")
+        if not config[group][name] >= least:
+            raise ValueError(f"{key}={config[group][name]}: give {least} or more")
+    for key, table in CHOICES.items():
+        group, name = key.split(".")
+        if config[group][name] not in table:
+            raise ValueError(f"{key}={config[group][name]!r}: choose one of {', '.join(table)}")
+
+
+def check_sequence(config: ConfigDict, layout: Layout) -> None:
+    """Raises ValueError where the sequence does not divide over the devices that share it."""
+    context, tensor = layout.context, layout.mesh.shape["tensor"]
+    if context > 1 and config.model.dropout:
+        raise ValueError(f"model.dropout={config.model.dropout} with mesh.context={context}: ring attention has no "
+                         "dropout; set one of them to 0 or 1")
+    if context > 1 and config.model.attention not in ("auto", "chunked"):
+        raise ValueError(f"model.attention={config.model.attention} with mesh.context={context}: ring attention has "
+                         "the chunked kernel; set model.attention=auto")
+    parts = 2 * context if context > 1 else 1
+    why = f"2 x mesh.context {context}" if context > 1 else ""
+    if config.mesh.sequence_parallel:
+        parts = math.lcm(parts, context * tensor)
+        why = " and ".join(filter(None, (why, f"tensor {tensor}")))
+    if config.data.seq_len % parts:
+        raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over {why}: make it a multiple of "
+                         f"{parts}, or change the mesh")
+
+
+def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
+    """Raises ValueError for a name of `custom` that this program never makes: JAX would ignore it in silence."""
+    asked = {*remat.save, *remat.offload}
+    if not asked:
+        return
+    array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
+    # Some names are born only where a custom gradient keeps them, so the gradient is traced.
+    traced = jax.make_jaxpr(jax.grad(loss))(params, {"inputs": array, "targets": array}, keys)
+    made = names_in(traced.jaxpr)
+    if missing := asked - made:
+        raise ValueError(f"checkpoint name {min(missing)!r} is never traced here: choose from "
+                         f"{', '.join(sorted(made))}")
