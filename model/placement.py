@@ -1,4 +1,4 @@
-"""How the model asks for shardings: four requests, all of them nothing on one device."""
+"""How the model asks for shardings: requests that are all granted by doing nothing on one device."""
 
 import jax
 import jax.numpy as jnp

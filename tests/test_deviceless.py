@@ -66,7 +66,7 @@ def test_xla_remat_pass_is_off_unless_a_key_turns_it_on():
     seen = []
 
     class Recorder:
-        def compile(self):
+        def compile(self, compiler_options):
             seen.append(jax.config.jax_compiler_enable_remat_pass)
 
     for enabled in (False, True):
