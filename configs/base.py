@@ -28,7 +28,7 @@ def _model() -> ConfigDict:
     model.d_head = 64
     model.d_ff = 768  # width of the MLP
     model.vocab_size = 256
-    model.vocab_multiple = 128  # the table is padded to a multiple, so that it divides over mesh.tensor; never predicted
+    model.vocab_multiple = 128  # rows of the table are padded to a multiple, to divide over mesh.tensor
     model.max_seq_len = 1024  # most positions the model can be given
     model.update(LLAMA)  # norm: rmsnorm | layernorm; mlp: swiglu | gelu; position: rope | learned | none; ...
     model.norm_eps = 1e-5

@@ -69,7 +69,11 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
     from memory.compiler import versions
 
     grids = [compare.parse_grid(text) for text in args.grid]
-    grids += [(POLICY, compare.split_values(args.remat))] if args.remat else []  # last: rivals stand together
+    if args.remat is not None:  # last: rivals stand together
+        policies = compare.split_values(args.remat)
+        if not all(policies):
+            raise ReportError(f"--remat={args.remat}: write --remat=P1,P2, such as --remat=none,full")
+        grids.append((POLICY, policies))
     stated, jobs = versions(), {}
     for chosen in compare.expand(grids):
         config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()
@@ -124,20 +128,24 @@ def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, 
 
         beside_text.show_rows(rows)
     out = compare.to_json(rows, target, stated, interrupted)
-    try:
-        if args.json:
-            compare_cache.write_whole(args.json, json.dumps(out, indent=1) + "\n")
-        if args.html:
-            from memory import compare_html
+    if args.json:
+        _write(args.json, json.dumps(out, indent=1) + "\n")
+    if args.html:
+        from memory import compare_html
 
-            compare_cache.write_whole(args.html, compare_html.render(out, args.config or ""))
+        _write(args.html, compare_html.render(out, args.config or ""))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        compare_cache.write_whole(path, text)
     except OSError as error:
-        where = args.json if args.json and not args.json.parent.is_dir() else args.html or args.json
-        raise ReportError(f"cannot write {where}: {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ReportError for a target that does not exist, or cannot be measured, before anything is compiled."""
+    """Raises ReportError, before anything is compiled, for targets that do not exist or cannot be measured, for files
+    that cannot be written, for a number of workers that is none."""
     from memory import targets
 
     for name in dict.fromkeys(names):
@@ -146,6 +154,9 @@ def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
             targets.parse(name)
             if args.measure:
                 raise ReportError(f"--measure on {name}, which is not here: leave --target out to run on this machine")
+    for path in filter(None, (args.json, args.html)):
+        if not path.absolute().parent.is_dir():
+            raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
     if args.jobs is not None and args.jobs < 1:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
 

@@ -22,7 +22,7 @@ Values = tuple[str, ...]
 
 def render(rows: Sequence[Row]) -> str:
     """The card with the table, "" where either side would have one line only."""
-    keys = varying(rows)
+    keys = sorted(varying(rows), key=lambda key: key == POLICY)  # policies stand side by side
     down, across = ([key for key in keys if is_how(key) is how] for how in (False, True))
     cells = {(_values(row, down), _values(row, across)): row for row in rows}
     lines, columns = _ordered(rows, down), _ordered(rows, across)

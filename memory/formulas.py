@@ -223,11 +223,16 @@ OPTIMIZERS = {
     "sgd": Optimizer("no state", 0),
     "momentum": Optimizer("one velocity", 1),
     "adamw": Optimizer("two moments (Kingma & Ba 2015, arXiv 1412.6980)", 2),
-    "lion": Optimizer("one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
-    # 8-bit moments with a float32 scale for each 2048 of them.
-    "adamw_8bit": Optimizer("two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 2048),
+    "adamw_bf16": Optimizer("two moments, the first in bfloat16", 2, (2 + 4) / 2),
+    # 8-bit moments with a float32 scale for each 128 of them (64 in heads of 64); norms and biases in float32 left out.
+    "adamw_8bit": Optimizer("two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
     # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
     "adafactor": Optimizer("factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
+    "adagrad": Optimizer("one sum of squares (Duchi et al. 2011)", 1),
+    "rmsprop": Optimizer("one second moment (Tieleman & Hinton 2012)", 1),
+    "lion": Optimizer("one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
+    # AdamW's second moment of tables, norms and biases is left out.
+    "muon": Optimizer("one momentum (Jordan et al. 2024)", 1),
 }
 
 # Stage -> which roles the data-parallel ranks share (Rajbhandari et al. 2020, section 5). With Adam in `mixed`, bytes a

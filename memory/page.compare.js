@@ -246,10 +246,13 @@
   };
   const table = () => {
     const column = columns.find((c) => c.id === state.sort);
-    const rows = column ? [...data.rows].sort((a, b) => {
+    const words = $("find").value.toLowerCase().split(/\s+/);
+    const said = (row) => [row.label, ...row.texts, verdict(row).textContent].join(" ").toLowerCase();
+    const rows = data.rows.filter((row) => words.every((word) => said(row).includes(word)));
+    if (column) rows.sort((a, b) => {
       const x = column.read(a), y = column.read(b);
       return x === null || y === null ? compare(x, y) : compare(x, y) * (state.down ? -1 : 1);
-    }) : data.rows;
+    });
     const head = make("tr");
     for (const c of columns) {
       const cell = make("th", undefined, c.text ? "text" : ""), button = make("button", c.title +
@@ -272,7 +275,7 @@
       }
       return line;
     }));
-    $("count").textContent = `${data.rows.length} rows; ★ Pareto-optimal; click a heading to sort`;
+    $("count").textContent = `${rows.length === data.rows.length ? "" : rows.length + " of "}${data.rows.length} rows; ★ Pareto-optimal; click a heading to sort`;
   };
 
   // ---- start ----------------------------------------------------------------------------------------
@@ -303,6 +306,7 @@
   $("task").parentElement.parentElement.hidden = tasks.length < 2;
   if (tasks.length > SEVERAL) $("task").value = tasks[0][0];
   $("task").onchange = pareto;
+  $("find").oninput = table;
   $("more").onclick = () => { all = !all; stacks(); };
   stacks(); table(); charts();
   root.dataset.ready = "yes";

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from test_memory_html import HOSTILE, Page, body, browse
 
-from memory import compare, compare_html, compare_text
+from memory import compare, compare_html, compare_map, compare_text, compare_worker
 from memory.compare import Row
 from memory.errors import ReportError
-from memory.records import ROWS
+from memory.records import ROWS, Buffer, Report, TimelinePoint
 
 GIB = 2**30
 
@@ -142,6 +142,20 @@ def test_json_has_every_key(rows):
     assert out["best"]["flags"] == "--config.remat.policy=dots" and out["rows"][4]["fits"] is None
 
 
+@pytest.mark.parametrize(("peak", "kept"), [(1, 7), (2, 5), (4, 7), (0, 7)])
+def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
+    """Alive at 1, 2 and 3 with 7, 5 and 4 bytes; a peak in the update (4) or before them (0) holds none."""
+    held = (("a", 2, 1), ("b", 1, 2), ("c", 4, 3))
+    buffers = (*(Buffer(name, size, category="residuals", start=1, end=end) for name, size, end in held),
+               Buffer("g", 9, category="gradients", end=4),
+               Buffer("h", 9, category="residuals", start=0, end=4, memory="host"))
+    heights = [10, 30, 20, 10, 20]
+    heights[peak] = 40
+    timeline = tuple(TimelinePoint(i, bytes, "", "") for i, bytes in enumerate(heights))
+    assert compare_worker.residuals_of(Report(40, 40, {}, timeline, buffers)) == kept
+    assert compare_worker.residuals_of(Report(40, 40, {}, timeline)) == 0
+
+
 # ---- the terminal -----------------------------------------------------------------------------------
 
 def printed(rows, **more):
@@ -165,6 +179,18 @@ def test_long_names_are_broken_not_cut():
     assert "attn_out,up)" in text and "attn_out,gate)" in text and max(map(len, text.splitlines())) <= 100
 
 
+def test_the_unit_is_one_that_every_row_has():
+    assert compare.unit_of([row(gib=9000), row(gib=0.11)]) == ("GiB", GIB)
+    assert compare.unit_of([row(gib=9000), row(gib=0.09), Row({})]) == ("MiB", 2**20)
+    assert compare.unit_of([]) == ("B", 1) and "9000.00" in printed([row(gib=9000), row("full", gib=0.2)])
+
+
+def test_the_command_to_copy_is_never_cut():
+    long = row(keys={"config": "configs/a_long_name_of_a_file.py", "model.attention": "naive", "data.seq_len": 16384,
+                     "mesh.sequence_parallel": True, "mesh.strategy": "zero3"})
+    assert f"  {compare.flags(long)}\n" in printed([long]) and len(compare.flags(long)) > compare_text.WIDTH
+
+
 def test_hfu_over_mfu_is_shown_where_there_is_room(rows):
     assert "HFU/MFU" in printed(rows).splitlines()[2]
 
@@ -180,7 +206,7 @@ def test_a_wide_table_stays_within_100_columns_and_says_what_it_leaves_out():
         "data.seq_len": 1024 * (i + 1), "mesh.fsdp": 2**i, "config": f"configs/a_long_name_of_a_file_{i}.py"})
         for i, p in enumerate(("none", "full", "dots_no_batch"))]
     text = printed(wide)
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(len(line) for line in text.splitlines() if not line.startswith("  --")) <= 100
     assert "only in --json" in text and "alloc" in text and "step s" in text and "none" in text
 
 
@@ -194,6 +220,8 @@ def growing(limit=40):
 
 
 def test_the_page_is_one_file_and_nothing_breaks_it(rows):
+    rows = [dataclasses.replace(one, overrides={**one.overrides, "config": name})
+            for one in rows for name in (HOSTILE, "b")]
     out = compare.to_json([*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
                           {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE})
     text = compare_html.render(out, HOSTILE)
@@ -201,14 +229,48 @@ def test_the_page_is_one_file_and_nothing_breaks_it(rows):
     assert page.tags["script"] == 3 and "plotly.js" in page.scripts[1] and "<b>x" not in text
     for name, value in page.attributes:
         assert name not in ("src", "href") or value.startswith("data:"), f"{name}={value} needs the network"
-    assert json.loads(page.scripts[0])["rows"][6]["pareto"] is True
+    assert json.loads(page.scripts[0])["rows"][-1]["pareto"] is True
+    assert 'id="map-card"' in text
     compare_html.render(compare.to_json([], {}, {}))
 
 
 def test_what_growth_is_drawn_along(rows):
     assert compare_html.page_data(compare.to_json(growing(), {}, {}))["axes"] == ["data.seq_len"]
+    two = [one for one in growing() if one.overrides["data.seq_len"] != 8192]
+    assert compare_html.page_data(compare.to_json(two, {}, {}))["axes"] == [], "two points are no curve"
     assert compare_html.page_data(compare.to_json(rows, {}, {}))["axes"] == []
     assert {name for name, _ in compare_html.page_data(compare.to_json(rows, {}, {}))["categories"]} <= set(ROWS)
+
+
+def layouts():
+    """Two models on two targets, two meshes and two policies; one of the 16 fails, one was never run."""
+    rows = [row(policy, gib * scale * gpus / tensor, share, 40, keys={"config": config, "target": f"h100:{8 // gpus}",
+                                                                      "mesh.tensor": tensor})
+            for config, scale in (("8b", 1), ("70b", 9)) for gpus in (1, 2) for tensor in (1, 8)
+            for policy, gib, share in (("none", 38, 0.0), ("full", 3, 0.33))]
+    rows[1] = Row(rows[1].overrides, status="the worker died <b>")
+    return rows[:-1]
+
+
+def test_the_map_has_a_cell_for_every_combination():
+    text = compare_map.render(layouts())
+    cells = re.findall(r'<td class="([a-z ]+)"[^>]*>([^<]*)</td>', text)
+    assert cells == [
+        ("near", "38.0"), ("failed", "failed"), ("room best", "4.8"), ("room", "0.38"),  # 8b on h100:8
+        ("over", "76.0"), ("room", "6.0"), ("room best", "9.5"), ("room", "0.75"),
+        ("over", "342"), ("room", "27.0"), ("over", "42.8"), ("room best", "3.4"),
+        ("over", "684"), ("over", "54.0"), ("over", "85.5")]
+    assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
+    heads = re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)
+    assert heads == [("2", "1"), ("2", "8"), ("1", "none"), ("1", "full"), ("1", "none"), ("1", "full")]
+    assert "the worker died &lt;b&gt;" in text and "33.0 % recomputed" in text and 'style="--share: 95%"' in text
+
+
+def test_a_map_of_one_line_is_none(rows):
+    assert compare_map.render(rows) == "" == compare_map.render([]) == compare_map.render(
+        [row(keys={"config": name}) for name in "ab"])
+    free = compare_map.render([dataclasses.replace(one, limit_bytes=None, fits=None) for one in layouts()])
+    assert set(re.findall('<td class="([a-z]+)', free)) == {"free", "failed"}
 
 
 def test_formulas_are_columns_of_the_page(rows):
@@ -231,7 +293,15 @@ def test_the_browser_draws_all_of_it(tmp_path):
     script = """
       const heads = () => [...document.querySelectorAll("#rows th button")];
       for (const turn of [1, 2]) heads().find((head) => head.textContent.startsWith("allocated")).click();
-      document.title = document.querySelector("#rows tbody tr").innerText;"""
+      const first = document.querySelector("#rows tbody tr").innerText, what = document.getElementById("what");
+      const find = document.getElementById("find");
+      find.value = "LLAMA_8b  none exceeds";
+      find.oninput();
+      what.value = "residual_bytes";
+      what.onchange();
+      const drawn = document.getElementById("growth");
+      document.title = [first, document.querySelectorAll("#rows tbody tr").length, drawn.data[0].y.join(),
+        drawn.layout.yaxis.title.text, drawn.layout.shapes.length].join(";");"""
     document = browse(tmp_path, compare_html.render(out, ""), script=script, options=["--dump-dom"])
     seen = body(document)
     assert 'data-ready="yes"' in seen and 'aria-sort="descending"' in seen
@@ -239,7 +309,10 @@ def test_the_browser_draws_all_of_it(tmp_path):
     assert "llama_8b" in seen and "limit 40.00 GiB" in seen and "FLOPs recomputed" in seen
     assert re.search(r'id="growth-card">', seen), "two numeric values draw growth"
     title = re.search("<title>(.*?)<", document, re.S)[1]
-    assert "48.00 GiB" in title and "llama_8b" in title and "exceeds" in title, "sorted by size, largest first"
+    largest, found, residuals, axis, limits = title.split(";")
+    assert "48.00 GiB" in largest and "llama_8b" in largest and "exceeds" in largest, "sorted by size, largest first"
+    assert (found, residuals, axis, limits) == ("1", "1.5,3,6", "residuals GiB", "0")
+    assert seen.count('class="stack section"') == 2 and 'id="map-card"' in seen and "1 of 18 rows" in seen
 
 
 def many(count):

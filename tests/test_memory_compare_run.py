@@ -63,7 +63,7 @@ def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
     args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
     jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], command.Trainer().config, "s")
     assert [tuple(job.chosen.values()) for job in jobs] == [
-        (policy, n, "h200:8") for policy in ("none", "full") for n in (32, 64)]
+        (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")], "policies last: rivals side by side"
     assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):
@@ -208,6 +208,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
     (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
     (["--config=tiny", "--jobs=0"], "1 or more"),
+    (["--config=tiny", "--remat=none,"], "--remat=none,: write --remat=P1,P2"),
+    (["--config=tiny", "--json=/no/such/c.json"], "cannot write /no/such/c.json: there is no folder /no/such"),
+    (["--config=tiny", "--html=/no/such/c.html"], "cannot write /no/such/c.html: there is no folder /no/such"),
     (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
     (["--config=tiny", "--remat=full(v)"], "full(v): write"),
     (["--config=tiny", "--remat=custom()"], "custom(): write"),

@@ -16,7 +16,7 @@ class Matrix(NamedTuple):
     """inputs, outputs: how many of the last axes are a matrix' rows and its columns.
 
     block: axes that blocks of 8-bit state extend along, first to last: those that ZeRO does not divide, but in a
-    table the width, so that a rare token does not share a block with a frequent one. hidden: between embedding and head.
+    table the width, so that a rare token does not share a block with a frequent one. hidden: not a table.
     """
 
     inputs: int
@@ -43,8 +43,9 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a parameter as a batch of matrices [N, rows, columns], or of vectors [N, size]."""
     if (matrix := matrix_of(path)) is None:
         return (math.prod(shape[:-1]), shape[-1])
-    first = len(shape) - matrix.inputs - matrix.outputs
-    return (math.prod(shape[:first]), math.prod(shape[first: first + matrix.inputs]), math.prod(shape[-matrix.outputs:]))
+    outputs = len(shape) - matrix.outputs
+    inputs = outputs - matrix.inputs
+    return (math.prod(shape[:inputs]), math.prod(shape[inputs:outputs]), math.prod(shape[outputs:]))
 
 
 def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -57,7 +58,8 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
         return function(*arrays)
 
     def layer(index, stacks):
-        new = by_layer(function, path, *(jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in stacks))
+        old = [jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in stacks]
+        new = by_layer(function, path, *old)
         return tuple(jax.lax.dynamic_update_index_in_dim(stack, own, index, 0) for stack, own in zip(stacks, new))
 
     return jax.lax.fori_loop(0, arrays[0].shape[0], layer, arrays)
@@ -118,10 +120,10 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
     All parameters must be rows of MATRICES. Layers take turns, so what devices gather of one is there for one alone.
     """
     def direction(path, mean):
-        _, rows, columns = as_matrices(path, mean.shape)
+        shape = as_matrices(path, mean.shape)[1:]
 
         def one(matrix):
-            return (0.2 * max(rows, columns) ** 0.5 * orthogonalized(matrix.reshape(rows, columns))).reshape(matrix.shape),
+            return (0.2 * max(shape) ** 0.5 * orthogonalized(matrix.reshape(shape))).reshape(matrix.shape),
 
         return by_layer(one, path, mean)[0]
 

@@ -135,7 +135,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
         def one(grad, mu, root_nu):
             mu = b1 * mu + (1.0 - b1) * grad
             root_nu = jnp.sqrt(b2 * jnp.square(root_nu) + (1.0 - b2) * jnp.square(grad))
-            return mu / first / (root_nu / jnp.sqrt(second) + eps), mu, root_nu
+            return (mu / first / (root_nu / jnp.sqrt(second) + eps)).astype(grad.dtype), mu, root_nu
 
         def quantized(grad, mu, root_nu, mu_scale, nu_scale):
             block = tuple(size // blocks for size, blocks in zip(mu.shape, mu_scale.shape))

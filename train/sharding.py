@@ -229,8 +229,9 @@ class Layout(Placement):
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):
-    """Shardings for `state` (say, an optimizer's): a leaf that ends in a parameter's path and has its
-    shape is laid out like that parameter, every other leaf takes `default`."""
+    """Shardings for `state` (say, an optimizer's): a leaf that ends in a parameter's path and has its shape is laid
+    out like that parameter; one whose dimensions are the parameter's or divide them (the scales of blocks) as far
+    as they divide over the mesh; every other leaf takes `default`."""
     known = {path: (leaf.shape, sharding) for (path, leaf), sharding in
              zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings))}
 
@@ -239,6 +240,18 @@ def match_parameters(state, params, shardings, default: NamedSharding):
             shape, sharding = known.get(path[start:], (None, None))
             if shape == leaf.shape:
                 return sharding
+            if shape and len(shape) == leaf.ndim and not any(a % b for a, b in zip(shape, leaf.shape)):
+                return _coarser(sharding, leaf.shape)
         return default
 
     return jax.tree_util.tree_map_with_path(pick, state)
+
+
+def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+    """The sharding for an array of fewer elements: a dimension that does not divide stays whole."""
+    def kept(dim, size):
+        axes = (dim,) if isinstance(dim, str) else dim or ()
+        return None if size % math.prod(sharding.mesh.shape[axis] for axis in axes) else dim
+
+    spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*map(kept, spec, shape)))
