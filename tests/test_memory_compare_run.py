@@ -162,11 +162,14 @@ def test_what_is_cached_starts_no_worker(tmp_path, monkeypatch):
     assert [answers[job.name]["config"] for job in jobs] == ["a", "b"]
 
 
-def test_ctrl_c_keeps_what_is_finished(fake, tmp_path):
+def test_ctrl_c_keeps_what_is_finished(fake, tmp_path, request):
     def stop(labels, done):
         if done == 2 and "hang" in labels:
             signal.raise_signal(signal.SIGINT)
 
+    # A shell starts what runs in the background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     began = time.monotonic()
     answers, interrupted = compare_run.run(jobs_of("a", "b", "hang", "c"), workers=1, env=os.environ,
                                            cache=tmp_path, progress=stop)

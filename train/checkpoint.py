@@ -23,6 +23,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from train.distributed import ALONE, Processes
 from train.errors import UserError
+from train.runtime import stderr_held
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
@@ -146,19 +147,21 @@ class Checkpoints:
         # ever for one that did not.
         folder = self._manager.directory / str(step)
         state, damage = None, ""
-        try:
-            meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
-            position = Position(int(meta["step"]), int(meta["sequences"]))
-            arrays, sums = dict(meta["arrays"]), meta["checksums"]
-            if other := _difference(arrays, describe(wanted)):
-                raise UserError(f"checkpoint {step} in {self.root} holds another model or optimizer ({other}): "
-                                "choose another --workdir")
-            with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-                state = handler.restore(folder / "state", args=ocp.args.StandardRestore(wanted))
-        except UserError:
-            raise
-        except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
-            damage = " ".join(str(error).split())[:120] or type(error).__name__
+        with stderr_held() as complaints:
+            try:
+                meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
+                position = Position(int(meta["step"]), int(meta["sequences"]))
+                arrays, sums = dict(meta["arrays"]), meta["checksums"]
+                if other := _difference(arrays, describe(wanted)):
+                    raise UserError(f"checkpoint {step} in {self.root} holds another model or optimizer ({other}): "
+                                    "choose another --workdir")
+                with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+                    state = handler.restore(folder / "state", args=ocp.args.StandardRestore(wanted))
+            except UserError:
+                raise
+            except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
+                damage = " ".join(str(error).split())[:120] or type(error).__name__
+            complaints.drop = bool(damage)
         if found := list(filter(None, self._processes.gather(damage))):
             return found[0]
         if position.step != step or np.asarray(checksums(state)).tolist() != sums:
