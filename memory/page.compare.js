@@ -126,7 +126,7 @@
     const k = keyNames.indexOf(along), all = panelsBy(along), panels = [...all].slice(0, PANELS);
     const what = $("what").value, title = $("what").selectedOptions[0].textContent, y = (row) => row.values[what];
     $("panels").textContent = all.size > PANELS ? `the first ${PANELS} of ${all.size} panels` : "";
-    const columns = Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
+    const columns = panels.length === 4 ? 2 : Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
     const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
     const layout = { ...frame(), margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
       grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.36 / Math.max(lines - 0.6, 1) } };
