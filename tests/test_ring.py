@@ -177,7 +177,7 @@ KEEP = jax.checkpoint_policies.save_only_these_names
 
 @pytest.mark.parametrize(("policy", "rings", "products"), [
     (KEEP("context", "lse"), 0, 0),
-    (KEEP("context"), 1, 139264 / 147456),  # for the denominators; only the last products of values are spared
+    (KEEP("context"), 1, 0.5),  # for the denominators; the products of values are not needed
     (jax.checkpoint_policies.nothing_saveable, 1, 1)])
 def test_kept_context_and_lse_spare_the_second_forward_ring(devices, policy, rings, products):
     ring, arguments = ring_of(devices, context=4), inputs(32)[:3]

@@ -192,13 +192,16 @@ def test_gradients_are_reduced_once_an_update(strategy):
     assert [one for ones in collectives(text).values() for one in ones if "transpose(jvp" in one[2]]
 
 
-def test_no_device_sees_the_whole_batch():
-    program = small_program({"mesh.tensor": 2, "loss.kind": "full", "batch.micro": 2}, 8)
+def test_no_device_sees_the_whole_batch_or_all_logits():
+    # 88: no other dimension, nor a product of two, is that wide or half as wide.
+    program = small_program({"mesh.tensor": 2, "loss.kind": "full", "batch.micro": 2, "model.vocab_size": 88,
+                             "model.vocab_multiple": 8}, 8)
     text = program.compile().as_text()
     rows, vocabulary = program.batch.rows, program.model.vocab_size
     # Tokens of the fsdp group alone are gathered whole, as integers, for the divided table.
-    assert not re.search(rf"f32\[{rows},32,(32|{vocabulary})\]", text)
-
+    assert not re.search(rf"f32\[{rows},32,(32|{vocabulary}|{vocabulary // 2})\]", text)
+    assert re.search(rf"f32\[2,32,{vocabulary // 2}\]", text)
+    assert not re.search(rf"f32\[\d+,32,{vocabulary}\]", text)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
