@@ -122,14 +122,30 @@ def places_of(jaxpr: object) -> list[Tagged]:
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
     """The equations that make the value which a `name` equation names, seen through changes of its form."""
     out: list[Any] = []
+    variable = equation.invars[0]
     for _ in range(8):
-        equation = makers.get(id(equation.invars[0]))
+        equation = makers.get(id(variable))
         if equation is None or equation.primitive.name == "name":
             break
         out.append(equation)
-        if equation.primitive.name not in _FORMS:
+        variable = _same(equation, variable)
+        if variable is None:
             break
     return out
+
+
+def _same(equation: Any, result: Any) -> Any:
+    """The operand that a result of an equation is but for its form; None for one that is computed."""
+    if equation.primitive.name in _FORMS:
+        return equation.invars[0]
+    body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with its own gradient
+    if body is None:
+        return None
+    inside = {id(variable): inner for inner in body.eqns for variable in inner.outvars}
+    variable = body.outvars[equation.outvars.index(result)]
+    while (inner := inside.get(id(variable))) is not None and inner.primitive.name in _FORMS:
+        variable = inner.invars[0]
+    return equation.invars[body.invars.index(variable)] if variable in body.invars else None
 
 
 def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:

@@ -48,13 +48,14 @@ class Attention(nnx.Module):
 
     def project(self, x_BLD: jax.Array) -> list[jax.Array]:
         """Queries [B,L,H,K], keys and values [B,L,G,K]."""
-        weights = [getattr(self, f"w_{which}") for which in "qkv"]
+        weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
-        for which, y_BLHK in zip("qkv", enter(["bld,dhk->blhk"] * 3, x_BLD, weights, self.place, again=self.again)):
-            if self.config.bias:
-                y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
+        for which, y_BLHK in zip(weights, enter("bld,dhk->blhk", x_BLD, weights, self.place, again=self.again)):
             heads = "heads" if which == "q" else "kv_heads"
-            out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
+            with jax.named_scope(which):
+                if self.config.bias:
+                    y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
+                out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
         return out
 
     def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -111,8 +112,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
-        weights = [self.w_up, self.w_gate] if self.gated else [self.w_up]
-        up_BLF, *gate = enter(["bld,df->blf"] * len(weights), x_BLD, weights, self.place, again=self.again)
+        weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
+        up_BLF, *gate = enter("bld,df->blf", x_BLD, weights, self.place, again=self.again)
         if self.config.bias:
             up_BLF = up_BLF + read(self.b_up, dtype, self.place)[None, None]
         up_BLF = tag(self.place(up_BLF, ("batch", "length", "d_ff")), "up")

@@ -1,7 +1,7 @@
 """Norms, rotary positions, activations, dropout: the small parts, as table rows where there is a choice."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -77,13 +77,21 @@ def _move_backward(place, here, back, residual, d_BLD):
 _move.defvjp(_move_forward, _move_backward)
 
 
+def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """A product for each (name, spec); by the scope of that name a report tells what is compiled from them apart."""
+    out = []
+    for (name, spec), weight in zip(specs, weights):
+        with jax.named_scope(name):
+            out.append(jnp.einsum(spec, x, weight))
+    return tuple(out)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _again(specs: tuple[str, ...], place: Placement, axes: tuple[Axes, ...], moves: tuple[Axes, Axes] | None,
-           x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _again(specs: tuple[tuple[str, str], ...], place: Placement, axes: tuple[Axes, ...],
+           moves: tuple[Axes, Axes] | None, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
     within = place(place(x, moves[1]), moves[0]) if moves else x
-    return tuple(jnp.einsum(spec, within, place.weight(w.astype(x.dtype), own))
-                 for spec, own, w in zip(specs, axes, weights))
+    return _products(specs, within, [place.weight(w.astype(x.dtype), own) for own, w in zip(axes, weights)])
 
 
 def _again_forward(specs, place, axes, moves, x, weights):
@@ -93,7 +101,7 @@ def _again_forward(specs, place, axes, moves, x, weights):
 def _again_backward(specs, place, axes, moves, residuals, d_outs):
     x, weights = residuals
     within, dx, d_weights = place(place(x, moves[1]), moves[0]) if moves else x, [], []
-    for spec, own, w, dy in zip(specs, axes, weights, d_outs):
+    for (_, spec), own, w, dy in zip(specs, axes, weights, d_outs):
         (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
         dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(w.astype(x.dtype), own)))
         dw = jnp.einsum(f"{left},{out}->{right}", within, dy)
@@ -104,26 +112,27 @@ def _again_backward(specs, place, axes, moves, residuals, d_outs):
 _again.defvjp(_again_forward, _again_backward)
 
 
-def enter(specs: Sequence[str], x_BLD: jax.Array, params: Sequence[nnx.Param], place: Placement, *,
+def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: Placement, *,
           again: bool) -> tuple[jax.Array, ...]:
-    """`einsum(spec, x, p)` of the residual stream with each parameter, in the dtype of `x`: one gather for all.
+    """`einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`: one gather for all.
 
     `again`: what is kept for the gradient is `x` and the parameters as they are stored, gathered and cast again in
     the backward pass. Autodiff would keep the gathered ones of every layer; inside a checkpoint it keeps them for
     one layer anyway, and there a gather for the recomputation serves the gradient too.
     """
+    specs = tuple((name, spec) for name in params)
     if again:
-        axes = tuple(p.get_metadata()["axes"] for p in params)
-        return _again(tuple(specs), place, axes, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params))
+        axes = tuple(p.get_metadata()["axes"] for p in params.values())
+        return _again(specs, place, axes, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params.values()))
     # Pinned where it comes from first: what a policy keeps is the divided one, not what the gather makes of it.
     within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
-    return tuple(jnp.einsum(spec, within_BLD, read(p, x_BLD.dtype, place)) for spec, p in zip(specs, params))
+    return _products(specs, within_BLD, [read(p, x_BLD.dtype, place) for p in params.values()])
 
 
 def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool) -> jax.Array:
     """`einsum(spec, x, p)` [B, L, D] on its way back to the residual stream; `again` as in `enter`."""
     if again:
-        y_BLD, = _again((spec,), place, (p.get_metadata()["axes"],), None, x, (p[...],))
+        y_BLD, = _again((("out", spec),), place, (p.get_metadata()["axes"],), None, x, (p[...],))
     else:
         y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
     return _move(y_BLD, place, STREAM, WITHIN)
