@@ -7,7 +7,7 @@ gathered for one value. Arguments are told by their pytree path alone (`memory.r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from memory import scopes
 from memory.checkpoint_names import Names
@@ -155,44 +155,41 @@ class Attribution:
 
     def feeds(self, instruction: Instruction, index: Index) -> bool:
         """Whether a weight-shaped value reaches the optimizer or the outputs with a weight's shape."""
-        pending, seen = [(instruction, index)], set()
-        while pending and len(seen) < _FAR:
-            instruction, index = pending.pop()
-            if (instruction.id, index) in seen:
-                continue
-            seen.add((instruction.id, index))
-            computation = self.module.computations.get(instruction.computation)
-            if computation and computation.root == instruction.id:
-                if computation.id == self.module.entry:
-                    return True
-                for caller in self.flow.callers.get(computation.id, ()):
-                    pending.append((caller, index))
-            for user in self.flow.users.get(instruction.id, ()):
+        entry = self.module.computations.get(self.module.entry)
+        for value in self._reached(instruction, index, self._onward):
+            if entry and entry.root == value.id:
+                return True
+            for user in self.flow.users.get(value.id, ()):
                 scope = self.scope(user)
                 plain = user.opcode not in _COMPOSITE or scope.component in ("optimizer", "grad_norm")
                 if plain and not scope.phase and self.module.metadata(user).op_name \
                         and self.phase(scope, user) == "optimizer":
                     return True
-                pending += self._onward(instruction, index, user)
         return False
 
     def read_later(self, instruction: Instruction, index: Index) -> bool:
         """Whether the backward pass reads a value, as it is or as the state of a loop."""
+        def onward(value: Instruction, at: Index, user: Instruction) -> Iterable[tuple[Instruction, Index]]:
+            return self._onward(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
+
+        return any(user.opcode not in _TUPLES and self.scope(user).phase in _LATER
+                   for value in self._reached(instruction, index, onward)
+                   for user in self.flow.users.get(value.id, ()))
+
+    def _reached(self, instruction: Instruction, index: Index, onward: Callable) -> Iterator[Instruction]:
+        """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
         pending, seen = [(instruction, index)], set()
         while pending and len(seen) < _FAR:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:
                 continue
             seen.add((instruction.id, index))
+            yield instruction
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == instruction.id:
                 pending += [(caller, index) for caller in self.flow.callers.get(computation.id, ())]
             for user in self.flow.users.get(instruction.id, ()):
-                if user.opcode in _HANDING:
-                    pending += self._onward(instruction, index, user, any_shape=True)
-                if user.opcode not in _TUPLES and self.scope(user).phase in _LATER:
-                    return True
-        return False
+                pending += onward(instruction, index, user)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction,
                 any_shape: bool = False) -> Iterable[tuple[Instruction, Index]]:
