@@ -51,9 +51,23 @@ def _loss() -> ConfigDict:
 
 
 def _precision() -> ConfigDict:
-    """Dtypes."""
+    """Dtypes by role (model/precision.py). "" is the preset's own."""
     precision = ConfigDict()
-    precision.preset = "bf16"  # fp32 | bf16: compute over float32 master parameters
+    # bf16: compute over float32 master parameters; fp32; bf16_grads (gradients and a copy of the parameters too: 16
+    # bytes a parameter); fp32_grads (the same, gradients summed in float32: 20 where micro-batches are accumulated);
+    # bf16_params (no float32 master: stochastic rounding); fp16 (dynamic loss scaling)
+    precision.preset = "bf16"
+    precision.param = ""  # float32 | bfloat16: parameters between steps; updates are made in float32
+    precision.compute = ""  # float32 | bfloat16 | float16: matrix products and activations
+    precision.reduce = ""  # as_made | float32 | bfloat16 | float16: gradients until the update, and their reduction
+    precision.accumulator = ""  # float32 | bfloat16: sum of the gradients of micro-batches, in both batch modes
+    precision.norm = ""  # float32 | bfloat16: inside norms
+    precision.logits = ""  # float32 | bfloat16 | float16: logits as they are held; their sums are float32
+    precision.rounding = ""  # nearest | stochastic: of updated parameters to bfloat16
+    precision.cast = ""  # layer | step: masters are cast as a layer reads them, or all of them once a step, kept
+    precision.loss_scale = ""  # none | dynamic: halved and the update skipped when a gradient overflows
+    precision.loss_scale_init = 65536.0  # scale of the mean loss at the start
+    precision.loss_scale_growth_every = 2000  # updates without overflow after which the scale doubles
     return precision
 
 

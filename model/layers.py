@@ -25,7 +25,8 @@ def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], 
     """
     if len(shape) != len(axes):
         raise ValueError(f"parameter of shape {shape} has logical axes {axes}")
-    value = jnp.full(shape, fill, dtype) if key is None else std * jax.random.normal(key, shape, dtype)
+    # Drawn in float32, so that every precision starts from the same values.
+    value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):
         value = jnp.pad(value, [(0, after) for after in pad])
     return nnx.Param(value, axes=axes, contracted=contracted)
@@ -44,7 +45,7 @@ def _gather_backward(place, axes, residual, d_value):
     del residual
     # A sharding constraint's own transpose would ask for the whole gradient on every device; asking
     # for the layout it is kept in lets the compiler reduce-scatter.
-    return (place.gradient(d_value, axes),)
+    return (place.gradient(d_value, axes).astype(d_value.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -1,28 +1,114 @@
 """Dtypes by role, one row a preset.
 
-Mixed precision as in Micikevicius et al. 2018 (arXiv 1710.03740) with bfloat16 in the place of
-float16: compute is narrow, the master parameters and everything that sums are wide. No loss
-scaling: bfloat16 has float32's exponents.
+Mixed precision as in Micikevicius et al. 2018 (arXiv 1710.03740): compute is narrow, the master parameters and
+everything that sums are wide. bfloat16 has float32's exponents and needs no loss scaling; float16 does. Two rows keep
+the books as Rajbhandari et al. 2020 (arXiv 1910.02054, section 3.1) do, with a narrow copy of all parameters: 16 bytes
+a parameter with Adam, 20 with float32 sums besides.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes of the master parameters, of matrix products, of norms and softmax, of logits and loss."""
+    """What numbers are kept and computed in, by role.
 
-    param: DTypeLike
-    compute: DTypeLike
-    norm: DTypeLike = jnp.float32
-    logits: DTypeLike = jnp.float32
-    accumulator: DTypeLike = jnp.float32
+    param: the parameters between steps, which the optimizer updates in float32 whatever they are.
+    compute: matrix products and activations; norm: norms; logits: the logits as they are held, summed in float32.
+    reduce: gradients from the backward pass to the update, and so what devices send; None: each as it is made, in
+      the dtype of its product.
+    accumulator: the sum of gradients over micro-batches.
+    rounding: of updated parameters to `param`: a row of ROUNDINGS.
+    cast: to `compute`: as each `layer` reads a matrix, or once a `step` all parameters.
+    loss_scale: `none` or `dynamic` (train/loss_scale.py).
+    """
 
+    param: DTypeLike = F32
+    compute: DTypeLike = BF16
+    reduce: DTypeLike | None = None
+    accumulator: DTypeLike = F32
+    norm: DTypeLike = F32
+    logits: DTypeLike = F32
+    rounding: str = "nearest"
+    cast: str = "layer"
+    loss_scale: str = "none"
+
+    @property
+    def copied(self) -> bool:
+        """Whether a step computes with a copy of all parameters that it casts first."""
+        return self.cast == "step"
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Precision":
+        """From `config.precision`: the preset, with the roles that are not "" in their place.
+
+        Raises:
+          ValueError: a value that is no row of its table, or values that do not go together.
+        """
+        _choose("preset", values["preset"], PRECISIONS)
+        chosen = {role: _choose(role, values[role], table) for role, table in ROLES.items() if values[role] != ""}
+        precision = dataclasses.replace(PRECISIONS[values["preset"]], **chosen)
+        for wrong, remedy in CLASHES:
+            if wrong(precision):
+                raise ValueError(f"precision.preset={values['preset']} with "
+                                 f"{precision.shown()}: {remedy}")
+        return precision
+
+    def shown(self) -> str:
+        """The roles that differ from the default preset's, as keys."""
+        usual = Precision()
+        rows = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+                if getattr(self, field.name) != getattr(usual, field.name)}
+        return ", ".join(f"{role}={_name(role, value)}" for role, value in rows.items()) or "the usual roles"
+
+
+# What is written to the config -> what it means.
+WIDE, NARROW = {"float32": F32, "bfloat16": BF16}, {"float32": F32, "bfloat16": BF16, "float16": F16}
+ROUNDINGS, CASTS, LOSS_SCALES = ("nearest", "stochastic"), ("layer", "step"), ("none", "dynamic")
+ROLES: Mapping[str, Mapping[str, Any]] = {
+    "param": WIDE, "compute": NARROW, "reduce": {"as_made": None, **NARROW}, "accumulator": WIDE, "norm": WIDE,
+    "logits": NARROW, **{role: {name: name for name in names} for role, names in
+                         (("rounding", ROUNDINGS), ("cast", CASTS), ("loss_scale", LOSS_SCALES))},
+}
 
 PRECISIONS = {
-    "fp32": Precision(param=jnp.float32, compute=jnp.float32),
-    "bf16": Precision(param=jnp.float32, compute=jnp.bfloat16),
+    "fp32": Precision(compute=F32),
+    "bf16": Precision(),
+    "bf16_grads": Precision(reduce=BF16, cast="step"),
+    "fp32_grads": Precision(reduce=F32, cast="step"),
+    "bf16_params": Precision(param=BF16, rounding="stochastic"),
+    "fp16": Precision(compute=F16, loss_scale="dynamic"),
 }
+
+
+def _bytes(dtype: DTypeLike) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+# (what cannot be, the remedy).
+CLASHES = (
+    (lambda p: p.rounding == "stochastic" and p.param != BF16,
+     "parameters are rounded to bfloat16 alone; set precision.param=bfloat16 or precision.rounding=nearest"),
+    (lambda p: p.copied and p.param == p.compute,
+     "there is nothing to cast; set precision.cast=layer"),
+    (lambda p: p.reduce is not None and not p.copied and _bytes(p.reduce) < _bytes(p.param),
+     "gradients have the dtype of the parameters that a step differentiates; set precision.cast=step, which makes "
+     "narrow ones"),
+)
+
+
+def _choose(role: str, value: Any, table: Mapping[str, Any]) -> Any:
+    if value not in table:
+        raise ValueError(f"precision.{role}={value!r}: choose one of {', '.join(table)}")
+    return table[value]
+
+
+def _name(role: str, value: Any) -> str:
+    return next(name for name, meant in ROLES[role].items() if meant == value)

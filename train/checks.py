@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from model import PRECISIONS, RematPlan
+from model import RematPlan
 from model.layers import MLPS, NORMS, POSITIONS
 from model.names import names_in
 from train.batch import BatchAlgebra
@@ -20,7 +20,7 @@ from train.step import ACCUMULATION
 # Every key that names a row of a table: a typo fails here, with the rows.
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
-    "precision.preset": PRECISIONS, "batch.mode": ACCUMULATION,
+    "batch.mode": ACCUMULATION,
     "optimizer.name": OPTIMIZERS, "mesh.strategy": STRATEGIES,
 }
 
@@ -30,7 +30,7 @@ LEAST = {
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
-    "mesh.prefetch": 0,
+    "mesh.prefetch": 0, "precision.loss_scale_init": 2.0**-14, "precision.loss_scale_growth_every": 1,
 }
 
 

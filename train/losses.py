@@ -22,12 +22,14 @@ HEAD_AXES = ("d_model", "vocab")
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
     """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products;
-    `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted; None for all."""
+    `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted; None for all.
+    `logits`: dtype that logits are held in; sums over them are float32."""
 
     layout: Layout
     compute: DTypeLike
     positions: int
     vocabulary: int | None = None
+    logits: DTypeLike = jnp.float32
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
@@ -44,6 +46,7 @@ def _without_padding(logits: jax.Array, settings: LossSettings) -> jax.Array:
 
 def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(negative log-likelihood, log-denominator) of each position, float32; 0 where ignored."""
+    logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
@@ -52,7 +55,7 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
 def full(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """All logits at once: 4 bytes x B x L x V, several times over in the backward pass."""
     w_DV = settings.layout(w_DV.astype(settings.compute), (None, "vocab"))
-    logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=jnp.float32)
+    logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=settings.logits)
     logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
     return _nll(_without_padding(logits_BLV, settings), targets_BL)[0].sum()
 
@@ -79,7 +82,7 @@ def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
 
 def _chunk_logits(x_RBCD: jax.Array, w_DV: jax.Array, settings: LossSettings) -> jax.Array:
     x_RBCD = settings.layout(x_RBCD, ("rank", None, None, None))
-    logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, w_DV, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, w_DV, preferred_element_type=settings.logits)
     return _without_padding(logits, settings)
 
 
@@ -124,7 +127,9 @@ def _chunked_forward(x_BLD, w_DV, targets_BL, settings):
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
     (total, dw_RDV), dx = jax.lax.scan(chunk, start, xs)
     dx_BLD = _joined(dx, x_BLD, settings)
-    dw_DV = layout.gradient(dw_RDV.sum(0), HEAD_AXES).astype(w_DV.dtype)
+    # Added with the dtype that devices add in; jnp.sum would widen it.
+    dw_DV = jax.lax.reduce(layout.reduced(dw_RDV), jnp.zeros((), layout.reduced(dw_RDV).dtype), jax.lax.add, (0,))
+    dw_DV = layout.gradient(dw_DV, HEAD_AXES).astype(w_DV.dtype)
     # The backward pass of the blocks waits for the head's gradient to be reduced: left to itself the
     # scheduler keeps the unreduced D x V on every device until the optimizer.
     return total, jax.lax.optimization_barrier((dx_BLD, dw_DV))

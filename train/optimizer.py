@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from train.matrices import adafactor, muon
@@ -19,24 +20,42 @@ class ClipState(NamedTuple):
 
 
 def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm.
+    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm: float32.
 
     The division happens here, after accumulation, so that micro-batches weigh by their unmasked
-    tokens and not each the same. `max_norm` 0 does not clip. The norm is kept for the metrics.
+    tokens and not each the same. `factor` is what the loss was multiplied by (train/loss_scale.py).
+    `max_norm` 0 does not clip. The norm is kept for the metrics.
     """
     def init(params):
         del params
         return ClipState(jnp.zeros((), jnp.float32))
 
-    def update(updates, state, params=None, *, tokens, **extra):
+    def update(updates, state, params=None, *, tokens, factor=1.0, **extra):
         del state, params, extra
         with jax.named_scope("grad_norm"):
-            inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-            norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), updates)) * inverse
+            inverse = 1.0 / (jnp.maximum(tokens, 1).astype(jnp.float32) * factor)
+            updates = _float32(updates)
+            norm = optax.tree.norm(updates) * inverse
             scale = inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
-        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), ClipState(norm)
+        return jax.tree.map(lambda g: g * scale, updates), ClipState(norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`rule` over parameters of any dtype as if they were float32: so is its state, but for what the rule narrows."""
+    def init(params):
+        # Of zeros: parameters may be abstract here.
+        return rule.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
+
+    def update(updates, state, params=None):
+        return rule.update(updates, state, None if params is None else _float32(params))
+
+    return optax.GradientTransformation(init, update)
 
 
 def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
@@ -70,18 +89,19 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
 }
 
 
-def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, multisteps: int) -> Any:
+def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, multisteps: int,
+                   accumulator: DTypeLike = jnp.float32) -> Any:
     """The optimizer of `config.optimizer`; its update takes `tokens`, the unmasked tokens of the update.
 
     With `multisteps` above 1 it is wrapped in `optax.MultiSteps`, which sums the gradients of that
-    many calls in a float32 tree of its own; for 1 that tree would be pure loss, so there is no wrapping.
+    many calls in an `accumulator` tree of its own; for 1 that tree would be pure loss, so there is no wrapping.
     """
     rule = optax.chain(OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
                        optax.scale_by_learning_rate(schedule))
-    chain = optax.chain(mean_and_clip(config.clip_norm), rule)
+    chain = optax.chain(mean_and_clip(config.clip_norm), in_float32(rule))
     if multisteps == 1:
         return chain
-    return optax.MultiSteps(chain, multisteps, use_grad_mean=False)
+    return optax.MultiSteps(chain, multisteps, use_grad_mean=False, accumulator_dtype=accumulator)
 
 
 def grad_norm(opt_state: Any) -> jax.Array:

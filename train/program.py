@@ -16,13 +16,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from memory.compiler import Compilation, compile_lowered
-from model import PRECISIONS, ModelConfig, Precision, RematPlan, Transformer
+from model import ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.names import NAMES
 from model.ring import zigzag
 from model.transformer import KEEP_ALL, contracted, logical_axes
 from train.batch import BatchAlgebra
 from train.checks import check_sequence, check_traced, check_values
+from train.loss_scale import Scaling
 from train.losses import LOSSES, LossSettings
 from train.optimizer import make_optimizer, make_schedule
 from train.sharding import AXES, STRATEGIES, Layout, make_mesh, match_parameters
@@ -159,24 +160,27 @@ class Program:
     def init(self) -> TrainState:
         """Fresh state, made in place on the devices; the same values on every mesh."""
         def init(seed: jax.Array) -> TrainState:
-            return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer)
+            return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer,
+                              self.parts.scaling)
 
         return jax.jit(init, out_shardings=self._shardings)(self.config.seed)
 
 
-def init_state(transformer: Transformer, optimizer: Any) -> TrainState:
+def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None = None) -> TrainState:
     """The state before the first step."""
     params = nnx.to_pure_dict(nnx.state(transformer, nnx.Param))
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally())
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(),
+                      scaling and scaling.init())
 
 
-def describe_state(transformer: Transformer, layout: Layout, optimizer: Any) -> TrainState:
+def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
+                   scaling: Scaling | None = None) -> TrainState:
     """Abstract state with shardings, from an abstract transformer.
 
     Raises:
       ValueError: a parameter that does not divide over the mesh.
     """
-    state = jax.eval_shape(lambda: init_state(transformer, optimizer))
+    state = jax.eval_shape(lambda: init_state(transformer, optimizer, scaling))
     axes = logical_axes(transformer)
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
@@ -194,7 +198,7 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
               micro: int) -> Callable[..., jax.Array]:
     """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
-    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size)
+    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits)
     cross_entropy = LOSSES[config.loss.kind]
 
     def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:
@@ -216,10 +220,10 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     """
     check_values(config)
     devices = jax.devices() if devices is None else list(devices)
+    precision = Precision.of(config.precision)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
-                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel)
+                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
     check_sequence(config, layout)
-    precision = PRECISIONS[config.precision.preset]
     asked = ModelConfig.from_dict(config.model)
     if config.data.seq_len > asked.max_seq_len:
         raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
@@ -236,12 +240,14 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     graph, _ = nnx.split(abstract)
     schedule = make_schedule(config.optimizer, config.train.steps)
     wrapped = ACCUMULATION[config.batch.mode][1]
-    optimizer = make_optimizer(config.optimizer, schedule, multisteps=batch.accumulation if wrapped else 1)
+    optimizer = make_optimizer(config.optimizer, schedule, multisteps=batch.accumulation if wrapped else 1,
+                               accumulator=precision.accumulator)
     loss = make_loss(config, graph, layout, precision, batch.micro)
-    state = describe_state(abstract, layout, optimizer)
+    scaling = Scaling.of(config.precision, batch.rows * batch.seq_len) if precision.loss_scale == "dynamic" else None
+    state = describe_state(abstract, layout, optimizer, scaling)
     check_traced(remat, loss, state.params, batch)
-    parts = StepParts(loss, optimizer, schedule, config.seed, precision.accumulator,
-                      Weights(layout, logical_axes(abstract), contracted(abstract), precision.compute))
+    parts = StepParts(loss, optimizer, schedule, config.seed,
+                      Weights(layout, logical_axes(abstract), contracted(abstract), precision), scaling=scaling)
     if reduces_once(config, layout, kernel[0]):
         local = layout.local
         alone = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=local)))[0]

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental.layout import Layout as Order
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from model.placement import Axes, Placement
 from model.ring import Ring, zigzag_positions
@@ -106,12 +107,14 @@ class Layout(Placement):
     """Maps logical axes to shardings of one mesh.
 
     `manual`: mesh axes that an enclosing `jax.shard_map` has taken: arrays are local along them already.
+    `reduce`: dtype in which gradients are summed over devices and kept; None for that of each product.
     """
 
     mesh: Mesh
     strategy: Strategy = STRATEGIES["zero3"]
     sequence_parallel: bool = False
     manual: tuple[str, ...] = ()
+    reduce: DTypeLike | None = None
 
     @property
     def local(self) -> "Layout":
@@ -215,8 +218,20 @@ class Layout(Placement):
         # Pinned as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
         return self._constrain(self._constrain(w, self.spec(axes, divided=True)), self.spec(axes))
 
-    def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
+    def held(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A copy of a parameter, laid out as the parameter is stored."""
+        return self._constrain(w, self.spec(axes, divided=self.strategy.stored))
+
+    def reduced(self, d_w: jax.Array) -> jax.Array:
+        """A gradient in the dtype that devices sum it in."""
+        return d_w if self.reduce is None else d_w.astype(self.reduce)
+
+    def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
+        """A gradient that is reduced already, or a sum of such, where gradients are kept."""
         return self._constrain(d_w, self.spec(axes, divided=self.strategy.gradients))
+
+    def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
+        return self.total(self.reduced(d_w), axes)
 
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
         """Raises ValueError where a dimension of a stored parameter does not divide over its mesh axes."""

@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from model import Precision
+from train.loss_scale import LossScale, Scaling, guard
 from train.losses import count_tokens
 from train.optimizer import grad_norm
+from train.rounding import apply_updates
 from train.sharding import BATCH, Layout
 
 Batch = dict[str, jax.Array]
+ROUNDING = 0x726E64  # sets the keys of rounding apart from those of dropout
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["loss", "tokens"], meta_fields=[])
@@ -33,15 +37,17 @@ def zero_tally() -> Tally:
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally", "loss_scale"],
+         meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that persists between steps. `step` counts optimizer updates, int32."""
+    """Everything that persists between steps. `step` counts optimizer updates, skipped ones too, int32."""
 
     step: jax.Array
     params: Any
     opt_state: Any
     tally: Tally
+    loss_scale: LossScale | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,29 +60,38 @@ class Weights:
     layout: Layout
     axes: Any
     contracted: Any
-    compute: Any
+    precision: Precision
 
     def copy(self, params: Any) -> Any:
         """What the step computes with: under zero1 and zero2 a whole copy, matrices in the compute dtype.
 
-        Where gradients are divided the token table is not copied: it stays divided as under zero3, and norms and
-        biases are gathered as they are read.
+        Where gradients are divided the token table is not gathered: it stays divided as under zero3, and norms and
+        biases are gathered as they are read. With `precision.cast=step` every parameter is cast, under any strategy.
         """
-        strategy = self.layout.strategy
-        if not strategy.stored or strategy.by_layer:
+        strategy, cast = self.layout.strategy, self.precision.copied
+        gathers = strategy.stored and not strategy.by_layer
+        if not gathers and not cast:
             return params
 
-        def whole(param, axes, contracted):
+        def one(param, axes, contracted):
             with jax.named_scope("param_copy"):
-                if contracted:
-                    return self.layout.gather(param.astype(self.compute), axes)
-                return param if strategy.gradients else self.layout.gather(param, axes)
+                if contracted or cast:
+                    param = param.astype(self.precision.compute)
+                if gathers and (contracted or not strategy.gradients):
+                    return self.layout.gather(param, axes)
+                return self.layout.held(param, axes) if cast else param
 
-        return self._map(whole, params, self.contracted)
+        copy = self._map(one, params, self.contracted)
+        # One copy for all who read it: without layers in a loop the compiler would cast anew for each.
+        return jax.lax.optimization_barrier(copy) if cast else copy
 
     def gradients(self, grads: Any) -> Any:
-        """Gradients as they are kept until the update."""
+        """Gradients of one micro-batch as they are kept."""
         return self._map(self.layout.gradient, grads)
+
+    def totals(self, grads: Any) -> Any:
+        """Sums of these over micro-batches, in a dtype of their own."""
+        return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:
         leaves, structure = jax.tree.flatten(trees[0])
@@ -94,6 +109,7 @@ class Weights:
     def reduce(self, grads: Any) -> Any:
         """Sums gradients over the ranks, inside a `jax.shard_map` over them: each rank is left with what it stores."""
         def one(grad, spec):
+            grad = self.layout.reduced(grad)
             if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
                 return jax.lax.psum(grad, BATCH)
             return jax.lax.psum(
@@ -106,40 +122,61 @@ class Weights:
 class StepParts:
     """What a step is made of: `loss(params, batch, dropout_key_B) -> sum in nats`, optimizer, schedule, seed.
 
-    `local_loss` is the same for one data-parallel rank's sequences, where gradients are reduced once an update.
+    `local_loss` is the same for one data-parallel rank's sequences, where gradients are reduced once an update;
+    `scaling` the rule of the loss scale, where there is one.
     """
 
     loss: Callable[..., jax.Array]
     optimizer: Any
     schedule: Callable[[jax.Array], jax.Array]
     seed: int
-    accumulator: Any
     weights: Weights
     local_loss: Callable[..., jax.Array] | None = None
+    scaling: Scaling | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return self.weights.precision
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
         """A key for each sequence, from its place in the global batch alone."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
-    def gradients(self, params: Any, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
+    def factor(self, state: TrainState) -> jax.Array | None:
+        """What the loss is multiplied by before the backward pass; None for nothing."""
+        return None if self.scaling is None else self.scaling.factor(state.loss_scale)
+
+    def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
         """Sums over the micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
-        weights = self.weights.copy(params)
-        if self.local_loss is None:
-            tally, grads = _sums(self, weights, batch, key_AB)
-            grads = self.weights.gradients(grads)
-        else:
-            tally, grads = _sums_by_rank(self, weights, batch, key_AB)
-        return tally, jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+        weights, factor = self.weights.copy(state.params), self.factor(state)
+        if self.local_loss is not None:
+            return _sums_by_rank(self, weights, batch, key_AB, factor)
+        tally, grads = _sums(self, weights, batch, key_AB, factor)
+        return tally, self.weights.totals(grads)
 
-    def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any]:
+    def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
+        """(parameters, optimizer state, loss scale) after the update, or after one micro-step of it."""
         with jax.named_scope("optimizer"):
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, tokens=tally.tokens)
-            return optax.apply_updates(state.params, updates), opt_state
+            if isinstance(state.opt_state, optax.MultiStepsState):  # which would narrow its sum to what it is given
+                grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
+            extra = {} if self.scaling is None else {"factor": self.factor(state)}
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, tokens=tally.tokens,
+                                                       **extra)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
+            params = apply_updates(state.params, updates, self.precision, key)
+            if self.scaling is None:
+                return params, opt_state, None
+            return guard(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
 
-    def metrics(self, state: TrainState, tally: Tally, opt_state: Any) -> dict[str, jax.Array]:
+    def metrics(self, state: TrainState, tally: Tally, opt_state: Any,
+                loss_scale: LossScale | None) -> dict[str, jax.Array]:
+        done, own = state.step, {}
+        if loss_scale is not None:
+            done = done - state.loss_scale.skipped
+            own = {"loss_scale": loss_scale.scale, "skipped_steps": loss_scale.skipped}
         return {"loss": tally.loss / jnp.maximum(tally.tokens, 1), "tokens": tally.tokens,
-                "grad_norm": grad_norm(opt_state), "lr": jnp.asarray(self.schedule(state.step), jnp.float32)}
+                "grad_norm": grad_norm(opt_state), "lr": jnp.asarray(self.schedule(done), jnp.float32), **own}
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -148,33 +185,42 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     micro = state.opt_state.mini_step if multi else 0
     keys = parts.dropout_keys(state.step, micro * rows, rows)
-    tally, grads = parts.gradients(state.params, jax.tree.map(lambda x: x[None], batch), keys[None])
+    tally, grads = parts.gradients(state, jax.tree.map(lambda x: x[None], batch), keys[None])
     tally = state.tally + tally if multi else tally
-    params, opt_state = parts.update(state, tally, grads)
-    metrics = parts.metrics(state, tally, opt_state)
+    params, opt_state, loss_scale = parts.update(state, tally, grads)
+    metrics = parts.metrics(state, tally, opt_state, loss_scale)
     if not multi:
-        return TrainState(state.step + 1, params, opt_state, zero_tally()), metrics
+        return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale), metrics
     done = opt_state.mini_step == 0
     kept = jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), tally)
-    return TrainState(state.step + done.astype(jnp.int32), params, opt_state, kept), metrics
+    return TrainState(state.step + done.astype(jnp.int32), params, opt_state, kept, loss_scale), metrics
 
 
 def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """A whole global batch [A, B, L]: the accumulator lives inside the step and the optimizer runs once."""
     micro_steps, rows = batch["inputs"].shape[:2]
     key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
-    tally, grads = parts.gradients(state.params, batch, key_AB)
-    params, opt_state = parts.update(state, tally, grads)
-    return TrainState(state.step + 1, params, opt_state, zero_tally()), parts.metrics(state, tally, opt_state)
+    tally, grads = parts.gradients(state, batch, key_AB)
+    params, opt_state, loss_scale = parts.update(state, tally, grads)
+    metrics = parts.metrics(state, tally, opt_state, loss_scale)
+    return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale), metrics
 
 
-def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, *, local: bool = False) -> tuple[Tally, Any]:
-    """Tally and gradients of all micro-batches, each reduced over the ranks as it is made, unless `local`."""
+def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, *,
+          local: bool = False) -> tuple[Tally, Any]:
+    """Tally and gradients of all micro-batches, each reduced over the ranks as it is made, unless `local`.
+
+    The gradients are those of the loss times `factor`, the tally is not.
+    """
     loss = parts.local_loss if local else parts.loss
     keep = (lambda grads: grads) if local else parts.weights.gradients
 
+    def scaled(weights, micro_batch, key_B):
+        total = loss(weights, micro_batch, key_B)
+        return (total if factor is None else total * factor), total
+
     def one(micro_batch, key_B):
-        total, grads = jax.value_and_grad(loss)(weights, micro_batch, key_B)
+        (_, total), grads = jax.value_and_grad(scaled, has_aux=True)(weights, micro_batch, key_B)
         return Tally(total, count_tokens(micro_batch["targets"])), keep(grads)
 
     if key_AB.shape[0] == 1:  # no accumulator
@@ -185,22 +231,25 @@ def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, *, lo
         with jax.named_scope("accumulate"):
             return (carry[0] + here, jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[1], grads)), None
 
-    zeros = keep(jax.tree.map(lambda w: jnp.zeros(w.shape, parts.accumulator), weights))
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, parts.precision.accumulator), weights)
+    zeros = zeros if local else parts.weights.totals(zeros)
     return jax.lax.scan(micro, (zero_tally(), zeros), (batch, key_AB))[0]
 
 
-def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
+def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array,
+                  factor: jax.Array | None) -> tuple[Tally, Any]:
     """The same, with one reduction after the last micro-batch: until then every rank sums its own gradients."""
-    def ranks(weights, batch, key_AB):
-        tally, grads = _sums(parts, weights, batch, key_AB, local=True)
+    def ranks(weights, batch, key_AB, *factor):
+        tally, grads = _sums(parts, weights, batch, key_AB, *(factor or (None,)), local=True)
         with jax.named_scope("reduce"):
             return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
 
     # Not checked for replication: a gradient of replicated weights would be reduced in every micro-step then.
     layout = parts.weights.layout
-    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH)),
+    scale = () if factor is None else (factor,)
+    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH), *[P()] * len(scale)),
                          out_specs=(P(), parts.weights.specs()), axis_names=set(layout.local.manual), check_vma=False)(
-        weights, batch, key_AB)
+        weights, batch, key_AB, *scale)
 
 
 def eval_step(parts: StepParts, params: Any, batch: Batch) -> Tally:
