@@ -25,6 +25,8 @@ examples:
       --remat='none,full,custom(q_rot,v,context),custom(attn_out)+offload(block_in)'
   python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \\
       --remat=none,full --target=h100:8 --html=growth.html      growth charts; again: it resumes
+  python -m memory levers --config=llama_8b --target=h200 --html=levers.html
+                                                                what each memory saving saves, and costs
   python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
   python -m memory estimate --params=7e9                        formulas only, at once
 
@@ -35,6 +37,7 @@ exit codes: 0 done, 1 grew above --fail-above, 2 a mistake in the command or its
 COMMANDS = {
     "report": ("memory.report_command", "peak, composition, ledger, timeline and findings of one program"),
     "compare": ("memory.compare_command", "policies and any other keys of a config against each other, in parallel"),
+    "levers": ("memory.levers_command", "the staircase: fp32, bf16, chunked loss, flash attention, remat ... in bytes"),
     "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
     "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),

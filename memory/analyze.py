@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memory import build, collectives, device_mesh, findings, ledger, traffic, xla
+from memory import build, collectives, device_mesh, findings, ledger, traffic, transfers, xla
 from memory.activations import activations_of
 from memory.checkpoint_names import Names, places_of
 from memory.compiler import Compilation, compile_lowered, read_compiled
@@ -75,8 +75,10 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     stats = compilation.stats or _stats(program)
     if derived:
         report = _reconcile(report, program, stats)
+    moved = transfers.find(source.module)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
-                                 config=dict(config or {}))
+                                 config=dict(config or {}), to_host_bytes=moved.to_host,
+                                 to_device_bytes=moved.to_device)
     report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
     return dataclasses.replace(report, findings=findings.find(report, source))
 

@@ -38,7 +38,7 @@ class Row:
     Fields:
         overrides: dotted key -> value, the keys of the grid; `config` and `target` among them if they vary.
         status: "ok", or in one line why there are no figures.
-        peak_bytes, allocated_bytes, temp_bytes, host_bytes, breakdown: as in a report.
+        peak_bytes, allocated_bytes, temp_bytes, host_bytes, to_host_bytes, to_device_bytes, breakdown: as in a report.
         residual_bytes: of `breakdown`; where the peak holds none, residuals at the highest point that does.
         recompute_flops_fraction: FLOPs that jax.checkpoint runs again over model FLOPs.
         kernel_recompute_flops: run again inside the gradients of attention and loss kernels.
@@ -57,6 +57,8 @@ class Row:
     allocated_bytes: int | None = None
     temp_bytes: int | None = None
     host_bytes: int | None = None
+    to_host_bytes: int | None = None
+    to_device_bytes: int | None = None
     residual_bytes: int | None = None
     recompute_flops_fraction: float | None = None
     kernel_recompute_flops: float | None = None

@@ -42,14 +42,14 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     """Prints the table and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
     jobs = make_jobs(args, overrides, trainer.config, compare_cache.source_digest(trainer.sources()))
     names = [job.target for job in jobs]
-    _check(args, names)
+    check(args, names)
     env = compare_run.environment(names)
-    workers = 1 if args.measure or _shares_accelerator(names) else compare_run.worker_count(len(jobs), args.jobs)
+    workers = 1 if args.measure or shares_accelerator(names) else compare_run.worker_count(len(jobs), args.jobs)
     place = compare_cache.folder()
     known = sum(1 for job in jobs if not args.no_cache and compare_cache.read(place, job.name))
-    with _progress(len(jobs)) as progress:
+    with progress(len(jobs)) as tell:
         answers, interrupted = compare_run.run(
-            jobs, workers=workers, env=env, measure=args.measure, progress=progress,
+            jobs, workers=workers, env=env, measure=args.measure, progress=tell,
             cache=None if args.no_cache else place)
     rows = compare.mark_pareto([row_of(job, answers[job.name], args.formulas) for job in jobs if job.name in answers])
     finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted)
@@ -129,21 +129,21 @@ def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, 
         beside_text.show_rows(rows)
     out = compare.to_json(rows, target, stated, interrupted)
     if args.json:
-        _write(args.json, json.dumps(out, indent=1) + "\n")
+        write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from memory import compare_html
 
-        _write(args.html, compare_html.render(out, args.config or ""))
+        write(args.html, compare_html.render(out, args.config or ""))
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     try:
         compare_cache.write_whole(path, text)
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
+def check(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Raises ReportError, before anything is compiled, for targets that do not exist or cannot be measured, for files
     that cannot be written, for a number of workers that is none."""
     from memory import targets
@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace, names: Sequence[str]) -> None:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
 
 
-def _shares_accelerator(names: Sequence[str]) -> bool:
+def shares_accelerator(names: Sequence[str]) -> bool:
     """Whether workers would open the accelerator of this machine: one at a time then, it is one memory."""
     from memory.platform import choose_platform
 
@@ -169,7 +169,7 @@ def _shares_accelerator(names: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[Sequence[str], int], None]]:
+def progress(total: int) -> Iterator[Callable[[Sequence[str], int], None]]:
     """A bar on stderr, where that is a terminal: how many are done, which are under way."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -15,6 +15,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement; null, null and "unknown"
   when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
+- `to_host_bytes`, `to_device_bytes`: what one run of the program moves between device and host memory.
 - `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
   to `allocated_bytes`.
 - `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
@@ -157,6 +158,8 @@ class Report:
     verdict: str = "unknown"
     host_bytes: int = 0
     on_chip_bytes: int = 0
+    to_host_bytes: int = 0
+    to_device_bytes: int = 0
     peak_index: int = 0
     program: str = ""
     method: str = "heap_trace"
@@ -197,13 +200,14 @@ class Report:
 
 # The order of keys in the JSON.
 KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
-        "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
-        "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "findings",
-        "notes", "timeline", "buffers")
+        "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "to_host_bytes", "to_device_bytes",
+        "peak_index", "breakdown", "residuals_by_name", "workspace_by_scope",
+        "ledger", "zero", "communication", "collectives", "findings", "notes", "timeline", "buffers")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
           "communication": Communication, "collectives": Collective, "zero": ZeroRow}
-_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
+_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "to_host_bytes", "to_device_bytes",
+           "peak_index", "schema")
 _OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config")
 
 
