@@ -102,6 +102,7 @@ def _batch() -> ConfigDict:
     batch = ConfigDict()
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
+    batch.tokens = 0  # of one update: sets the accumulation, which then stays 1 here; 0: batch.accumulation as it is
     batch.mode = "multisteps"  # multisteps: optax.MultiSteps, one call a micro-step | scan: inside one step
     return batch
 

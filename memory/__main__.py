@@ -107,7 +107,8 @@ class Trainer:
 
     def settled(self, program: Any) -> dict[str, Any]:
         """What a program made of its config: the kernel, the mesh without -1, and `segments`: for each range of
-        layers its {"layers", "policy", "groups", "save", "offload"}, the last two names of tensors."""
+        layers its {"layers", "policy", "groups", "save", "offload"}, the last two names of tensors; and `batch`,
+        its algebra in words."""
         plan = program.remat
         segments = []
         for segment in plan.segments(program.model.n_layers):
@@ -116,7 +117,7 @@ class Trainer:
                              "save": [name for name in segment.policy.names if name not in moved],
                              "offload": list(moved)})
         mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}
-        return {"model.attention": program.kernel[0], **mesh, "segments": segments}
+        return {"model.attention": program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
 
     def names(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
         """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from memory import estimate, formulas, kept
 from memory.errors import ReportError
+from memory.traffic import accumulation
 
 # Policies whose tensors are names, and those that keep the products with weights: on the device, on the host.
 NAMES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
@@ -63,12 +64,13 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         asked = estimate.question_of(resolved)
     except ReportError as error:
         return str(error)
-    calls = resolved["mesh.data"] * resolved["mesh.fsdp"] * (
-        config["batch.accumulation"] if config["batch.mode"] == "scan" else 1)
+    ranks = resolved["mesh.data"] * resolved["mesh.fsdp"]
+    micro_steps = accumulation(config, ranks)
+    calls = ranks * (micro_steps if config["batch.mode"] == "scan" else 1)
     sequences, micro = asked.batch * calls, asked.batch
     # Devices of a ring hold their share of every sequence.
     asked = dataclasses.replace(asked, batch=micro / resolved["mesh.context"])
-    state, copy = _state(asked, config)
+    state, copy = _state(asked, config, micro_steps)
     shape = {"attention": asked.attention, "itemsize": _itemsize(asked)}
     whole = formulas.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch, **shape)
     parts = [_kept(asked, segment, resolved, platform, whole) for segment in segments]
@@ -88,7 +90,7 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
                    notes=_notes(resolved, asked, segments, platform))
 
 
-def _state(asked: estimate.Question, config: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int) -> tuple[dict[str, float], float]:
     """(bytes of state by role, bytes of the whole copy that is computed with).
 
     Where the optimizer state is shared, the trainer shares the master parameters with it (its `zero1` and `zero2`
@@ -100,7 +102,7 @@ def _state(asked: estimate.Question, config: Mapping[str, Any]) -> tuple[dict[st
         each = formulas.state_bytes_per_parameter(asked.precision, asked.optimizer, layout)
         return {role: size * asked.parameters for role, size in each.items()}
 
-    stage, summed = asked.layout.zero, config["batch.accumulation"] > 1
+    stage, summed = asked.layout.zero, micro_steps > 1
     state = spread(3 if stage else 0)
     state["gradients"] = spread(stage)["gradients"]
     like = state["gradients" if config["batch.mode"] == "scan" else "params"]

@@ -43,10 +43,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     choose_platform()  # before jax is imported
     simulate_devices([args.target])
     target = targets.parse(args.target)
-    config = program = None
+    config, settled = None, {}
     if args.config:
         program = trainer.program(args.config, overrides, target)
         compilation, config = program.compile_for_report(exact=True), trainer.config(args.config, overrides)
+        settled = trainer.settled(program)
     else:
         compilation = _of_file(args.hlo)
 
@@ -55,9 +56,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     report = report_of(compilation, target=target, config=config)
     from memory import text
 
-    text.show(report)
-    found = _formulas(report, config, trainer.settled(program), compilation.jaxpr) if args.formulas else {}
-    _write(args, report, compilation.proto, found)
+    text.show(report, batch=settled.get("batch", ""))
+    found = _formulas(report, config, settled, compilation.jaxpr) if args.formulas else {}
+    _write(args, report, compilation.proto, ({"batch": settled["batch"]} if settled else {}) | found)
     return 0
 
 

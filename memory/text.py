@@ -30,14 +30,14 @@ def human(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    """Prints the report, to a console of 100 columns when none is given."""
-    (console or Console(width=WIDTH)).print(render(report))
+def show(report: Report, console: Console | None = None, batch: str = "") -> None:
+    """Prints the report, to a console of 100 columns when none is given; `batch`: the algebra of its batch."""
+    (console or Console(width=WIDTH)).print(render(report, batch))
 
 
-def render(report: Report) -> RenderableType:
+def render(report: Report, batch: str = "") -> RenderableType:
     """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
-    parts: list[RenderableType] = [_head(report), Text()]
+    parts: list[RenderableType] = [_head(report), *([Text(batch, style="dim")] if batch else []), Text()]
     columns = Table.grid(padding=(0, 3))
     columns.add_row(_breakdown(report), Group(
         _names("residuals by checkpoint name", report.residuals_by_name),

@@ -117,6 +117,13 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1))
 
 
+def accumulation(config: Mapping[str, Any], ranks: int) -> int:
+    """Micro-steps of an update of a trainer's config (dotted keys) on so many data-parallel ranks."""
+    if tokens := config.get("batch.tokens", 0):
+        return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
+    return config.get("batch.accumulation", 1)
+
+
 def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int) -> list[Expected]:
     """Everything the formulas expect of a trainer's config (dotted keys); [] where a key that they need is missing.
 
@@ -126,7 +133,7 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     if plan is None or itemsize is None or not parameters:
         return []
     scanned = config.get("batch.mode") == "scan"
-    micro_steps = config.get("batch.accumulation", 1) if scanned else 1
+    micro_steps = accumulation(config, axes.get("data", 1) * axes.get("fsdp", 1)) if scanned else 1
     policy = config.get("remat.policy", "none")
     once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
     out = data_parallel(

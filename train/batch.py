@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from ml_collections import ConfigDict
+
 IGNORE = -1  # a target position that carries no loss
 
 
@@ -24,6 +26,26 @@ class BatchAlgebra:
                 raise ValueError(f"batch.{name}={getattr(self, name)}: give 1 or more")
         if self.seq_len < 1:
             raise ValueError(f"data.seq_len={self.seq_len}: give 1 or more")
+
+    @classmethod
+    def of(cls, config: ConfigDict, ranks: int, seq_len: int) -> "BatchAlgebra":
+        """From `config.batch`; `batch.tokens`, where it is given, sets the accumulation.
+
+        Raises:
+          ValueError: tokens and accumulation are both given, or the tokens do not divide over ranks and micro-batches.
+        """
+        if not config.tokens:
+            return cls(config.micro, config.accumulation, ranks, seq_len)
+        if config.accumulation != 1:
+            raise ValueError(f"batch.tokens={config.tokens} and batch.accumulation={config.accumulation}: give one of "
+                             "them, tokens with batch.accumulation=1 or accumulation with batch.tokens=0")
+        unit = cls(config.micro, 1, ranks, seq_len).tokens
+        if config.tokens % unit:
+            below = config.tokens // unit * unit
+            near = " and ".join(f"{tokens}" for tokens in (below, below + unit) if tokens)
+            raise ValueError(f"batch.tokens={config.tokens} does not divide by {unit:,} tokens, {config.micro} "
+                             f"micro-batch x {ranks} data-parallel x {seq_len:,}: the nearest that do are {near}")
+        return cls(config.micro, config.tokens // unit, ranks, seq_len)
 
     @property
     def rows(self) -> int:

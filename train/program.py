@@ -230,7 +230,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
                          f"{asked.max_seq_len}: shorten the sequences or raise the positions")
     kernel = choose_kernel(asked, precision, devices[0].platform, config.data.seq_len)
     model = dataclasses.replace(asked, attention=kernel[0])
-    batch = BatchAlgebra(config.batch.micro, config.batch.accumulation, layout.ranks, config.data.seq_len)
+    batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity)
     remat.segments(model.n_layers)  # ranges that do not fit the model fail here
@@ -248,21 +248,21 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     check_traced(remat, loss, state.params, batch)
     parts = StepParts(loss, optimizer, schedule, config.seed,
                       Weights(layout, logical_axes(abstract), contracted(abstract), precision), scaling=scaling)
-    if reduces_once(config, layout, kernel[0]):
+    if reduces_once(config, layout, kernel[0], batch):
         local = layout.local
         alone = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=local)))[0]
         parts = dataclasses.replace(parts, local_loss=make_loss(config, alone, local, precision, batch.micro))
     return Program(config, layout, model, precision, kernel, remat, batch, parts, state, transformer, graph)
 
 
-def reduces_once(config: ConfigDict, layout: Layout, kernel: str) -> bool:
+def reduces_once(config: ConfigDict, layout: Layout, kernel: str, batch: BatchAlgebra) -> bool:
     """Whether gradients stay on their rank, whole, until a call of the step has all of them.
 
     Under zero1 that saves half of what an all-reduce sends. Under ddp a lone micro-batch is better reduced layer by
     layer, while the backward pass goes on. Not inside a ring of devices, nor for cuDNN's kernel divided over tensor.
     """
     divided = layout.context > 1 or (kernel == "cudnn" and layout.mesh.shape["tensor"] > 1)
-    alone = config.batch.mode == "multisteps" or config.batch.accumulation == 1
+    alone = config.batch.mode == "multisteps" or batch.accumulation == 1
     return (layout.strategy.reduce_once and layout.ranks > 1 and not divided
             and (layout.strategy.stored or not alone))
 

@@ -111,7 +111,11 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 def _same_batch(old: Identity, new: Identity) -> str:
     """The accumulation that gives the old global batch on the new devices, if there is one."""
-    ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
+    config, seq_len = new.config, new.config["data.seq_len"]
+    if config["batch.tokens"]:
+        return (f"--config.batch.tokens={old.global_rows * seq_len} makes the global batch {old.global_rows} again. "
+                if old.global_rows != new.global_rows else "")
+    ranks_and_micro = new.global_rows // config["batch.accumulation"]
     if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
         return ""
     return (f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
