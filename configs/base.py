@@ -55,7 +55,8 @@ def _precision() -> ConfigDict:
     precision = ConfigDict()
     # bf16: compute over float32 master parameters; fp32; bf16_grads (gradients and a copy of the parameters too: 16
     # bytes a parameter); fp32_grads (the same, gradients summed in float32: 20 where micro-batches are accumulated);
-    # bf16_params (no float32 master: stochastic rounding); fp16 (dynamic loss scaling)
+    # bf16_params (no float32 master: stochastic rounding); fp16 (dynamic loss scaling); fp8: bf16, but
+    # products of the blocks of operands in float8_e4m3fn, one scale for 1x128 of an activation, 128x128 of a weight
     precision.preset = "bf16"
     precision.param = ""  # float32 | bfloat16: parameters between steps; updates are made in float32
     precision.compute = ""  # float32 | bfloat16 | float16: matrix products and activations

@@ -50,13 +50,17 @@ class Attention(nnx.Module):
         """Queries [B,L,H,K], keys and values [B,L,G,K]."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
-        for which, y_BLHK in zip(weights, enter("bld,dhk->blhk", x_BLD, weights, self.place, again=self.again)):
+        for which, y_BLHK in zip(weights, self._enter(x_BLD, weights)):
             heads = "heads" if which == "q" else "kv_heads"
             with jax.named_scope(which):
                 if self.config.bias:
                     y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
                 out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
         return out
+
+    def _enter(self, x_BLD: jax.Array, weights: dict[str, nnx.Param]) -> tuple[jax.Array, ...]:
+        return enter("bld,dhk->blhk", x_BLD, weights, self.place, again=self.again,
+                     matmul=self.precision.matmul, name="attn_norm")
 
     def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values as the attention core reads them."""
@@ -87,7 +91,10 @@ class Attention(nnx.Module):
         """What attention adds to the residual stream, [B, L, D]."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
-            y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again)
+            # The gradient of every kernel but the naive one reads its own result: it is kept wide already.
+            name = "context" if config.attention == "naive" and not self.place.ring else ""
+            y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again,
+                          matmul=self.precision.matmul, name=name)
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
             y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")
@@ -113,7 +120,8 @@ class Mlp(nnx.Module):
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
         weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
-        up_BLF, *gate = enter("bld,df->blf", x_BLD, weights, self.place, again=self.again)
+        up_BLF, *gate = enter("bld,df->blf", x_BLD, weights, self.place, again=self.again,
+                              matmul=self.precision.matmul, name="mlp_norm")
         if self.config.bias:
             up_BLF = up_BLF + read(self.b_up, dtype, self.place)[None, None]
         up_BLF = tag(self.place(up_BLF, ("batch", "length", "d_ff")), "up")
@@ -123,7 +131,8 @@ class Mlp(nnx.Module):
         else:
             act_BLF = act(up_BLF)
         act_BLF = tag(act_BLF, "act")
-        y_BLD = leave("blf,fd->bld", act_BLF, self.w_down, self.place, again=self.again)
+        y_BLD = leave("blf,fd->bld", act_BLF, self.w_down, self.place, again=self.again,
+                      matmul=self.precision.matmul, name="act")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
         y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from model.config import ModelConfig
+from model.fp8 import Linear, linear
 from model.names import tag
 from model.placement import Axes, Placement
 from model.precision import Precision
@@ -113,27 +114,40 @@ def _again_backward(specs, place, axes, moves, residuals, d_outs):
 _again.defvjp(_again_forward, _again_backward)
 
 
-def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: Placement, *,
-          again: bool) -> tuple[jax.Array, ...]:
+def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: Placement, *, again: bool,
+          matmul: str = "wide", name: str = "") -> tuple[jax.Array, ...]:
     """`einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`: one gather for all.
 
     `again`: what is kept for the gradient is `x` and the parameters as they are stored, gathered and cast again in
     the backward pass. Autodiff would keep the gathered ones of every layer; inside a checkpoint it keeps them for
-    one layer anyway, and there a gather for the recomputation serves the gradient too.
+    one layer anyway, and there a gather for the recomputation serves the gradient too. `matmul`: Precision's, settled;
+    products in fp8 keep `x` quantized, under checkpoint names that begin with `name`.
     """
-    specs = tuple((name, spec) for name in params)
+    specs, axes = tuple((each, spec) for each in params), tuple(p.get_metadata()["axes"] for p in params.values())
+    if matmul != "wide":
+        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, again, matmul)
+        return linear(how, place, x_BLD,
+                      tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values()))
     if again:
-        axes = tuple(p.get_metadata()["axes"] for p in params.values())
         return _again(specs, place, axes, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params.values()))
     # Pinned where it comes from first: what a policy keeps is the divided one, not what the gather makes of it.
     within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     return _products(specs, within_BLD, [read(p, x_BLD.dtype, place) for p in params.values()])
 
 
-def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool) -> jax.Array:
-    """`einsum(spec, x, p)` [B, L, D] on its way back to the residual stream; `again` as in `enter`."""
-    if again:
-        y_BLD, = _again((("out", spec),), place, (p.get_metadata()["axes"],), None, x, (p[...],))
+def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, matmul: str = "wide",
+          name: str = "") -> jax.Array:
+    """`einsum(spec, x, p)` [B, L, D] on its way back to the residual stream; keywords as in `enter`.
+
+    Without a name, products in fp8 keep `x` as it is: for one that something else keeps anyway.
+    """
+    axes = p.get_metadata()["axes"]
+    if matmul != "wide":
+        own = ("batch", "length", *axes[: x.ndim - 2])
+        how = Linear(spec, (axes,), own, own, own, name, again, matmul)
+        y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
+    elif again:
+        y_BLD, = _again((("out", spec),), place, (axes,), None, x, (p[...],))
     else:
         y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
     return _move(y_BLD, place, STREAM, WITHIN)

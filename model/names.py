@@ -8,12 +8,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-# name -> (shape suffix, what it is)
+# name -> (shape suffix, what it is); a scale's last letter is the dimension that its tiles divide
 NAMES = {
     "embed": ("BLD", "token (and position) embedding, input of the first block"),
     "embed_mask": ("BLD", "dropout mask of the embedding, one byte an element"),
     "block_in": ("BLD", "residual stream entering a block"),
     "attn_norm": ("BLD", "normed input of the attention projections"),
+    "attn_norm_fp8": ("BLD", "the same as products in fp8 read it"),
+    "attn_norm_scale": ("BLD", "its scales, one float32 for 128 of the width"),
     "q": ("BLHK", "queries as projected, before rotation"),
     "k": ("BLGK", "keys as projected, before rotation"),
     "v": ("BLGK", "values as projected"),
@@ -24,13 +26,19 @@ NAMES = {
     "probs_dropped": ("BGRLS", "probabilities after dropout"),
     "lse": ("BGRL", "log of the softmax's denominator (chunked kernel and ring attention)"),
     "context": ("BLHK", "output of the attention core, input of the output projection"),
+    "context_fp8": ("BLHK", "the same as products in fp8 read it (naive kernel only)"),
+    "context_scale": ("BLH", "its scales, one float32 for 128 of all heads' width"),
     "attn_out": ("BLD", "output projection of attention"),
     "attn_out_mask": ("BLD", "dropout mask of the attention branch, one byte an element"),
     "mid": ("BLD", "residual stream between attention and MLP"),
     "mlp_norm": ("BLD", "normed input of the MLP"),
+    "mlp_norm_fp8": ("BLD", "the same as products in fp8 read it"),
+    "mlp_norm_scale": ("BLD", "its scales, one float32 for 128 of the width"),
     "gate": ("BLF", "gate projection (gated MLPs only)"),
     "up": ("BLF", "up projection"),
     "act": ("BLF", "input of the down projection"),
+    "act_fp8": ("BLF", "the same as products in fp8 read it"),
+    "act_scale": ("BLF", "its scales, one float32 for 128 of the width"),
     "mlp_out": ("BLD", "down projection"),
     "mlp_out_mask": ("BLD", "dropout mask of the MLP branch, one byte an element"),
     "final_norm": ("BLD", "normed output of the last block, input of the head"),

@@ -1,5 +1,8 @@
 """How the model asks for shardings: requests that are all granted by doing nothing on one device."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -39,6 +42,15 @@ class Placement:
         """The gradient of a parameter as it is kept until the update."""
         del axes
         return d_w
+
+    def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
+        """`function` of the part of each array that a device holds.
+
+        `inputs` and `outputs`: trees of logical axes like the arguments and like the result. `sums`: for each output
+        the axes over which the parts of it that devices make are to be added up.
+        """
+        del inputs, outputs, sums
+        return function
 
 
 HERE = Placement()

@@ -27,6 +27,8 @@ class Precision:
     accumulator: the sum of gradients over micro-batches.
     rounding: of updated parameters to `param`: a row of ROUNDINGS.
     cast: to `compute`: as each `layer` reads a matrix, or once a `step` all parameters.
+    matmul: products of the blocks, `wide` in `compute` or `fp8` of block-scaled operands; a program's own says how the
+      device does those: a row of PRODUCTS (model/fp8.py).
     loss_scale: `none` or `dynamic` (train/loss_scale.py).
     """
 
@@ -39,6 +41,7 @@ class Precision:
     rounding: str = "nearest"
     cast: str = "layer"
     loss_scale: str = "none"
+    matmul: str = "wide"
 
     @property
     def copied(self) -> bool:
@@ -85,6 +88,7 @@ PRECISIONS = {
     "fp32_grads": Precision(reduce=F32, cast="step"),
     "bf16_params": Precision(param=BF16, rounding="stochastic"),
     "fp16": Precision(compute=F16, loss_scale="dynamic"),
+    "fp8": Precision(matmul="fp8"),
 }
 
 

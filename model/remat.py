@@ -24,6 +24,8 @@ OUTSIDE_CORE = ("attn_norm", "q_rot", "k_rot", "v", "context", "lse", "attn_out_
 # The core's too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed; under a
 # flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
+# What products in fp8 read in the place of the wide tensors they were made of, which no gradient reads then.
+QUANTIZED = tuple(f"{name}_{part}" for name in ("attn_norm", "context", "mlp_norm", "act") for part in ("fp8", "scale"))
 # Matmul outputs and the attention context: norms, rotations, activations and the scores are made again.
 MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up")
 
@@ -63,8 +65,9 @@ def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) ->
 POLICIES: Mapping[str, RematPolicy | None] = {
     "none": RematPolicy("every residual kept, nothing recomputed", None),
     "full": keep("only the input of each block kept, the block recomputed"),
-    "selective": keep("everything outside the attention core kept, the core recomputed", OUTSIDE_CORE),
-    "megatron": keep("what Megatron keeps, 34 sbh + 5 as^2b: nothing but element-wise work recomputed", MEGATRON),
+    "selective": keep("everything outside the attention core kept, the core recomputed", (*OUTSIDE_CORE, *QUANTIZED)),
+    "megatron": keep("what Megatron keeps, 34 sbh + 5 as^2b: nothing but element-wise work recomputed",
+                     (*MEGATRON, *QUANTIZED)),
     "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
     "dots": RematPolicy("outputs of all matrix products kept", cp.dots_saveable),
     "dots_no_batch": RematPolicy(
@@ -78,6 +81,24 @@ POLICIES: Mapping[str, RematPolicy | None] = {
         cp.offload_dot_with_no_batch_dims("device", "pinned_host"), offloads=True),
     "custom": None,  # from remat.save and remat.offload
 }
+
+# What products of a block with its weights make. Those in fp8 are known by these names: the product itself is hidden
+# in a kernel, or has twice the bytes of what is made of it.
+PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
+
+
+def _core_products(primitive: object, *inputs: object, **params: object) -> bool:
+    """A policy: products with batch dimensions, which are the attention core's."""
+    return bool(cp.dots_saveable(primitive, *inputs, **params)
+                and not cp.dots_with_no_batch_dims_saveable(primitive, *inputs, **params))
+
+
+# Rows of POLICIES where products are in fp8.
+IN_FP8: Mapping[str, RematPolicy] = {
+    name: dataclasses.replace(POLICIES[name], saveable=saveable) for name, saveable in (
+        ("dots", cp.save_from_both_policies(cp.save_only_these_names(*PRODUCTS), _core_products)),
+        ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
+        ("offload_dots", keep("", offload=PRODUCTS).saveable))}
 
 GRANULARITIES = ("block", "parts")
 
@@ -107,6 +128,7 @@ class RematPlan:
       policy: a row of POLICIES; `save` and `offload` are the names of `custom`.
       layers: ranges with a policy of their own, "0-8:none"; `policy` has the others.
       granularity: whether a block is one checkpoint, or attention and MLP one each.
+      fp8: whether the products of the blocks are in fp8.
 
     Raises:
       ValueError: an unknown policy, name or range, with the valid ones.
@@ -117,6 +139,7 @@ class RematPlan:
     offload: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     granularity: str = "block"
+    fp8: bool = False
 
     def __post_init__(self):
         for key, names in (("save", self.save), ("offload", self.offload)):
@@ -143,7 +166,8 @@ class RematPlan:
 
     def row(self, name: str) -> RematPolicy:
         """The policy of this name, `custom` made from the plan's own names."""
-        return POLICIES[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
+        known = {**POLICIES, **(IN_FP8 if self.fp8 else {})}
+        return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
         """Consecutive ranges that cover all layers.

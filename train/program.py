@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from memory.compiler import Compilation, compile_lowered
 from model import ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
+from model.fp8 import choose_matmul
 from model.names import NAMES
 from model.ring import zigzag
 from model.transformer import KEEP_ALL, contracted, logical_axes
@@ -49,7 +50,7 @@ class Program:
     """A training program, described: nothing is allocated until `init` runs.
 
     `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings. `kernel` is the attention
-    kernel with the reason for it.
+    kernel with the reason for it, `matmul` likewise how the products of the blocks are done.
     """
 
     config: ConfigDict
@@ -57,6 +58,7 @@ class Program:
     model: ModelConfig
     precision: Precision
     kernel: tuple[str, str]
+    matmul: tuple[str, str]
     remat: RematPlan
     batch: BatchAlgebra
     parts: StepParts
@@ -224,6 +226,8 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
                     STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
     check_sequence(config, layout)
+    matmul = choose_matmul(precision, devices[0])
+    precision = dataclasses.replace(precision, matmul=matmul[0])
     asked = ModelConfig.from_dict(config.model)
     if config.data.seq_len > asked.max_seq_len:
         raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
@@ -232,7 +236,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     model = dataclasses.replace(asked, attention=kernel[0])
     batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
-                      tuple(config.remat.layers), config.remat.granularity)
+                      tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
     remat.segments(model.n_layers)  # ranges that do not fit the model fail here
     transformer = partial(_transformer, model, precision, remat=remat, place=layout,
                           at_once=max(config.mesh.prefetch, 1))
@@ -252,7 +256,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
         local = layout.local
         alone = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=local)))[0]
         parts = dataclasses.replace(parts, local_loss=make_loss(config, alone, local, precision, batch.micro))
-    return Program(config, layout, model, precision, kernel, remat, batch, parts, state, transformer, graph)
+    return Program(config, layout, model, precision, kernel, matmul, remat, batch, parts, state, transformer, graph)
 
 
 def reduces_once(config: ConfigDict, layout: Layout, kernel: str, batch: BatchAlgebra) -> bool:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +234,21 @@ class Layout(Placement):
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
         return self.total(self.reduced(d_w), axes)
 
+    def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
+        if self._size(AXES) == 1:
+            return function
+        over = [tuple({mesh_axis for dim in self.split(axes) for mesh_axis in dim}) for axes in sums]
+
+        def part(*arguments):
+            results = function(*arguments)
+            return tuple(map(jax.lax.psum, results, over)) if over else results
+
+        # Inside an enclosing shard_map the mesh is that of the context, and the axes are those it has left.
+        mesh = {} if self.manual else {"mesh": self.mesh}
+        specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
+        return jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False,
+                             axis_names=set(AXES) - set(self.manual), **mesh)
+
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
         """Raises ValueError where a dimension of a stored parameter does not divide over its mesh axes."""
         for size, axis in zip(shape, axes):
@@ -241,6 +257,10 @@ class Layout(Placement):
                 shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in over)
                 raise ValueError(f"parameter {name}: {axis}={size} does not divide over {shown}; "
                                  "change the mesh or the size")
+
+
+def _is_axes(node: object) -> bool:
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):

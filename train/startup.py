@@ -46,13 +46,14 @@ def show_program(console: Console, program: Program, data: str) -> None:
     counts = parameters_by_component(program.state.params)
     total = sum(counts.values())
     shares = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    kernel, why = program.kernel
+    (kernel, why), (matmul, how) = program.kernel, program.matmul
     rows = (
         ("devices", f"{len(devices)} x {devices[0].device_kind}{_in_processes()}, mesh {mesh}; "
                     f"jax {jax.__version__}"),
         ("data", data),
         ("model", f"{total:,} parameters: {shares}"),
-        ("program", f"{program.config.precision.preset} precision, remat {program.config.remat.policy}, "
+        ("program", f"{program.config.precision.preset} precision, products {matmul} ({how}), "
+                    f"remat {program.config.remat.policy}, "
                     f"attention {kernel} ({why}), loss {program.config.loss.kind}"),
         ("batch", str(program.batch)),
     )
