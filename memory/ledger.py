@@ -1,8 +1,8 @@
 """The state ledger: bytes per parameter by role and dtype, the accounting in which bf16 AdamW is 16 or 20.
 
-State that lives through the step is counted from the arguments; gradients are those in the shape that the
-parameter is stored in, at the point where most of them are alive together. All of it is what ONE device holds,
-so bytes per parameter divide by the parameters it holds.
+State that lives through the step is counted from the arguments; copies of parameters, gradients and their sums over
+micro-batches are those in the shape that the parameter is stored in, each role at the point where most of it is alive
+together. All of it is what ONE device holds, so bytes per parameter divide by the parameters it holds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from memory.xla import Program
 
 # Arguments in these roles are state; data and outputs are not.
 STATE = ("params", "gradients", "accumulator", "optimizer")
+# The named scope of a copy of all parameters that the step makes, and the order of the rows.
+COPY = "param_copy"
+ROLES = ("params", "copies", "gradients", "accumulator", "optimizer")
 
 
 def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow, ...]:
@@ -26,9 +29,12 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
     `elements`: position in `buffers` -> number of values the buffer holds.
     """
     buffers = tuple(buffers)
-    stored = {_core(b.shape) for b in buffers if b.phase == "argument" and b.category == "params"}
+    stored: dict[tuple[int, ...], int] = {}
+    for position, buffer in enumerate(buffers):
+        if buffer.phase == "argument" and buffer.category == "params":
+            stored[_core(buffer.shape)] = stored.get(_core(buffer.shape), 0) + elements.get(position, 0)
     state: dict[tuple[str, str], list[int]] = {}
-    gradients: list[tuple[Buffer, int]] = []
+    passing: dict[str, list[tuple[Buffer, int]]] = {}
     parameters = 0
     for position, buffer in enumerate(buffers):
         count = elements.get(position, 0)
@@ -37,16 +43,27 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
             total[0] += count
             total[1] += buffer.bytes
             parameters += count if buffer.category == "params" else 0
-        elif buffer.category == "gradients" and buffer.memory == "device" and _core(buffer.shape) in stored:
-            gradients.append((buffer, count))
-    for buffer, count in _together(gradients):
-        total = state.setdefault(("gradients", buffer.dtype), [0, 0])
-        total[0] += count
-        total[1] += buffer.bytes
+        elif (role := _passing(buffer)) and _core(buffer.shape) in stored:
+            passing.setdefault(role, []).append((buffer, count))
+    for role, items in passing.items():
+        for buffer, count in _together(items, stored):
+            total = state.setdefault((role, buffer.dtype), [0, 0])
+            total[0] += count
+            total[1] += buffer.bytes
     out = [LedgerRow(role, dtype, count, size, _per(size, parameters))
            for (role, dtype), (count, size) in sorted(state.items(), key=_place)]
     size = sum(row.bytes for row in out)
     return (*out, LedgerRow("total", "", sum(row.elements for row in out), size, _per(size, parameters)))
+
+
+def _passing(buffer: Buffer) -> str:
+    """The role of what a step makes and drops again, "" for none."""
+    if buffer.memory != "device" or buffer.phase in ("argument", "output"):
+        return ""
+    if buffer.category in ("gradients", "accumulator"):
+        return buffer.category
+    # The named scope around the cast of all of them; single ones that a layer casts for itself are workspace.
+    return "copies" if buffer.category == "workspace" and COPY in buffer.module.split("/") else ""
 
 
 def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -54,11 +71,18 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in shape if dim != 1))
 
 
-def _together(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
-    """Those alive at the point where they take most."""
+def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], int]) -> list[tuple[Buffer, int]]:
+    """Those alive at the point where they take most, a value of each parameter at a time.
+
+    Where a shape has more values than `stored`, one is made from another: what is being narrowed does not count.
+    """
     best, most = [], 0
     for point in sorted({buffer.start for buffer, _ in items}):
-        alive = [item for item in items if item[0].start <= point <= item[0].end]
+        alive, left = [], dict(stored)
+        for buffer, count in sorted(items, key=lambda item: item[0].bytes / max(item[1], 1)):
+            if buffer.start <= point <= buffer.end and left[_core(buffer.shape)] >= count:
+                left[_core(buffer.shape)] -= count
+                alive.append((buffer, count))
         size = sum(buffer.bytes for buffer, _ in alive)
         if size > most:
             best, most = alive, size
@@ -67,7 +91,7 @@ def _together(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
 
 def _place(item: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
     (role, dtype), _ = item
-    return STATE.index(role), dtype
+    return ROLES.index(role), dtype
 
 
 def _per(size: int, parameters: int) -> float:
@@ -79,6 +103,8 @@ def _per(size: int, parameters: int) -> float:
 # Bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of optimizer: master
 # parameters and two moments in 32 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1). Role -> bytes.
 CLASSIC = {"params": 2, "gradients": 2, "optimizer": 12}
+# Summing gradients in float32 besides makes it 20. Preset -> bytes of gradients.
+SUMMED = {"fp32_grads": 6}
 # Strategy -> the roles that the devices of a group divide among them.
 DIVIDED = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"),
            "zero3": ("optimizer", "gradients", "params")}
@@ -93,6 +119,7 @@ class State:
         parameters: of the model that one tensor-parallel rank uses, the P of the paper; 0 when unknown.
         strategy: a row of `DIVIDED`, "" without a config that tells; degree: devices that divide state, Nd.
         tensor: devices of a tensor-parallel group.
+        gradients: bytes of one parameter's gradients by the paper, sums in float32 included.
         whole: path -> bytes of the parameters and optimizer leaves that the devices of the group each hold in full,
             although the strategy divides them.
     """
@@ -101,6 +128,7 @@ class State:
     strategy: str = ""
     degree: int = 1
     tensor: int = 1
+    gradients: int = CLASSIC["gradients"]
     whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -117,7 +145,9 @@ def state_of(report: Report, program: Program, roles: Mapping[int, str], config:
     else:
         held = sum(row.elements for row in report.ledger if row.role == "params")
         count = held * (degree if "params" in DIVIDED.get(strategy, ()) else 1)
-    return State(count, strategy, degree, tensor, _whole(program, roles, plan.shard if plan else {}, strategy))
+    gradients = SUMMED.get(str(config.get("precision.preset", "")), CLASSIC["gradients"])
+    return State(count, strategy, degree, tensor, gradients,
+                 _whole(program, roles, plan.shard if plan else {}, strategy))
 
 
 def _whole(program: Program, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str) -> dict[str, int]:
@@ -153,7 +183,7 @@ def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
     out = []
     for role, size in held.items():
         share = state.degree if role in DIVIDED[state.strategy] else 1
-        classic = CLASSIC.get(role, 0) / share
+        classic = (CLASSIC | {"gradients": state.gradients}).get(role, 0) / share
         each = size / state.parameters
         near = abs(each - classic) <= _CLOSE * max(classic, _CLOSE)
         out.append(ZeroRow(role, classic, each, "" if near else _reason(role, report, state)))
@@ -193,7 +223,9 @@ def _gradient_reason(report: Report, state: State) -> str:
         return "none is alive at the peak"
     dtypes = " and ".join(sorted(dtype for dtype, size in sizes.items() if size > _CLOSE * total))
     share = state.degree if "gradients" in DIVIDED[state.strategy] else 1
-    fewer = total < state.parameters * CLASSIC["gradients"] / share
+    fewer = total < state.parameters * state.gradients / share
+    if state.gradients > CLASSIC["gradients"] and "float32" not in dtypes:
+        return f"{dtypes}, and no sum: one micro-batch"
     return f"{dtypes}, part of them at the peak" if fewer else dtypes
 
 

@@ -57,6 +57,33 @@ def read(p: nnx.Param, dtype: DTypeLike, place: Placement) -> jax.Array:
     return _gather(p[...].astype(dtype), place, p.get_metadata()["axes"])
 
 
+@jax.custom_vjp
+def _narrow_rows(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, tokens_BL, axis=0, mode="clip")
+
+
+def _narrow_rows_forward(table_VD, tokens_BL):
+    return _narrow_rows(table_VD, tokens_BL), (table_VD, tokens_BL)
+
+
+def _narrow_rows_backward(residuals, d_BLD):
+    table_VD, tokens_BL = residuals
+    sums_VD = jnp.zeros(table_VD.shape, jnp.float32).at[tokens_BL].add(d_BLD.astype(jnp.float32), mode="clip")
+    # Narrow from here on: left to itself the compiler keeps the wide one until the update reads it.
+    return jax.lax.optimization_barrier(sums_VD.astype(table_VD.dtype)), None
+
+
+_narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
+
+
+def look_up(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
+    """Rows of the table, [B, L, D]. The gradient of a row is summed in float32 whatever the table's dtype: a frequent
+    token adds thousands of times to it."""
+    if jnp.dtype(table_VD.dtype).itemsize < 4:
+        return _narrow_rows(table_VD, tokens_BL)
+    return jnp.take(table_VD, tokens_BL, axis=0, mode="clip")
+
+
 # The residual stream between the tensor-parallel parts, and within them (model/placement.py): under sequence
 # parallelism an all-gather leads in and a reduce-scatter out, and the other way round in the backward pass.
 STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)

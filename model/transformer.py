@@ -9,7 +9,7 @@ from flax import nnx
 
 from model.block import Block
 from model.config import ModelConfig
-from model.layers import Norm, dropout, fold, param, read
+from model.layers import Norm, dropout, fold, look_up, param, read
 from model.names import tag
 from model.offload import settle
 from model.placement import HERE, Placement
@@ -87,7 +87,7 @@ class Transformer(nnx.Module):
         # of its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
         # instead would hold V x D on every device, and its gradient again.
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
-        x_BLD = jnp.take(self.w_token[...], tokens_BL, axis=0, mode="clip")
+        x_BLD = look_up(self.w_token[...], tokens_BL)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         if self.config.position == "learned":
             positions_L = self.place.positions(x_BLD.shape[1])

@@ -15,8 +15,11 @@ def describe(row: Mapping[str, Any]) -> str:
     """The metrics of one row in one line."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"grad {row['grad_norm']:.2f}",
-             f"{row['tokens_per_s']:,.0f} tok/s"]
+    norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", norm]
+    if "loss_scale" in row:
+        parts.append(f"scale {row['loss_scale']:g} ({row['skipped_steps']} skipped)")
+    parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     if row["mfu"] is not None:
         parts.append(f"MFU {100 * row['mfu']:.1f} HFU {100 * row['hfu']:.1f} %")
     memory = row["memory"]

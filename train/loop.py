@@ -23,6 +23,7 @@ from train.distributed import ALONE, Processes
 from train.errors import NonFinite, UserError
 from train.failures import explained, refuse_if_too_big
 from train.feed import feed, held_out_rows, local_rows, put
+from train.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from train.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
 from train.program import Program, build
 from train.runtime import return_freed_memory
@@ -108,12 +109,16 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     values = jax.device_get(metrics)
     clock.tick()
     loss = float(values["loss"])
-    if not math.isfinite(loss) or not math.isfinite(float(values["grad_norm"])):
+    scaling, norm = scale_metrics(values), float(values["grad_norm"])
+    # With a loss scale a gradient that overflows is skipped; what stops the run is a scale that finds no floor.
+    if not math.isfinite(loss) or (scaling["loss_scale"] < LEAST if scaling else not math.isfinite(norm)):
         run.checkpoints.wait()
         good = run.checkpoints.steps()
         last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
-        raise NonFinite(f"loss {loss}, gradient norm {float(values['grad_norm'])} at step {step}; {last}. "
-                        "Lower --config.optimizer.learning_rate, or look at the data of that step")
+        shown = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
+        raise NonFinite(f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
+                        f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
+                        "or look at the data of that step")
     run.display.advance(step)
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
@@ -123,7 +128,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     run.record({
-        "step": step, "loss": loss, "grad_norm": float(values["grad_norm"]), "lr": float(values["lr"]),
+        "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
+        **scaling,
         "tokens_per_s": batch.tokens / seconds, "step_time_s": seconds,
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 

@@ -7,6 +7,7 @@ a stretch of updates without overflow it doubles.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from train.optimizer import grad_norm
 
 # Below the least, halving again does not help: what overflows is no gradient. float32 ends far above the greatest.
 LEAST, GREATEST = 2.0**-14, 2.0**64
+SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "good", "skipped"], meta_fields=[])
@@ -62,6 +64,13 @@ class Scaling:
         scale = jnp.where(finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, GREATEST), state.scale),
                           0.5 * state.scale)
         return LossScale(scale, jnp.where(grown, 0, good), state.skipped + ~finite)
+
+
+def scale_metrics(values: Mapping[str, Any]) -> dict[str, float | int]:
+    """What a step's metrics say of the loss scale, for a row of the log; {} where there is none."""
+    if "loss_scale" not in values:
+        return {}
+    return {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
 
 
 def keep_if(done: jax.Array, new: Any, old: Any) -> Any:

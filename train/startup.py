@@ -98,7 +98,7 @@ def compile_step(program: Program, console: Console) -> Compiled:
 
 
 # Which unit of the device multiplies: jax sends float32 products to the TF32 units where there are any.
-_UNITS = {"float32": ("tf32", "fp32"), "bfloat16": ("bf16",)}
+_UNITS = {"float32": ("tf32", "fp32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
 
 def peak_flops(program: Program) -> float | None:

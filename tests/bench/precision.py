@@ -1,0 +1,104 @@
+"""Held-out loss and bytes of every precision preset, from the same parameters over the same batches of real text.
+
+    python tests/bench/precision.py
+    python tests/bench/precision.py --names fp32 bf16 --steps=100 --config.model.n_layers=2
+    python tests/bench/precision.py --assert     # exit 1 where a row leaves its limit
+
+Each row of the table trains configs/tiny.py (or --config) for --steps updates (300), the schedule stretched to them,
+once. `bf16_params nearest` is without stochastic rounding; `fp16 overflow` starts from a loss scale that no gradient
+survives. Shown: held-out loss, its ratio to the first row's, updates skipped and the last loss scale, bytes of the
+state with parameters for each parameter, as compiled, and seconds.
+"""
+
+import sys
+import time
+from typing import Any
+
+import jax
+from interleave import Check, finish, parse_config, parser, versions
+from ml_collections import ConfigDict
+from ours import start, variant
+
+from train.data import heldout_batches, open_data, train_batches
+from train.feed import calls, put
+from train.loop import data_config
+from train.program import build
+
+ROWS = {
+    "fp32": {}, "bf16": {}, "bf16_params": {}, "bf16_params nearest": {"precision.rounding": "nearest"},
+    "fp16 overflow": {"precision.loss_scale_init": 2.0**40}, "fp16": {}, "bf16_grads": {}, "fp32_grads": {},
+}
+# Row -> (greatest ratio of its loss to fp32's), either way.
+LIMITS = {"bf16": 1.005, "bf16_params": 1.01, "fp16": 1.005, "fp16 overflow": 1.01}
+
+
+def train(config: ConfigDict, name: str, steps: int) -> dict[str, Any]:
+    """Figures of one run."""
+    config = variant(config, {"precision.preset": name.split()[0], "train.steps": steps, **ROWS[name]})
+    program = build(config)
+    reading = data_config(config)
+    data = open_data(reading)
+    compiled = program.compile()
+    state, began, scales = program.init(), time.perf_counter(), []
+    batches = train_batches(data, rows=program.batch.global_rows, seed=config.seed, position=0, config=reading)
+    for _, host in zip(range(steps), batches):
+        for batch in calls(program, host):
+            state, metrics = compiled(state, batch)
+        if "loss_scale" in metrics:
+            scales.append(float(metrics["loss_scale"]))
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - began
+    loss = tokens = 0.0
+    for host in heldout_batches(data, rows=program.batch.rows, sequences=config.train.eval_sequences or None):
+        tally = program.evaluate(state.params, put(host, program.eval_shapes))
+        loss, tokens = loss + float(tally.loss), tokens + float(tally.tokens)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+    batch = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(program.batch_shapes))
+    skipped = int(state.loss_scale.skipped) if state.loss_scale else None
+    return {"name": name, "loss": loss / tokens, "seconds": seconds, "skipped": skipped, "scales": scales,
+            "bytes": (compiled.memory_analysis().argument_size_in_bytes - batch) / parameters}
+
+
+def row(run: dict[str, Any], first: dict[str, Any]) -> dict[str, str]:
+    """One line of the table."""
+    return {"precision": run["name"], "held-out loss": f"{run['loss']:.4f}",
+            f"to {first['name']}": f"{run['loss'] / first['loss']:.4f}",
+            "skipped": "-" if run["skipped"] is None else str(run["skipped"]),
+            "loss scale": f"{run['scales'][-1]:g}" if run["scales"] else "-",
+            "bytes a parameter": f"{run['bytes']:.2f}", "s": f"{run['seconds']:.0f}"}
+
+
+def checks_of(runs: dict[str, dict[str, Any]], asked: bool) -> list[Check]:
+    """Ratios with their limits, of the rows that ran."""
+    found = []
+    if "fp32" in runs:
+        for name in LIMITS.keys() & runs.keys():
+            ratio = runs[name]["loss"] / runs["fp32"]["loss"]
+            found.append(Check(f"held-out loss, {name} and fp32, the greater by the less", max(ratio, 1 / ratio),
+                               LIMITS[name] if asked else None))
+    if {"bf16_params", "bf16_params nearest"} <= runs.keys():
+        ratio = runs["bf16_params"]["loss"] / runs["bf16_params nearest"]["loss"]
+        found.append(Check("held-out loss, bf16_params with stochastic rounding by nearest", ratio,
+                           1.0 if asked else None))
+    return found
+
+
+def main() -> int:
+    flags = parser(__doc__, rounds=1, steps=300, config="tiny")
+    flags.add_argument("--names", nargs="+", choices=ROWS, default=list(ROWS), help="rows (default: all)")
+    flags.add_argument("--assert", dest="check", action="store_true", help="exit 1 where a row leaves its limit")
+    asked, config, _ = parse_config(flags)
+    if jax.device_count() > 1:
+        flags.error("bytes are counted on one device: set JAX_NUM_CPU_DEVICES=1 or CUDA_VISIBLE_DEVICES=0")
+    start()
+    runs: dict[str, dict[str, Any]] = {}
+    for name in asked.names:
+        runs[name] = train(config, name, asked.steps)
+        print(*row(runs[name], runs[asked.names[0]]).values(), sep="  ", file=sys.stderr, flush=True)
+    rows = [row(run, runs[asked.names[0]]) for run in runs.values()]
+    return finish(f"{asked.config}, {asked.steps} updates, jax {jax.__version__}", rows, checks_of(runs, asked.check),
+                  {"versions": versions(), "runs": runs}, asked.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
