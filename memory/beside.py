@@ -60,6 +60,8 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         platform: of the target; on "cpu" there is no other memory to offload to.
     """
     segments, resolved = settled["segments"], {**config, **settled}
+    if config.get("model.mlp_chunk"):
+        return "model.mlp_chunk: the published formulas hold the MLP's tensors whole"
     try:
         asked = estimate.question_of(resolved)
     except ReportError as error:

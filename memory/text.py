@@ -64,7 +64,7 @@ def _head(report: Report) -> RenderableType:
     xla = report.xla
     stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
-             ("to host", report.to_host_bytes), ("to device", report.to_device_bytes),
+             ("moved", report.to_host_bytes + report.to_device_bytes),
              ("on chip", report.on_chip_bytes))
     beside = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
     return Group(title, peak, Text(beside, style="dim"))

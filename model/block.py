@@ -25,6 +25,7 @@ from model.names import tag
 from model.placement import Placement
 from model.precision import Precision
 from model.ring import ring_attention
+from model.tile import count_tiles, tiled
 
 
 class Attention(nnx.Module):
@@ -143,7 +144,7 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.place = place
+        self.config, self.precision, self.place = config, precision, place
         self.norm_attention = Norm(config, precision, place)
         self.attention = Attention(config, precision, place, rngs=rngs)
         self.norm_mlp = Norm(config, precision, place)
@@ -167,8 +168,22 @@ class Block(nnx.Module):
     def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         x_BLD = tag(x_BLD, "mid")
         with jax.named_scope("mlp"):
-            x_BLD = x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), fold(key_B, 1))
+            x_BLD = self._add_mlp(x_BLD, fold(key_B, 1))
         return self.place(x_BLD, ("batch", "stream", None))
+
+    def _add_mlp(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        config, parts = self.config, self.place.stream_parts
+        tiles = count_tiles(x_BLD.shape[1], config.mlp_chunk, parts)
+        if tiles == 1:
+            return x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), key_B)
+
+        def run(norm: Norm, mlp: Mlp, x_BCD: jax.Array) -> jax.Array:
+            y_BCD = mlp(norm(x_BCD), None)
+            return x_BCD + y_BCD if key_B is None else y_BCD
+
+        y_BLD = tiled(run, (self.norm_mlp, self.mlp), x_BLD, tiles, parts, self.place, self.precision.compute)
+        # A mask is drawn for whole sequences, so that tiles do not change it.
+        return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
     def gather_again(self, again: bool) -> "Block":
         """This block, its parameters gathered anew for the backward pass or not (`contract`)."""

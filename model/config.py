@@ -39,6 +39,7 @@ class ModelConfig:
     dropout: float
     attention: str
     attention_chunk: int
+    mlp_chunk: int
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
@@ -62,6 +63,8 @@ class ModelConfig:
             raise ValueError(
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
                 "every key/value head serves the same number of query heads")
+        if self.mlp_chunk < 0:
+            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for all at once")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2:

@@ -44,6 +44,9 @@ NAMES = {
     "final_norm": ("BLD", "normed output of the last block, input of the head"),
 }
 
+# Never kept with model.mlp_chunk: each tile of the MLP is made again in its gradient (model/tile.py).
+TILED = ("mlp_norm", "gate", "up", "act", "mlp_out")
+
 
 def tag(x: jax.Array, name: str) -> jax.Array:
     """`x` under its checkpoint name.

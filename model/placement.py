@@ -20,6 +20,9 @@ class Placement:
     #: The ring of devices that share a sequence, None where every device holds whole sequences.
     ring: Ring | None = None
 
+    #: Devices that share the sequence where the residual stream lives.
+    stream_parts: int = 1
+
     def positions(self, length: int) -> jax.Array:
         """int32 [L]: the position in its sequence of each place along the length."""
         return jnp.arange(length)

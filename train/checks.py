@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from model import RematPlan
 from model.layers import MLPS, NORMS, POSITIONS
-from model.names import names_in
+from model.names import TILED, names_in
 from train.batch import BatchAlgebra
 from train.losses import LOSSES
 from train.optimizer import OPTIMIZERS
@@ -64,6 +64,20 @@ def check_sequence(config: ConfigDict, layout: Layout) -> None:
     if config.data.seq_len % parts:
         raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over {why}: make it a multiple of "
                          f"{parts}, or change the mesh")
+
+
+def check_tiles(config: ConfigDict, layout: Layout) -> None:
+    """Raises ValueError where `model.mlp_chunk` does not divide a device's positions, or hides a name of `custom`."""
+    chunk, here = config.model.mlp_chunk, config.data.seq_len // layout.stream_parts
+    if not chunk:
+        return
+    if chunk < here and here % chunk:
+        near = max(size for size in range(1, chunk) if here % size == 0)
+        raise ValueError(f"model.mlp_chunk={chunk} does not divide the {here} positions that a device has of "
+                         f"data.seq_len={config.data.seq_len}: {near} does")
+    if hidden := sorted({*config.remat.save, *config.remat.offload}.intersection(TILED)):
+        raise ValueError(f"checkpoint name {hidden[0]!r} is never kept with model.mlp_chunk={chunk}, which makes "
+                         "the MLP again: leave it out, or set model.mlp_chunk=0")
 
 
 def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:

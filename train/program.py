@@ -23,7 +23,7 @@ from model.names import NAMES
 from model.ring import zigzag
 from model.transformer import KEEP_ALL, contracted, logical_axes
 from train.batch import BatchAlgebra
-from train.checks import check_sequence, check_traced, check_values
+from train.checks import check_sequence, check_tiles, check_traced, check_values
 from train.loss_scale import Scaling
 from train.losses import LOSSES, LossSettings
 from train.optimizer import make_optimizer, make_schedule
@@ -226,6 +226,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
                     STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
     check_sequence(config, layout)
+    check_tiles(config, layout)
     matmul = choose_matmul(precision, devices[0])
     precision = dataclasses.replace(precision, matmul=matmul[0])
     asked = ModelConfig.from_dict(config.model)

@@ -130,6 +130,10 @@ class Layout(Placement):
         batch, heads = (tuple(axis for axis in RULES[name] if self.mesh.shape[axis] > 1) for name in ("batch", "heads"))
         return Ring(self.mesh, "context", batch, heads)
 
+    @property
+    def stream_parts(self) -> int:
+        return self._size(self.mesh_axes("stream"))
+
     def positions(self, length: int) -> jax.Array:
         return zigzag_positions(length, self.ring.size) if self.ring else jnp.arange(length)
 

@@ -16,7 +16,8 @@ from train.errors import UserError
 # Keys that may differ when a run goes on: they change how a step is computed or recorded, not the curve.
 # A trailing dot is a whole group. Everything else, and the global batch, is the identity of the run.
 FREE = ("mesh.", "remat.", "loss.", "train.", "batch.", "data.prefetch", "data.workers", "data.source",
-        "data.eval_source", "data.tokenizer", "data.dtype", "model.attention", "model.attention_chunk")
+        "data.eval_source", "data.tokenizer", "data.dtype", "model.attention", "model.attention_chunk",
+        "model.mlp_chunk")
 # What each process may have in a place of its own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
 SHARED_S = 15.0  # for a network file system to show a file that another machine wrote
