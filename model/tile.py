@@ -54,7 +54,8 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
         return run(*made, x_BCD)
 
     def gather(values):
-        return [place.weight(value.astype(compute or value.dtype), axes) for value, (axes, compute) in zip(values, told)]
+        return [place.weight(value.astype(compute or value.dtype), axes)
+                for value, (axes, compute) in zip(values, told)]
 
     @jax.custom_vjp
     def over(x_BLD, values):

@@ -41,7 +41,8 @@ def test_a_tile_has_biases_and_the_mask_of_dropout_is_that_of_whole_sequences(wh
 
 
 @pytest.mark.parametrize("mesh", [
-    {"batch.micro": 1}, {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}], ids=str)
+    {"batch.micro": 1},
+    {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}], ids=str)
 def test_every_device_tiles_its_own_positions(whole, mesh):
     found = run_losses(small_program({"model.mlp_chunk": 4, "remat.policy": "full", **mesh}, 8), 4)
     np.testing.assert_allclose(found, whole(), rtol=1e-6)
