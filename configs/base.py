@@ -107,6 +107,7 @@ def _batch() -> ConfigDict:
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
     batch.tokens = 0  # of one update: sets the accumulation, which then stays 1 here; 0: batch.accumulation as it is
+    batch.accumulation_schedule = ()  # update:accumulation, small batches first: 0:1,1000:4; (): the same throughout
     batch.mode = "multisteps"  # multisteps: optax.MultiSteps, one call a micro-step | scan: inside one step
     return batch
 
@@ -119,6 +120,9 @@ def _optimizer() -> ConfigDict:
     # At the end of warm-up, taken as it is by every row: lion wants about a tenth of adamw's, adagrad ten times,
     # momentum a hundred times and more; muon, adafactor and the other adamw rows want the same.
     optimizer.learning_rate = 3e-4
+    # Times (tokens of an update / base_batch_tokens) to the power of 0 (none), 1/2 (sqrt) or 1 (linear).
+    optimizer.batch_scaling = "none"
+    optimizer.base_batch_tokens = 0  # the batch that the learning rate was found for
     optimizer.warmup_steps = 100
     optimizer.end_fraction = 0.1  # of the learning rate, where the cosine ends
     optimizer.b1 = 0.9  # decay of the first moment: adamw*, lion, and what muon leaves to AdamW

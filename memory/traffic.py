@@ -118,10 +118,11 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps of an update of a trainer's config (dotted keys) on so many data-parallel ranks."""
+    """Micro-steps of an update of a trainer's config (dotted keys) on so many data-parallel ranks; the most of any."""
     if tokens := config.get("batch.tokens", 0):
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
-    return config.get("batch.accumulation", 1)
+    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
+    return max(scheduled, default=config.get("batch.accumulation", 1))
 
 
 def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int) -> list[Expected]:

@@ -13,15 +13,15 @@ from model.layers import MLPS, NORMS, POSITIONS
 from model.names import TILED, names_in
 from train.batch import BatchAlgebra
 from train.losses import LOSSES
-from train.optimizer import OPTIMIZERS
+from train.optimizer import OPTIMIZERS, SCALINGS
 from train.sharding import STRATEGIES, Layout
 from train.step import ACCUMULATION
 
 # Every key that names a row of a table: a typo fails here, with the rows.
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
-    "batch.mode": ACCUMULATION,
-    "optimizer.name": OPTIMIZERS, "mesh.strategy": STRATEGIES,
+    "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
+    "mesh.strategy": STRATEGIES,
 }
 
 # key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
@@ -30,8 +30,8 @@ LEAST = {
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
-    "mesh.prefetch": 0, "batch.tokens": 0, "precision.loss_scale_init": 2.0**-14,
-    "precision.loss_scale_growth_every": 1,
+    "mesh.prefetch": 0, "batch.tokens": 0, "optimizer.base_batch_tokens": 0,
+    "precision.loss_scale_init": 2.0**-14, "precision.loss_scale_growth_every": 1,
 }
 
 

@@ -1,5 +1,6 @@
 """Batches onto the devices, one ahead of the step that needs them."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +19,10 @@ def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
 
 
 def local_rows(program: Program) -> list[slice]:
-    """Rows of each global batch that this process's devices hold, in order, without repetition."""
+    """Rows of each batch that is read which this process's devices hold, in order, without repetition."""
     rows, pieces = program.batch.rows, _pieces(program.eval_shapes["inputs"])
     return [slice(micro * rows + start, micro * rows + stop)
-            for micro in range(program.batch.accumulation) for start, stop in pieces]
+            for micro in range(program.batch.read_steps) for start, stop in pieces]
 
 
 def held_out_rows(program: Program) -> list[slice]:
@@ -47,8 +48,8 @@ def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, j
 
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
-    """The batches of every call of the step that make up one update."""
-    micro_steps = program.batch.accumulation
+    """The batches of every call of the step that a batch as it is read makes: one update, or less of one."""
+    micro_steps = program.batch.read_steps
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:
         return [put(split, program.batch_shapes)]
@@ -56,11 +57,15 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
             for micro in range(micro_steps)]
 
 
-def feed(program: Program, batches: Iterator[HostBatch]) -> Iterator[list[dict[str, Any]]]:
-    """Device batches of one update after the other.
+def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:
+    """Device batches of one update after the other, from number `update` on.
 
     The caller asks for the next while the device is busy with the last, so reading and transfer hide
     behind the step.
     """
-    for host in batches:
-        yield calls(program, host)
+    for number in itertools.count(update):
+        reads = program.batch.at(number) // program.batch.read_steps
+        read = list(itertools.islice(batches, reads))
+        if len(read) < reads:
+            return
+        yield [call for host in read for call in calls(program, host)]

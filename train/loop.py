@@ -88,26 +88,27 @@ def data_config(config: ConfigDict) -> DataConfig:
 
 
 class Clock:
-    """Seconds per step between rows, without counting evaluations and saves."""
+    """Seconds and tokens per step between rows, without counting evaluations and saves."""
 
     def __init__(self):
-        self._since, self._steps = time.perf_counter(), 0
+        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
 
-    def tick(self) -> None:
-        self._steps += 1
+    def tick(self, tokens: int) -> None:
+        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
 
-    def lap(self) -> float:
-        """Mean seconds of the steps since the last lap or pause."""
-        now = time.perf_counter()
-        mean = (now - self._since) / max(self._steps, 1)
-        self._since, self._steps = now, 0
-        return mean
+    def lap(self) -> tuple[float, float]:
+        """Mean seconds and mean tokens of the steps since the last lap or pause."""
+        now, steps = time.perf_counter(), max(self._steps, 1)
+        means = (now - self._since) / steps, self._tokens / steps
+        self._since, self._steps, self._tokens = now, 0, 0
+        return means
 
 
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
     """Reads one step's metrics (waiting for that step, not the one after it), checks and records them."""
     values = jax.device_get(metrics)
-    clock.tick()
+    batch, mesh = run.program.batch, run.program.mesh
+    clock.tick(batch.tokens_at(step - 1))
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale a gradient that overflows is skipped; what stops the run is a scale that finds no floor.
@@ -122,15 +123,14 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     run.display.advance(step)
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
-    seconds = clock.lap()
-    batch, mesh = run.program.batch, run.program.mesh
-    flops = model_flops_per_token(run.program.model, batch.seq_len) * batch.tokens / seconds
+    seconds, tokens = clock.lap()
+    flops = model_flops_per_token(run.program.model, batch.seq_len) * tokens / seconds
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     run.record({
         "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
         **scaling,
-        "tokens_per_s": batch.tokens / seconds, "step_time_s": seconds,
+        "batch_tokens": batch.tokens_at(step - 1), "tokens_per_s": tokens / seconds, "step_time_s": seconds,
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 
 
@@ -153,12 +153,12 @@ def train(run: Run, state: Any, start: Position) -> Any:
     """Steps from `start` to the end, or to a signal. Returns the state, saved."""
     config, program = run.config.train, run.program
     batches = feed(program, train_batches(
-        run.data, rows=program.batch.global_rows, row_slices=local_rows(program), seed=run.config.seed,
-        position=start.sequences, config=data_config(run.config)))
+        run.data, rows=program.batch.rows * program.batch.read_steps, row_slices=local_rows(program),
+        seed=run.config.seed, position=start.sequences, config=data_config(run.config)), start.step)
     pending, clock, step, saved = None, Clock(), start.step, start.step
 
     def save(eval_loss: float | None) -> int:
-        sequences = start.sequences + (step - start.step) * program.batch.global_rows
+        sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 

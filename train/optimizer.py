@@ -9,6 +9,7 @@ import optax
 from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
+from train.batch import BatchAlgebra
 from train.matrices import adafactor, muon
 from train.quantized import scale_by_adam_8bit
 
@@ -65,6 +66,40 @@ def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
         peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction)
 
 
+# How a learning rate follows the batch, as a power of its tokens: linear for SGD (Goyal et al. 2017, arXiv
+# 1706.02677), the root for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287; Krizhevsky 2014, arXiv 1404.5997).
+SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlgebra) -> optax.Schedule:
+    """The schedule times what `batch_scaling` makes of the tokens of each update.
+
+    Raises:
+      ValueError: scaling without the batch that the learning rate is for.
+    """
+    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
+    if not power:
+        return schedule
+    if base < 1:
+        raise ValueError(f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
+                         "give the tokens of the batch that optimizer.learning_rate was found for")
+    unit = batch.rows * batch.seq_len / base
+    return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
+
+
+def describe_scaling(config: ConfigDict, batch: BatchAlgebra) -> str:
+    """The scaling of the learning rate in one line, "" for none."""
+    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
+    if not power:
+        return ""
+    sizes = [batch.tokens_at(start) for start, _ in batch.schedule or ((0, batch.accumulation),)]
+    factors = [(size / base) ** power for size in sizes]
+    several = lambda form, values: " then ".join(form.format(value) for value in values)  # noqa: E731
+    return (f"{config.learning_rate:g} x {several('{:.4g}', factors)} = "
+            f"{several('{:.4g}', [config.learning_rate * factor for factor in factors])} "
+            f"({config.batch_scaling}, {several('{:,}', sizes)} / {base:,} tokens)")
+
+
 def decayed(params: Any) -> Any:
     """True for matrices: leaves named `w_*`. Biases `b_*`, norm scales and their biases are not decayed."""
     return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
@@ -89,12 +124,13 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
 }
 
 
-def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, multisteps: int,
-                   accumulator: DTypeLike = jnp.float32) -> Any:
+def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
+                   multisteps: int | Callable[[jax.Array], jax.Array], accumulator: DTypeLike = jnp.float32) -> Any:
     """The optimizer of `config.optimizer`; its update takes `tokens`, the unmasked tokens of the update.
 
-    With `multisteps` above 1 it is wrapped in `optax.MultiSteps`, which sums the gradients of that
-    many calls in an `accumulator` tree of its own; for 1 that tree would be pure loss, so there is no wrapping.
+    With `multisteps` above 1, or a function of the update, it is wrapped in `optax.MultiSteps`, which sums the
+    gradients of that many calls in an `accumulator` tree of its own; for 1 that tree would be pure loss, so there is no
+    wrapping.
     """
     rule = optax.chain(OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
                        optax.scale_by_learning_rate(schedule))

@@ -26,7 +26,7 @@ from train.batch import BatchAlgebra
 from train.checks import check_sequence, check_tiles, check_traced, check_values
 from train.loss_scale import Scaling
 from train.losses import LOSSES, LossSettings
-from train.optimizer import make_optimizer, make_schedule
+from train.optimizer import make_optimizer, make_schedule, scale_by_batch
 from train.sharding import AXES, STRATEGIES, Layout, make_mesh, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, zero_tally
 
@@ -77,7 +77,7 @@ class Program:
 
     @property
     def calls_per_update(self) -> int:
-        """Calls of the step for one optimizer update."""
+        """Calls of the step for one optimizer update, with a schedule the most."""
         return 1 if self.scanned else self.batch.accumulation
 
     @cached_property
@@ -243,9 +243,10 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
                           at_once=max(config.mesh.prefetch, 1))
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
-    schedule = make_schedule(config.optimizer, config.train.steps)
+    schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
     wrapped = ACCUMULATION[config.batch.mode][1]
-    optimizer = make_optimizer(config.optimizer, schedule, multisteps=batch.accumulation if wrapped else 1,
+    every = batch.traced_at if batch.schedule and batch.accumulation > 1 else batch.accumulation
+    optimizer = make_optimizer(config.optimizer, schedule, multisteps=every if wrapped else 1,
                                accumulator=precision.accumulator)
     loss = make_loss(config, graph, layout, precision, batch.micro)
     scaling = Scaling.of(config.precision, batch.rows * batch.seq_len) if precision.loss_scale == "dynamic" else None

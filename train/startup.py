@@ -18,6 +18,7 @@ from memory.targets import parse
 from memory.text import show
 from model.names import NAMES
 from train.config import flatten
+from train.optimizer import describe_scaling
 from train.program import Program
 
 
@@ -40,7 +41,7 @@ def _component(keys: list[str]) -> str:
 
 
 def show_program(console: Console, program: Program, data: str) -> None:
-    """Devices and mesh, data, parameters by component, batch algebra."""
+    """Devices and mesh, data, parameters by component, batch algebra and what it makes of the learning rate."""
     devices = program.mesh.devices.ravel()
     mesh = " x ".join(f"{axis} {count}" for axis, count in program.mesh.shape.items())
     counts = parameters_by_component(program.state.params)
@@ -56,12 +57,14 @@ def show_program(console: Console, program: Program, data: str) -> None:
                     f"remat {program.config.remat.policy}, "
                     f"attention {kernel} ({why}), loss {program.config.loss.kind}"),
         ("batch", str(program.batch)),
+        ("learning rate", describe_scaling(program.config.optimizer, program.batch)),
     )
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+    for title, text in rows:
+        if text:
+            table.add_row(title, text)
     console.print(table)
 
 

@@ -15,9 +15,9 @@ from train.errors import UserError
 
 # Keys that may differ when a run goes on: they change how a step is computed or recorded, not the curve.
 # A trailing dot is a whole group. Everything else, and the global batch, is the identity of the run.
-FREE = ("mesh.", "remat.", "loss.", "train.", "batch.", "data.prefetch", "data.workers", "data.source",
-        "data.eval_source", "data.tokenizer", "data.dtype", "model.attention", "model.attention_chunk",
-        "model.mlp_chunk")
+FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens", "batch.mode",
+        "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer", "data.dtype",
+        "model.attention", "model.attention_chunk", "model.mlp_chunk")
 # What each process may have in a place of its own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
 SHARED_S = 15.0  # for a network file system to show a file that another machine wrote
@@ -112,11 +112,9 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 def _same_batch(old: Identity, new: Identity) -> str:
     """The accumulation that gives the old global batch on the new devices, if there is one."""
-    config, seq_len = new.config, new.config["data.seq_len"]
-    if config["batch.tokens"]:
-        return (f"--config.batch.tokens={old.global_rows * seq_len} makes the global batch {old.global_rows} again. "
-                if old.global_rows != new.global_rows else "")
-    ranks_and_micro = new.global_rows // config["batch.accumulation"]
+    if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # they tell it themselves
+        return ""
+    ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
     if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
         return ""
     return (f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
