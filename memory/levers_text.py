@@ -60,20 +60,22 @@ def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
 
 
 def _bars(levels: Sequence[Level], size: int, limit: int | None) -> RenderableType:
+    names = [f"{number} {level.title}" for number, level in enumerate(levels, 1)]
+    sizes = [f"{(level.row.allocated_bytes or 0) / size:,.2f}" for level in levels]
+    width = min(BAR, WIDTH - max(map(len, names), default=0) - max(map(len, sizes), default=0) - len("exceeds") - 3)
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, width=BAR)
+    table.add_column(no_wrap=True, width=width)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     scale = scale_of([level.row.allocated_bytes or 0 for level in levels], limit)
-    for number, level in enumerate(levels, 1):
+    for name, level, text in zip(names, levels, sizes):
         word, style = verdict(level.row)
-        table.add_row(f"{number} {level.title}", bar(level.row.breakdown, scale),
-                      f"{(level.row.allocated_bytes or 0) / size:,.2f}", Text(word, style))
+        table.add_row(name, bar(level.row.breakdown, scale, width), text, Text(word, style))
     if limit and limit <= scale:
-        column = min(round(BAR * limit / scale), BAR - 1)
+        column = min(round(width * limit / scale), width - 1)
         note, pad = f"limit {human(limit)}", " " * column
-        text = f"{pad}╵ {note}" if column + len(note) + 2 <= BAR else f"{pad[len(note) + 1:]}{note} ╵"
+        text = f"{pad}╵ {note}" if column + len(note) + 2 <= width else f"{pad[len(note) + 1:]}{note} ╵"
         table.add_row("", Text(text, style="red"), "", "")
     return table
 
