@@ -89,6 +89,8 @@ _COLUMNS = (
      + (f" → {escape(level['kernel'])}" if "model.attention=auto" in level["flags"] else "")),
     ("what it costs", lambda level: escape(STAGES[level["stage"]].why if level["stage"] in STAGES else "")),
     ("allocated", lambda level: human(level["allocated_bytes"])),
+    ("verdict", lambda level: {True: '<span class="fits">fits</span>', False: '<span class="exceeds">exceeds</span>',
+                               None: "ok"}[level["fits"]]),
     ("change", lambda level: _signed(level["change_bytes"])),
     ("peak", lambda level: human(level["peak_bytes"])),
     ("host", lambda level: human(level["host_bytes"]) if level["host_bytes"] else ""),
@@ -97,17 +99,17 @@ _COLUMNS = (
     ("recomputed", lambda level: _form("{:.1%}", level["recompute_flops_fraction"])),
     ("HFU/MFU", lambda level: _form("{:.3f}", level["hardware_flops"] and level["model_flops"]
                                     and level["hardware_flops"] / level["model_flops"])),
-    ("verdict", lambda level: {True: '<span class="fits">fits</span>', False: '<span class="exceeds">exceeds</span>',
-                               None: "ok"}[level["fits"]]),
 )
 _WORDS = 3
 
 
 def _table(levels: Sequence[Mapping[str, Any]]) -> str:
     kind = ['class="text"'] * _WORDS + ['class="num"'] * (len(_COLUMNS) - _WORDS)
-    head = "".join(f"<th {k}>{title}</th>" for k, (title, _) in zip(kind, _COLUMNS))
-    rows = "".join("<tr>" + "".join(f"<td {k}>{write(level)}</td>" for k, (_, write) in zip(kind, _COLUMNS)) + "</tr>"
-                   for level in levels)
+    columns = [(k, title, [write(level) for level in levels]) for k, (title, write) in zip(kind, _COLUMNS)]
+    columns = [(k, title, cells) for k, title, cells in columns if any(cells)]
+    head = "".join(f"<th {k}>{title}</th>" for k, title, _ in columns)
+    rows = "".join("<tr>" + "".join(f"<td {k}>{cells[i]}</td>" for k, _, cells in columns) + "</tr>"
+                   for i in range(len(levels)))
     return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
 
 

@@ -27,9 +27,11 @@
         level.costs.map((cost) => "<br>" + plain(cost)).join("")),
       hovertemplate: "%{hovertext}<extra></extra>" }));
     const top = data.scale / size, shown = data.limit && data.limit <= 1.05 * data.scale;
-    const totals = data.levels.map((level, i) => ({ x: i, y: Math.min(level.bytes / size, top), yanchor: "bottom",
-      text: (level.bytes > data.scale ? "▲ " : "") + (level.bytes / size).toFixed(level.bytes < 10 * size ? 2 : 1),
-      showarrow: false, font: { color: color(level.fits === false ? "exceeds" : "ink"), size: 13 } }));
+    // The figure of a bar that is cut stands on the bar.
+    const totals = data.levels.map((level, i) => ({ x: i, showarrow: false, font: { size: 13,
+      color: color(level.fits === false ? "exceeds" : "ink") }, ...(level.bytes > data.scale
+      ? { y: 1.09 * top, yanchor: "top", text: "▲ " + human(level.bytes), bgcolor: color("card"), borderpad: 3 }
+      : { y: level.bytes / size, yanchor: "bottom", text: (level.bytes / size).toFixed(level.bytes < 10 * size ? 2 : 1) }) }));
     const line = shown ? [{ xref: "x domain", x: 1, xanchor: "right", y: data.limit / size, yanchor: "bottom",
       text: `${plain(data.target)} may hand out ${human(data.limit)}`, showarrow: false, font: { color: color("exceeds") } }] : [];
     $("cut").textContent = data.levels.some((level) => level.bytes > data.scale) ? "Bars with a ▲ are cut." : "";
