@@ -95,7 +95,7 @@ class Attention(nnx.Module):
             # The gradient of every kernel but the naive one reads its own result: it is kept wide already.
             name = "context" if config.attention == "naive" and not self.place.ring else ""
             y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again,
-                          matmul=self.precision.matmul, name=name)
+                          matmul=self.precision.matmul, name=name, out="attn_out")
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
             y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")
@@ -133,7 +133,7 @@ class Mlp(nnx.Module):
             act_BLF = act(up_BLF)
         act_BLF = tag(act_BLF, "act")
         y_BLD = leave("blf,fd->bld", act_BLF, self.w_down, self.place, again=self.again,
-                      matmul=self.precision.matmul, name="act")
+                      matmul=self.precision.matmul, name="act", out="mlp_out")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
         y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")

@@ -58,8 +58,9 @@ def quantize(x: jax.Array, tile: Sequence[int]) -> Quantized:
     cut = wide.reshape([size for pair in zip(counts, tile) for size in pair])
     within = tuple(range(1, cut.ndim, 2))
     largest = jnp.abs(cut).max(within, keepdims=True)
-    scale = jnp.where(largest < SMALL, 1.0, largest / MAX)
-    values = jnp.clip(cut / scale, -MAX, MAX).astype(DTYPE).reshape(wide.shape)
+    # Primitives of lax, not functions of jnp that are calls: a report finds a name by what makes the tensor.
+    scale = jax.lax.select(largest < SMALL, jnp.ones_like(largest), largest / MAX)
+    values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(wide.shape)
     return Quantized(values[tuple(map(slice, x.shape))], scale.reshape(counts))
 
 
@@ -122,7 +123,8 @@ class Linear:
     spec: the einsum of each, "activation,weight->out"; contracted letters end the activation and begin the weight.
     weights: the logical axes of each. kept, within: those of the activation where it is kept and where it is
     multiplied; back: of its gradient. name: checkpoint name of the activation; "" keeps it as it is, for one that
-    is kept wide anyway. again: weights come as stored, are gathered and cast here and again in the backward pass.
+    is kept wide anyway. outs: names of the products.
+    again: weights come as stored, are gathered and cast here and again in the backward pass.
     product: a row of PRODUCTS.
     """
 
@@ -132,6 +134,7 @@ class Linear:
     within: Axes
     back: Axes
     name: str
+    outs: tuple[str, ...]
     again: bool
     product: str
 
@@ -154,10 +157,8 @@ class Linear:
 
 
 def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
-    """What the products and their gradients read of the activation: quantized and its scales, or itself."""
-    x = place(x, how.kept)
-    if not how.name:
-        return (x,)
+    """The activation quantized and its scales."""
+    x = place(jax.lax.stop_gradient(x), how.kept)
 
     def quantize_rows(x):
         flat = x.reshape(*x.shape[:2], -1)
@@ -195,7 +196,6 @@ def _flat(w: jax.Array, contracted: int) -> jax.Array:
     return w.reshape(math.prod(w.shape[:contracted]), -1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """`einsum(how.spec, x, w)` for each weight, block-scaled, in the dtype of `x`.
 
@@ -203,25 +203,34 @@ def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array
       x: [B, L, ...] in the compute dtype, logical axes `how.kept`.
       weights: in the compute dtype, or as stored where `how.again`.
     """
-    return _products(how, place, _keep(how, place, x), weights, x.dtype)
+    # Quantized and named out here: within the custom gradient the two names would have one place in the source.
+    return _linear(how, place, x, _keep(how, place, x) if how.name else None, weights)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(how, place, x, quantized, weights):
+    """Reads of `x` only that to which the gradient goes, unless there is nothing quantized."""
+    return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
 
 
 def _products(how, place, kept, weights, dtype):
     within = _move(how, place, kept)
 
     def own(weights, *within):
-        features = _features(within)
-        return tuple(
-            PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
-            .reshape(*within[0].shape[:2], *w.shape[how.contracted:]) for w in weights)
+        features, outs = _features(within), []
+        for name, w in zip(how.outs, weights):
+            with jax.named_scope(name):  # by which a report knows the result of a kernel
+                y = PRODUCTS[how.product](features, blocks(_flat(w, how.contracted).T), dtype)
+                outs.append(y.reshape(*within[0].shape[:2], *w.shape[how.contracted:]))
+        return tuple(outs)
 
     wide = tuple(how.read(w, axes, dtype, place) for w, axes in zip(weights, how.weights))
     return place.own(own, (how.weights, *_axes(how, within)), tuple(map(how.out, how.weights)),
                      sums=tuple(how.sums(axes)[0] for axes in how.weights))(wide, *within)
 
 
-def _forward(how, place, x, weights):
-    kept = _keep(how, place, x)
+def _forward(how, place, x, quantized, weights):
+    kept = quantized or (place(x, how.kept),)
     return _products(how, place, kept, weights, x.dtype), (kept, weights)
 
 
@@ -244,7 +253,7 @@ def _backward(how, place, residuals, d_outs):
         sums=(features, *[how.within[:2]] * len(weights)))(d_outs, wide, *within)
     if how.again:
         d_weights = [place.gradient(dw, axes).astype(w.dtype) for dw, axes, w in zip(d_weights, how.weights, weights)]
-    return place(dx, how.back), tuple(d_weights)
+    return place(dx, how.back), None, tuple(d_weights)
 
 
-linear.defvjp(_forward, _backward)
+_linear.defvjp(_forward, _backward)

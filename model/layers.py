@@ -152,7 +152,7 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
     """
     specs, axes = tuple((each, spec) for each in params), tuple(p.get_metadata()["axes"] for p in params.values())
     if matmul != "wide":
-        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, again, matmul)
+        how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), again, matmul)
         return linear(how, place, x_BLD,
                       tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values()))
     if again:
@@ -163,7 +163,7 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
 
 
 def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, matmul: str = "wide",
-          name: str = "") -> jax.Array:
+          name: str = "", out: str = "out") -> jax.Array:
     """`einsum(spec, x, p)` [B, L, D] on its way back to the residual stream; keywords as in `enter`.
 
     Without a name, products in fp8 keep `x` as it is: for one that something else keeps anyway.
@@ -171,10 +171,10 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
     axes = p.get_metadata()["axes"]
     if matmul != "wide":
         own = ("batch", "length", *axes[: x.ndim - 2])
-        how = Linear(spec, (axes,), own, own, own, name, again, matmul)
+        how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
         y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
     elif again:
-        y_BLD, = _again((("out", spec),), place, (axes,), None, x, (p[...],))
+        y_BLD, = _again(((out, spec),), place, (axes,), None, x, (p[...],))
     else:
         y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
     return _move(y_BLD, place, STREAM, WITHIN)
