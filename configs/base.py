@@ -130,8 +130,20 @@ def _optimizer() -> ConfigDict:
     optimizer.momentum = 0.95  # decay of the velocity: momentum, muon
     optimizer.eps = 1e-8  # beside the root of the second moment; lion, momentum and adafactor have none
     optimizer.weight_decay = 0.1  # on matrices, times the learning rate; norms and biases are never decayed
-    optimizer.clip_norm = 1.0  # global gradient norm; 0 for no clipping
+    optimizer.clip_norm = 1.0  # most that a gradient's norm may be; 0 for no clipping
+    # Each layer updated inside the backward pass, so that one layer's gradient exists at a time. It cannot know the
+    # global norm beforehand: clip_norm is 0, or clip "layer".
+    optimizer.fused_backward = False
+    optimizer.clip = "global"  # global: the norm of all gradients | layer: of each layer's, and of all others'
     return optimizer
+
+
+def _offload() -> ConfigDict:
+    """Training state in pinned host memory, streamed to the device layer by layer; activations: remat.policy."""
+    offload = ConfigDict()
+    offload.optimizer = False  # moments: read and written once an update
+    offload.params = False  # master parameters; their gradients pass through host memory too
+    return offload
 
 
 def _mesh() -> ConfigDict:
@@ -166,4 +178,4 @@ def _train() -> ConfigDict:
 
 
 GROUPS = {"model": _model, "loss": _loss, "precision": _precision, "remat": _remat, "data": _data, "batch": _batch,
-          "optimizer": _optimizer, "mesh": _mesh, "train": _train}
+          "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "train": _train}

@@ -75,11 +75,11 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     stats = compilation.stats or _stats(program)
     if derived:
         report = _reconcile(report, program, stats)
-    moved = transfers.find(source.module)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
-                                 config=dict(config or {}), to_host_bytes=moved.to_host,
-                                 to_device_bytes=moved.to_device)
+                                 config=dict(config or {}))
     report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
+    moved = transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
+    report = dataclasses.replace(report, transfers=moved)
     return dataclasses.replace(report, findings=findings.find(report, source))
 
 

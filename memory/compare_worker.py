@@ -59,7 +59,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     row = {
         "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
         "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,
-        "to_host_bytes": report.to_host_bytes, "to_device_bytes": report.to_device_bytes,
+        "to_host_bytes": report.moved("to host"), "to_device_bytes": report.moved("to device"),
         "residual_bytes": residuals_of(report), "breakdown": dict(report.breakdown),
         "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
         "target": dict(report.target), "versions": dict(report.versions),

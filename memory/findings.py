@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memory.device_mesh import flat
 from memory.hlo import Instruction
 from memory.records import Buffer, Finding, Report
 from memory.replicated import replicated_arrays
@@ -111,7 +112,19 @@ def fragmentation(report: Report, program: Program) -> Seen:
 def idle_offload(report: Report, program: Program) -> Seen:
     """A program that asks for offload and holds nothing on the host."""
     wanted = any("offload" in word for word in _words(report.config, "remat"))
-    return (0, "the policy offloads, and nothing is in host memory") if wanted and not report.host_bytes else None
+    asked = [key for key, value in flat(report.config).items() if key.startswith("offload.") and value is True]
+    if report.host_bytes or not (wanted or asked):
+        return None
+    return 0, f"{asked[0] if asked else 'the policy'} offloads, and nothing is in host memory"
+
+
+def host_memory(report: Report, program: Program) -> Seen:
+    """More in host memory than the host of the devices has."""
+    room = int(report.target.get("host_memory_bytes") or 0)
+    devices = min(*(int(report.target.get(key) or 1) for key in ("devices_per_host", "n_devices")))
+    size = report.host_bytes * devices
+    return (size, f"{human(size)} in host memory, of {human(room)} that come with the device") \
+        if room and size > room else None
 
 
 def xla_remat(report: Report, program: Program) -> Seen:
@@ -150,6 +163,7 @@ RULES: Mapping[Callable[[Report, Program], Seen], str] = {
     wide_activations: "cast before the tensor is saved and name the narrow one; judge by a GPU, not by a CPU",
     fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, describe a GPU instead",
+    host_memory: "use a host with more memory for each device, or smaller state: optimizer.name=adamw_8bit",
     xla_remat: "the program was too big: choose a remat policy that fits by itself, or set "
                "jax_compiler_enable_remat_pass to False to compare policies",
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",

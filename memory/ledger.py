@@ -199,6 +199,8 @@ def _reason(role: str, report: Report, state: State) -> str:
         "optimizer": "the masters are the params row",
         "gathered": "copies to compute with, and what collectives hold",
     }
+    for role_away in {b.category for b in report.buffers if b.phase == "argument" and b.memory == "host"} & set(words):
+        words[role_away] += "; in host memory"
     whole = {path: size for path, size in state.whole.items() if _role_of(path, report) == role}
     if whole:
         named = ", ".join(f"{path} {size} B" for path, size in list(whole.items())[:2])

@@ -15,7 +15,6 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement; null, null and "unknown"
   when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
-- `to_host_bytes`, `to_device_bytes`: what one run of the program moves between device and host memory.
 - `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
   to `allocated_bytes`.
 - `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
@@ -24,6 +23,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
 - `communication`: bytes per step by kind of collective and mesh axes, beside the formula (`Communication`);
   `collectives`: every collective of the program, with what hides it (`Collective`).
+- `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
 - `zero`: bytes per parameter beside the accounting of ZeRO (`ZeroRow`); [] without a config that tells the strategy.
 - `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
 - `notes`: sentences on what is not exact in this report.
@@ -124,6 +124,20 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
+
+    `seconds`: what they take at the target's `host_link_bytes_per_s`, 0.0 where that is unknown; hidden behind compute
+    or not is not judged.
+    """
+
+    phase: str
+    direction: str
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class XlaStats:
     """The compiler's statistics, main memory only; None where the backend gives none."""
 
@@ -150,6 +164,7 @@ class Report:
     communication: tuple[Communication, ...] = ()
     collectives: tuple[Collective, ...] = ()
     zero: tuple[ZeroRow, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
@@ -158,8 +173,6 @@ class Report:
     verdict: str = "unknown"
     host_bytes: int = 0
     on_chip_bytes: int = 0
-    to_host_bytes: int = 0
-    to_device_bytes: int = 0
     peak_index: int = 0
     program: str = ""
     method: str = "heap_trace"
@@ -168,6 +181,10 @@ class Report:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
+
+    def moved(self, direction: str) -> int:
+        """Bytes that one step moves over a device's host link, "to device" or "to host"."""
+        return sum(row.bytes for row in self.transfers if row.direction == direction)
 
     def alive_at(self, index: int) -> tuple[Buffer, ...]:
         """Buffers of main memory alive at a point of the timeline, largest first."""
@@ -200,14 +217,14 @@ class Report:
 
 # The order of keys in the JSON.
 KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
-        "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "to_host_bytes", "to_device_bytes",
-        "peak_index", "breakdown", "residuals_by_name", "workspace_by_scope",
-        "ledger", "zero", "communication", "collectives", "findings", "notes", "timeline", "buffers")
+        "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
+        "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
+        "findings", "notes", "timeline", "buffers")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
-          "communication": Communication, "collectives": Collective, "zero": ZeroRow}
-_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "to_host_bytes", "to_device_bytes",
-           "peak_index", "schema")
+          "communication": Communication, "collectives": Collective, "zero": ZeroRow,
+          "transfers": Transfer}
+_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config")
 
 

@@ -42,7 +42,8 @@ def render(report: Report, batch: str = "") -> RenderableType:
     columns.add_row(_breakdown(report), Group(
         _names("residuals by checkpoint name", report.residuals_by_name),
         _names("workspace by phase and component", report.workspace_by_scope)))
-    parts += [columns, _timeline(report), _ledger(report), _zero(report), _communication(report), *_findings(report)]
+    parts += [columns, _timeline(report), _ledger(report), _zero(report), _communication(report), _transfers(report),
+              *_findings(report)]
     if report.method != "heap_trace":
         parts.append(Text(f"method: {METHODS.get(report.method, report.method)}", style="yellow"))
     parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
@@ -64,7 +65,6 @@ def _head(report: Report) -> RenderableType:
     xla = report.xla
     stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
-             ("moved", report.to_host_bytes + report.to_device_bytes),
              ("on chip", report.on_chip_bytes))
     beside = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
     return Group(title, peak, Text(beside, style="dim"))
@@ -171,6 +171,17 @@ def _communication(report: Report) -> RenderableType:
         table.add_row(f"{len(rest)} more", "", f"{sum(row.times for row in rest):,}", human(sum(r.bytes for r in rest)),
                       human(sum(r.wire_bytes for r in rest)), style="dim")
     return Group(Text(), table, *_largest(report, sent))
+
+
+def _transfers(report: Report) -> RenderableType:
+    """Bytes per step over the host link and the seconds that they cost."""
+    if not report.transfers:
+        return Text()
+    table = _table("host link", "bytes a step", "seconds", "in")
+    for row in report.transfers:
+        seconds = f"{row.seconds:.3g}" if row.seconds else ""
+        table.add_row(row.direction, human(row.bytes), seconds, row.phase or "model")
+    return Group(Text(), table)
 
 
 def _largest(report: Report, sent: int) -> list[RenderableType]:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from model.config import ModelConfig
 from model.fp8 import Linear, linear
 from model.names import tag
+from model.offload import here, stored_like
 from model.placement import Axes, Placement
 from model.precision import Precision
 
@@ -54,7 +55,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 def read(p: nnx.Param, dtype: DTypeLike, place: Placement) -> jax.Array:
     """The parameter as the computation wants it: cast first, so that the gather moves the narrow dtype."""
-    return _gather(p[...].astype(dtype), place, p.get_metadata()["axes"])
+    return _gather(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
 @jax.custom_vjp
@@ -120,7 +121,7 @@ def _again(specs: tuple[tuple[str, str], ...], place: Placement, axes: tuple[Axe
            moves: tuple[Axes, Axes] | None, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
     within = place(place(x, moves[1]), moves[0]) if moves else x
-    return _products(specs, within, [place.weight(w.astype(x.dtype), own) for own, w in zip(axes, weights)])
+    return _products(specs, within, [place.weight(here(w).astype(x.dtype), own) for own, w in zip(axes, weights)])
 
 
 def _again_forward(specs, place, axes, moves, x, weights):
@@ -132,9 +133,9 @@ def _again_backward(specs, place, axes, moves, residuals, d_outs):
     within, dx, d_weights = place(place(x, moves[1]), moves[0]) if moves else x, [], []
     for (_, spec), own, w, dy in zip(specs, axes, weights, d_outs):
         (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
-        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(w.astype(x.dtype), own)))
+        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(here(w).astype(x.dtype), own)))
         dw = jnp.einsum(f"{left},{out}->{right}", within, dy)
-        d_weights.append(place.gradient(dw, own).astype(w.dtype))
+        d_weights.append(stored_like(place.gradient(dw, own).astype(w.dtype), w))
     return place(sum(dx), moves[1]) if moves else sum(dx), tuple(d_weights)
 
 

@@ -1,10 +1,20 @@
-"""Offload in unrolled layers: a layer's copies to host memory are made before the next layer starts."""
+"""Host memory: parameters that live there, and in unrolled layers the order of copies to it."""
 
 from collections.abc import Callable
 
 import jax
 
 HOST = jax.memory.Space.Host
+
+
+def here(w: jax.Array) -> jax.Array:
+    """A parameter on the device, wherever it is stored; its gradient goes back to where it is stored."""
+    return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w
+
+
+def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
+    """A gradient in the memory of its parameter."""
+    return jax.device_put(d_w, HOST) if jax.typeof(w).memory_space == HOST else d_w
 
 
 def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

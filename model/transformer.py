@@ -11,7 +11,7 @@ from model.block import Block
 from model.config import ModelConfig
 from model.layers import Norm, dropout, fold, look_up, param, read
 from model.names import tag
-from model.offload import settle
+from model.offload import here, settle
 from model.placement import HERE, Placement
 from model.precision import Precision
 from model.remat import RematPlan, Segment
@@ -67,17 +67,29 @@ class Transformer(nnx.Module):
           tokens_BL: int32 token ids, L at most `max_seq_len`.
           dropout_key_B: one key a sequence, or None for no dropout (evaluation, generation).
         """
+        dropout_key_B = None if self.config.dropout == 0.0 else dropout_key_B
+        x_BLD = self.begin(tokens_BL, dropout_key_B)
+        with jax.named_scope("blocks"):
+            x_BLD = self._run_blocks(x_BLD, dropout_key_B)
+        return self.finish(x_BLD)
+
+    def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None) -> jax.Array:
+        """What the first block reads, [B, L, D]."""
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
             raise ValueError(f"{tokens_BL.shape[1]} positions, but model.max_seq_len={config.max_seq_len}")
-        if config.dropout == 0.0:
-            dropout_key_B = None
         with jax.named_scope("embed"):
             x_BLD = self._embed(tokens_BL)
             x_BLD = tag(self.place(x_BLD, ("batch", "stream", None)), "embed")
-            x_BLD = dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
-        with jax.named_scope("blocks"):
-            x_BLD = self._run_blocks(x_BLD, dropout_key_B)
+            return dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
+
+    def layers(self) -> list[tuple[Segment, Callable[..., jax.Array]]]:
+        """For each range of scanned layers block(x, its parameters, layer number, keys) under its remat policy."""
+        graph, _ = nnx.split(self.blocks)
+        return [(segment, self._block(segment, graph)) for segment in self.remat.segments(self.config.n_layers)]
+
+    def finish(self, x_BLD: jax.Array) -> jax.Array:
+        """The last block's output normed, [B, L, D]."""
         with jax.named_scope("final_norm"):
             x_BLD = self.place(self.final_norm(x_BLD), ("batch", "length", None))
             return tag(x_BLD, "final_norm")
@@ -87,7 +99,7 @@ class Transformer(nnx.Module):
         # of its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
         # instead would hold V x D on every device, and its gradient again.
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
-        x_BLD = look_up(self.w_token[...], tokens_BL)
+        x_BLD = look_up(here(self.w_token[...]), tokens_BL)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         if self.config.position == "learned":
             positions_L = self.place.positions(x_BLD.shape[1])
@@ -158,7 +170,7 @@ class Transformer(nnx.Module):
 
     def head(self) -> jax.Array:
         """The matrix from hidden to logits, [D, padded V] as stored (`precision.param`); the token table if tied."""
-        return self.w_token[...].T if self.config.tie_embeddings else self.w_head[...]
+        return here(self.w_token[...]).T if self.config.tie_embeddings else here(self.w_head[...])
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         """Logits [B, L, V] in `precision.logits`."""

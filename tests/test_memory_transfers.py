@@ -22,7 +22,7 @@ def module(opcode, operands, result):
 
 
 def array(elements, host=False):
-    return Shape("float32", (elements,), transfers.HOST * host, None, 32)
+    return Shape("float32", (elements,), transfers.HOST_SPACE * host, None, 32)
 
 
 @pytest.mark.parametrize(("opcode", "operands", "result", "moved"), [
@@ -34,11 +34,13 @@ def array(elements, host=False):
     ("add", [array(10, True), array(10)], array(10), (0, 0)),
 ])
 def test_what_moves(opcode, operands, result, moved):
-    assert transfers.find(module(opcode, operands, result)) == transfers.Transfers(*moved)
+    found = transfers.find(module(opcode, operands, result), 8.0)
+    assert {row.direction: (row.bytes, row.seconds) for row in found} == {
+        direction: (size, size / 8) for direction, size in zip(("to host", "to device"), moved) if size}
 
 
 def test_a_program_without_host_memory_moves_nothing():
     import memory
 
     report = memory.analyze(jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((8, 8))))
-    assert (report.to_host_bytes, report.to_device_bytes) == (0, 0)
+    assert report.transfers == () and report.moved("to host") == 0

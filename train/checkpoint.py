@@ -23,6 +23,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from train.distributed import ALONE, Processes
 from train.errors import UserError
+from train.host import fetch, is_hosted
 from train.runtime import stderr_held
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -38,9 +39,19 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_checksum(leaf) for leaf in fetch(leaves)]
+
+
 def checksums(state: Any) -> jax.Array:
-    """One uint32 per leaf of `state`, in tree order; the same on every mesh."""
-    return jnp.stack([_checksum(leaf) for leaf in jax.tree.leaves(state)])
+    """One uint32 per leaf of `state`, in tree order; the same on every mesh, and in either memory."""
+    leaves = jax.tree.leaves(state)
+    sums = dict(enumerate(leaves))
+    here = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
+    sums |= zip(here, _checksums([leaves[place] for place in here]))
+    for place in sums.keys() - set(here):  # one after the other: they need not fit the device together
+        sums[place] = jax.block_until_ready(_checksums([leaves[place]])[0])
+    return jnp.stack([sums[place] for place in range(len(leaves))])
 
 
 @dataclasses.dataclass(frozen=True)

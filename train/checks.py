@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from model import RematPlan
+from model import Precision, RematPlan
 from model.layers import MLPS, NORMS, POSITIONS
 from model.names import TILED, names_in
 from train.batch import BatchAlgebra
+from train.host import has_host_memory
 from train.losses import LOSSES
-from train.optimizer import OPTIMIZERS, SCALINGS
+from train.optimizer import CLIPS, OPTIMIZERS, SCALINGS
 from train.sharding import STRATEGIES, Layout
 from train.step import ACCUMULATION
 
@@ -21,7 +22,7 @@ from train.step import ACCUMULATION
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
     "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
-    "mesh.strategy": STRATEGIES,
+    "optimizer.clip": CLIPS, "mesh.strategy": STRATEGIES,
 }
 
 # key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
@@ -78,6 +79,64 @@ def check_tiles(config: ConfigDict, layout: Layout) -> None:
     if hidden := sorted({*config.remat.save, *config.remat.offload}.intersection(TILED)):
         raise ValueError(f"checkpoint name {hidden[0]!r} is never kept with model.mlp_chunk={chunk}, which makes "
                          "the MLP again: leave it out, or set model.mlp_chunk=0")
+
+
+def check_offload(config: ConfigDict, layout: Layout) -> None:
+    """Raises ValueError for state in host memory where there is none, or where it cannot be streamed."""
+    asked = next((f"offload.{name}=true" for name in ("params", "optimizer") if config.offload[name]), "")
+    if asked and not has_host_memory(layout.mesh.devices.flat[0]):
+        raise ValueError(f"{asked}: {layout.mesh.devices.flat[0].device_kind} has no pinned host memory; set it false")
+    if not config.offload.params:
+        return
+    if config.batch.accumulation > 1:
+        raise ValueError(f"{asked} with batch.accumulation={config.batch.accumulation}: gradients of parameters in "
+                         "host memory go there too, and nothing adds them up there; raise batch.micro, with a remat "
+                         "policy, or set offload.params=false")
+    if layout.strategy.stored and not layout.strategy.by_layer:
+        raise ValueError(f"{asked} with mesh.strategy={config.mesh.strategy}: it copies all parameters to the device "
+                         "at once; choose zero3 or ddp, or set offload.params=false")
+
+
+# What makes the update go layer by layer.
+PARTWISE = (("optimizer.fused_backward", True), ("offload.optimizer", True), ("offload.params", True),
+            ("optimizer.clip", "layer"))
+
+
+def check_partwise(config: ConfigDict, precision: Precision) -> str:
+    """What of PARTWISE is asked for, as key=value, "" for nothing.
+
+    Raises:
+      ValueError: something else is that takes the update whole.
+    """
+    found = [(key, value) for key, value in PARTWISE if config[(path := key.split("."))[0]][path[1]] == value]
+    if not found:
+        return ""
+    asked = f"{found[0][0]}={str(found[0][1]).lower()}"
+    if precision.loss_scale == "dynamic":
+        raise ValueError(f"{asked} with precision.preset={config.precision.preset}: an overflow found in one layer has "
+                         "to undo the update of all; choose bf16, which needs no loss scale")
+    if config.batch.accumulation_schedule:
+        raise ValueError(f"{asked} with batch.accumulation_schedule: parts count to one number of micro-batches; set "
+                         "batch.accumulation")
+    return asked
+
+
+def check_fused(config: ConfigDict, remat: RematPlan, n_layers: int) -> None:
+    """Raises ValueError for what an update inside the backward pass cannot be combined with."""
+    asked = "optimizer.fused_backward=true"
+    if config.batch.accumulation > 1:
+        raise ValueError(f"{asked} with batch.accumulation={config.batch.accumulation}: a layer is updated before the "
+                         "next micro-batch is read; raise batch.micro instead")
+    if config.optimizer.clip_norm and config.optimizer.clip == "global":
+        raise ValueError(f"{asked} with optimizer.clip_norm={config.optimizer.clip_norm}: the norm of all gradients is "
+                         "known when all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0")
+    if not config.model.scan:
+        raise ValueError(f"{asked} with model.scan=false: the update is part of the loop over layers; set "
+                         "model.scan=true")
+    for segment in remat.segments(n_layers):
+        if segment.groups > 1:
+            raise ValueError(f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
+                             "choose full, or another policy without groups")
 
 
 def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:

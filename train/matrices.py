@@ -76,11 +76,17 @@ def each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransforma
             lambda path, leaf: jax.vmap(inner.init)(jnp.zeros(as_matrices(path, leaf.shape), leaf.dtype)), params)
 
     def update(updates, state, params=None):
-        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        moved = [jax.vmap(inner.update)(batched(path, grad), own, batched(path, param))
-                 for (path, grad), own, param in zip(leaves, tree.flatten_up_to(state), jax.tree.leaves(params))]
-        return (tree.unflatten([new.reshape(grad.shape) for (_, grad), (new, _) in zip(leaves, moved)]),
-                tree.unflatten([own for _, own in moved]))
+        def one(path, grad, own, param):
+            if isinstance(grad, optax.MaskedNode):  # left out of this update
+                return grad, own
+            new, own = jax.vmap(inner.update)(batched(path, grad), own, batched(path, param))
+            return new.reshape(grad.shape), own
+
+        leaves, tree = jax.tree_util.tree_flatten_with_path(
+            updates, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+        moved = [one(path, grad, own, param) for (path, grad), own, param in
+                 zip(leaves, tree.flatten_up_to(state), tree.flatten_up_to(params))]
+        return tree.unflatten([new for new, _ in moved]), tree.unflatten([own for _, own in moved])
 
     return optax.GradientTransformation(init, update)
 

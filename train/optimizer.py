@@ -13,6 +13,9 @@ from train.batch import BatchAlgebra
 from train.matrices import adafactor, muon
 from train.quantized import scale_by_adam_8bit
 
+# What a norm is taken of where gradients are clipped: all of them, or each layer's and all others'.
+CLIPS = ("global", "layer")
+
 
 class ClipState(NamedTuple):
     """`grad_norm`: global L2 norm of the mean gradient before clipping, float32 scalar."""
@@ -37,7 +40,7 @@ def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
             inverse = 1.0 / (jnp.maximum(tokens, 1).astype(jnp.float32) * factor)
             updates = _float32(updates)
             norm = optax.tree.norm(updates) * inverse
-            scale = inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
+            scale = clip_scale(norm, inverse, max_norm)
         return jax.tree.map(lambda g: g * scale, updates), ClipState(norm)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -57,6 +60,16 @@ def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformati
         return rule.update(updates, state, None if params is None else _float32(params))
 
     return optax.GradientTransformation(init, update)
+
+
+def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
+    """The factor from a summed gradient to the mean one, `inverse`, with its `norm` brought down to `max_norm`."""
+    return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
+
+
+def squares(leaves: Any) -> jax.Array:
+    """The float32 sum of squares of all leaves."""
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(leaves)), jnp.float32(0.0))
 
 
 def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
@@ -124,6 +137,17 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
 }
 
 
+# Rows whose update of a table's row reads nothing of the other rows; muon leaves tables to AdamW.
+ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
+
+
+def make_rule(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """From the mean, clipped gradient to what is added to the parameters, in float32."""
+    return in_float32(optax.chain(
+        OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(schedule)))
+
+
 def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
                    multisteps: int | Callable[[jax.Array], jax.Array], accumulator: DTypeLike = jnp.float32) -> Any:
     """The optimizer of `config.optimizer`; its update takes `tokens`, the unmasked tokens of the update.
@@ -132,9 +156,7 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
     gradients of that many calls in an `accumulator` tree of its own; for 1 that tree would be pure loss, so there is no
     wrapping.
     """
-    rule = optax.chain(OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
-                       optax.scale_by_learning_rate(schedule))
-    chain = optax.chain(mean_and_clip(config.clip_norm), in_float32(rule))
+    chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule))
     if multisteps == 1:
         return chain
     return optax.MultiSteps(chain, multisteps, use_grad_mean=False, accumulator_dtype=accumulator)

@@ -149,7 +149,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
         columns = [tree.flatten_up_to(kept) for kept in state[1:]]
         rows = [by_layer(quantized, path, grad, *own) if block_shape(path, grad.shape)
                 else (*one(grad, *own[:2]), *own[2:]) for (path, grad), *own in zip(leaves, *columns)]
-        step, *kept = (tree.unflatten(column) for column in zip(*rows))
+        step, *kept = (tree.unflatten(column) for column in (zip(*rows) if rows else [()] * len(state)))
         return step, EightBitState(count, *kept)
 
     return optax.GradientTransformation(init, update)

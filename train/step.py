@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from model import Precision
+from train.host import is_hosted
 from train.loss_scale import LossScale, Scaling, guard
 from train.losses import count_tokens
 from train.optimizer import grad_norm
@@ -87,7 +88,8 @@ class Weights:
 
     def gradients(self, grads: Any) -> Any:
         """Gradients of one micro-batch as they are kept."""
-        return self._map(self.layout.gradient, grads)
+        keep = self.layout.gradient  # those of parameters in host memory are there already, divided likewise
+        return self._map(lambda grad, axes: grad if is_hosted(grad) else keep(grad, axes), grads)
 
     def totals(self, grads: Any) -> Any:
         """Sums of these over micro-batches, in a dtype of their own."""
@@ -124,6 +126,8 @@ class StepParts:
 
     `local_loss` is the same for one data-parallel rank's sequences, where gradients are reduced once an update;
     `scaling` the rule of the loss scale, where there is one.
+    `partwise`: the optimizer's update one layer after the other, where it is taken so (train/update.py).
+    `fused`: loss, new parameters and optimizer state of one batch, updated on the way back (train/fused.py).
     """
 
     loss: Callable[..., jax.Array]
@@ -133,10 +137,16 @@ class StepParts:
     weights: Weights
     local_loss: Callable[..., jax.Array] | None = None
     scaling: Scaling | None = None
+    partwise: Callable[..., tuple[Any, Any]] | None = None
+    fused: Callable[..., tuple[jax.Array, Any, Any]] | None = None
 
     @property
     def precision(self) -> Precision:
         return self.weights.precision
+
+    def rounding_key(self, state: TrainState) -> jax.Array:
+        """Of this update's rounding of parameters."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
         """A key for each sequence, from its place in the global batch alone."""
@@ -160,10 +170,12 @@ class StepParts:
         with jax.named_scope("optimizer"):
             if isinstance(state.opt_state, optax.MultiStepsState):  # which would narrow its sum to what it is given
                 grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
+            key = self.rounding_key(state)
+            if self.partwise:
+                return *self.partwise(state.params, grads, state.opt_state, tally.tokens, key), None
             extra = {} if self.scaling is None else {"factor": self.factor(state)}
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, tokens=tally.tokens,
                                                        **extra)
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
             params = apply_updates(state.params, updates, self.precision, key)
             if self.scaling is None:
                 return params, opt_state, None
@@ -204,6 +216,16 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
     params, opt_state, loss_scale = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state, loss_scale)
     return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale), metrics
+
+
+def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """A whole global batch [B, L], or [1, B, L]: each layer is updated as soon as its gradient is there."""
+    batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
+    keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
+    tokens = count_tokens(batch["targets"])  # known before the first update: gradients are means at once
+    loss, params, opt_state = parts.fused(state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state))
+    return TrainState(state.step + 1, params, opt_state, zero_tally()), parts.metrics(
+        state, Tally(loss, tokens), opt_state, None)
 
 
 def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, *,

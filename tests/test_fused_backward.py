@@ -1,0 +1,106 @@
+"""Fused backward: the losses of the update after the backward pass, without the gradients of all layers."""
+
+import jax
+import numpy as np
+import pytest
+from test_deviceless import missing_extra
+from toy import run_losses, small_config, small_program
+
+import memory
+from memory import targets
+from train.optimizer import OPTIMIZERS
+from train.program import build
+
+TINY = {"model.d_model": 16, "model.d_ff": 16, "model.n_layers": 2, "batch.micro": 2, "optimizer.clip_norm": 0.0}
+FUSED = {"optimizer.fused_backward": True}
+BY_LAYER = {"optimizer.clip": "layer", "optimizer.clip_norm": 0.1}
+
+
+def losses(overrides, devices=1):
+    return run_losses(small_program({**TINY, **overrides}, devices), 3)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"remat.policy": "full"}, {"remat.policy": "none"}, {"remat.policy": "dots_no_batch", "remat.granularity": "parts"},
+    {"remat.policy": "full", "remat.layers": "0-1:none"}, {"model.dropout": 0.1},
+    {"model.tie_embeddings": True, "model.norm": "layernorm", "model.bias": True, "model.position": "learned"},
+    {**BY_LAYER}, {"offload.optimizer": True, "offload.params": True}], ids=str)
+def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
+    np.testing.assert_array_equal(losses({**overrides, **FUSED}), losses(overrides))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_losses_are_the_same_on_every_mesh(strategy):
+    mesh = {"mesh.strategy": strategy, "mesh.fsdp": 4, "batch.micro": 1}
+    np.testing.assert_array_equal(losses({**mesh, **FUSED}, 4), losses(mesh, 4))
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "muon"])
+def test_rows_of_the_optimizer_table(name):
+    assert name in OPTIMIZERS
+    overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
+    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
+
+
+def one_step(overrides):
+    program = small_program({**TINY, **overrides})
+    batch = {name: np.arange(array.size, dtype=np.int32).reshape(array.shape) % 7
+             for name, array in program.batch_shapes.items()}
+    state, metrics = program.step(program.init(), batch)
+    return state, metrics
+
+
+def test_grad_norm_and_state_are_those_of_the_unfused_update():
+    for overrides in ({}, BY_LAYER):
+        (state, metrics), (fused, fused_metrics) = one_step(overrides), one_step({**overrides, **FUSED})
+        np.testing.assert_allclose(fused_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-6)
+        assert jax.tree.structure(fused) == jax.tree.structure(state)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), fused, state)
+
+
+def test_clipping_by_layer_gives_every_layer_and_the_rest_a_norm_of_its_own():
+    rate = {"optimizer.name": "momentum", "optimizer.momentum": 0.0, "optimizer.learning_rate": 1.0,
+            "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0, "optimizer.clip": "layer"}
+    most = 1e-3  # far below the norm of any layer
+    before = small_program({**TINY, **rate}).init().params
+    after = one_step({**rate, **FUSED, "optimizer.clip_norm": most})[0].params
+    moved = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), after, before)
+    blocks = moved.pop("blocks")
+    for layer in range(TINY["model.n_layers"]):
+        norm = np.sqrt(sum(np.square(leaf[layer]).sum() for leaf in jax.tree.leaves(blocks)))
+        np.testing.assert_allclose(norm, most, rtol=1e-2)
+    np.testing.assert_allclose(np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(moved))), most, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ({"batch.accumulation": 2}, "raise batch.micro instead"),
+    ({"optimizer.clip_norm": 1.0}, "optimizer.clip=layer, or optimizer.clip_norm=0"),
+    ({"model.scan": False}, "model.scan=true"),
+    ({"remat.policy": "sqrt", "model.n_layers": 4}, "groups of layers are recomputed together"),
+    ({"optimizer.clip": "block"}, "choose one of global, layer")])
+def test_what_it_cannot_be_combined_with(overrides, words):
+    with pytest.raises(ValueError, match=words):
+        small_program({**TINY, **FUSED, **overrides})
+
+
+GPU = {"precision.preset": "bf16", "model.d_model": 256, "model.d_head": 64, "model.d_ff": 1024, "model.n_layers": 16,
+       "data.seq_len": 64, "batch.micro": 1, "remat.policy": "full", "optimizer.clip_norm": 0.0}
+
+
+@pytest.mark.skipif(bool(missing_extra()), reason=missing_extra())
+@pytest.mark.parametrize("target", ["h200", "h100:4"])
+def test_gradients_of_one_layer_are_all_there_are(target):
+    reports = {}
+    for fused in (False, True):
+        config = small_config({**GPU, "mesh.fsdp": -1, "optimizer.fused_backward": fused})
+        program = build(config, targets.parse(target).devices())
+        reports[fused] = memory.analyze(program.lower(), target=target)
+    leaves = jax.tree.leaves(program.state.params["blocks"])
+    stack = sum(4 * int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in leaves)
+    largest = {fused: sum(b.bytes for b in report.buffers if b.at_peak and b.category == "gradients")
+               for fused, report in reports.items()}
+    assert largest[False] > 0.9 * stack and largest[True] < 3 * stack / 16
+    temp = {fused: report.xla.temp_bytes for fused, report in reports.items()}
+    assert temp[False] - temp[True] > 0.75 * stack
+    assert reports[True].xla.argument_bytes == reports[False].xla.argument_bytes == reports[True].xla.alias_bytes + (
+        reports[True].xla.argument_bytes - reports[False].xla.alias_bytes)  # updated in place
