@@ -208,7 +208,11 @@ PRECISIONS = {
     "mixed": Precision("16-bit parameters and gradients, float32 master copy", 2, 2, 4, 4, 2),
     "mixed_fp32_grads": Precision("mixed, with float32 gradients besides", 2, 6, 4, 4, 2),
     "pure_bf16": Precision("everything 16-bit", 2, 2, 0, 2, 2),
+    "bf16_params": Precision("16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2),
+    "fp16": Precision("float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
 }
+# The trainer's names for two of them.
+PRECISIONS |= {"bf16_grads": PRECISIONS["mixed"], "fp32_grads": PRECISIONS["mixed_fp32_grads"]}
 
 
 class Optimizer(NamedTuple):

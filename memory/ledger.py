@@ -1,8 +1,8 @@
 """The state ledger: bytes per parameter by role and dtype, the accounting in which bf16 AdamW is 16 or 20.
 
 State that lives through the step is counted from the arguments; copies of parameters, gradients and their sums over
-micro-batches are those in the shape that the parameter is stored in, each role at the point where most of it is alive
-together. All of it is what ONE device holds, so bytes per parameter divide by the parameters it holds.
+micro-batches are those in the shape that the parameter is stored in, each role at the point where most parameters
+have theirs. All of it is what ONE device holds, so bytes per parameter divide by the parameters it holds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], int]) -> list[tuple[Buffer, int]]:
-    """Those alive at the point where they take most, a value of each parameter at a time.
+    """Those alive at the last point where most parameters have one.
 
     Where a shape has more values than `stored`, one is made from another: what is being narrowed does not count.
     """
@@ -83,9 +83,9 @@ def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], 
             if buffer.start <= point <= buffer.end and left[_core(buffer.shape)] >= count:
                 left[_core(buffer.shape)] -= count
                 alive.append((buffer, count))
-        size = sum(buffer.bytes for buffer, _ in alive)
-        if size > most:
-            best, most = alive, size
+        values = sum(count for _, count in alive)
+        if values >= most:
+            best, most = alive, values
     return best
 
 

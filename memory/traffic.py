@@ -13,8 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Bytes of a value that products are computed in, by precision preset; other presets have no formula.
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Bytes of a value that products are computed in, by precision preset; other presets have no formula. Gradients travel
+# in the dtype of their products, but for the presets that say otherwise.
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16_grads": 2, "fp32_grads": 2, "bf16_params": 2}
+GRADIENT_BYTES = {"bf16_grads": 2, "fp32_grads": 4}
 ACCUMULATOR_BYTES = 4
 # Times that a policy gathers the parameters of a layer under zero3: forward, and once for recomputation and
 # backward together; nested checkpoints recompute apart.
@@ -131,15 +133,18 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     `parameters`: of the model, over all devices.
     """
     plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get("precision.preset", ""))
-    if plan is None or itemsize is None or not parameters:
+    changed = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
+    if plan is None or itemsize is None or not parameters or changed:
         return []
     scanned = config.get("batch.mode") == "scan"
     micro_steps = accumulation(config, axes.get("data", 1) * axes.get("fsdp", 1)) if scanned else 1
     policy = config.get("remat.policy", "none")
     once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
+    gradient_bytes = GRADIENT_BYTES.get(config["precision.preset"],
+                                        ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
     out = data_parallel(
         plan.strategy, parameters // plan.tensor, itemsize, plan.data, plan.shard, gathers=GATHERS.get(policy, 2),
-        reductions=1 if once else micro_steps, gradient_bytes=ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
+        reductions=1 if once else micro_steps, gradient_bytes=gradient_bytes)
     sizes = [config.get(key, 0) for key in ("batch.micro", "data.seq_len", "model.d_model", "model.n_layers")]
     if all(sizes):
         rows, length, width, layers = sizes

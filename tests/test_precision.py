@@ -1,0 +1,334 @@
+"""Precision by role: presets and keys, bytes a parameter, narrow collectives, stochastic rounding, loss scaling."""
+
+import functools
+import io
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+from test_sharding import collectives, described
+from toy import fixed_batches, run_losses, small_config, small_program
+
+import memory
+from model import PRECISIONS, Precision
+from model.layers import look_up
+from train.batch import IGNORE
+from train.errors import NonFinite
+from train.feed import calls
+from train.loop import run
+from train.loss_scale import Scaling
+from train.optimizer import OPTIMIZERS
+from train.program import build
+from train.rounding import apply_updates, random_bits, round_stochastic
+
+ROLES = ("param", "compute", "reduce", "accumulator", "norm", "logits")
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("preset", "dtypes", "rest"), [
+    ("fp32", "f f - f f f", ("nearest", "layer", "none")),
+    ("bf16", "f b - f f f", ("nearest", "layer", "none")),
+    ("bf16_grads", "f b b f f f", ("nearest", "step", "none")),
+    ("fp32_grads", "f b f f f f", ("nearest", "step", "none")),
+    ("bf16_params", "b b - f f f", ("stochastic", "layer", "none")),
+    ("fp16", "f h - f f f", ("nearest", "layer", "dynamic"))])
+def test_presets_are_rows_of_dtypes(preset, dtypes, rest):
+    precision = Precision.of(small_config({"precision.preset": preset}).precision)
+    letters = {None: "-", jnp.float32: "f", jnp.bfloat16: "b", jnp.float16: "h"}
+    assert [letters[getattr(precision, role)] for role in ROLES] == dtypes.split()
+    assert (precision.rounding, precision.cast, precision.loss_scale) == rest
+    assert precision == PRECISIONS[preset]
+
+
+def test_every_role_has_a_key():
+    keys = {"param": "bfloat16", "compute": "float16", "reduce": "float16", "accumulator": "bfloat16",
+            "norm": "bfloat16", "logits": "float16", "rounding": "stochastic", "cast": "step", "loss_scale": "dynamic"}
+    config = small_config({f"precision.{role}": name for role, name in keys.items()})
+    precision = Precision.of(config.precision)
+    assert precision == Precision(jnp.bfloat16, jnp.float16, jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.float16,
+                                  "stochastic", "step", "dynamic")
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"preset": "bf61"}, r"precision.preset='bf61': choose one of fp32, bf16, bf16_grads"),
+    ({"compute": "int8"}, r"precision.compute='int8': choose one of float32, bfloat16, float16"),
+    ({"rounding": "stochastic"}, r"set precision.param=bfloat16 or precision.rounding=nearest"),
+    ({"preset": "fp32", "cast": "step"}, r"nothing to cast; set precision.cast=layer"),
+    ({"preset": "bf16", "reduce": "bfloat16"}, r"set precision.cast=step"),
+    ({"loss_scale_growth_every": 0}, r"precision.loss_scale_growth_every=0: give 1 or more")])
+def test_what_cannot_be_is_refused_with_the_remedy(keys, message):
+    with pytest.raises(ValueError, match=message):
+        small_program({"precision.preset": "bf16", **{f"precision.{key}": value for key, value in keys.items()}})
+
+
+def test_roles_reach_the_program():
+    """Each dtype shows where it belongs, and nowhere before its key is set."""
+    def traced(**keys):
+        program = small_program({"precision.preset": "fp32", "loss.kind": "full",
+                                 **{f"precision.{key}": value for key, value in keys.items()}})
+        return str(program.trace_gradient())
+
+    assert not re.search("bf16|f16", traced())
+    assert "bf16[8,32,64]" in traced(logits="bfloat16")
+    assert "bf16[8,32,32]" in traced(norm="bfloat16") and "bf16[8,32,64]" not in traced(norm="bfloat16")
+    program = small_program({"precision.accumulator": "bfloat16", "batch.accumulation": 2})
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(program.state.opt_state.acc_grads)} == {"bfloat16"}
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------
+
+# Tied embeddings, as in Llama 3.2 1B: every gradient is there until the last.
+LEDGER = {"model.tie_embeddings": True, "model.d_model": 128, "model.d_head": 64, "model.n_heads": 2,
+          "model.n_kv_heads": 1, "model.d_ff": 256}
+SUMMED = {"batch.micro": 4, "batch.accumulation": 2}
+
+
+def ledger(keys, devices):
+    report = memory.analyze(build(small_config({**LEDGER, **keys}), devices).compile())
+    # As the report shows it: counters and norms are a few bytes over 400 thousand parameters.
+    return {(row.role, row.dtype): round(row.bytes_per_param, 2) for row in report.ledger
+            if row.bytes_per_param >= 0.005}
+
+
+@pytest.mark.parametrize(("keys", "rows"), [
+    ({"preset": "bf16"}, {"params": 4, "gradients": 4, "optimizer": 8, "total": 16}),
+    ({"preset": "bf16_grads"}, {"params": 4, "copies": 2, "gradients": 2, "optimizer": 8, "total": 16}),
+    ({"preset": "fp32_grads", **SUMMED},
+     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
+    ({"preset": "bf16_params"}, {"params": 2, "gradients": 2, "optimizer": 8, "total": 12})],
+    ids=["bf16", "16", "20", "12"])
+def test_the_ledger_shows_the_bytes_of_a_preset(keys, rows):
+    keys = {key if "." in key else f"precision.{key}": value for key, value in keys.items()}
+    found = ledger(keys, described("h200"))
+    assert {role: size for (role, _), size in found.items()} == rows and len(found) == len(rows)
+    narrow = {role for (role, dtype) in found if dtype == "bfloat16"}
+    assert narrow == {"copies", "gradients"} & set(rows) - ({"gradients"} if rows["gradients"] == 4 else set()) | (
+        {"params"} if rows["params"] == 2 else set())
+
+
+def test_gradients_and_gathers_of_matrices_are_narrow():
+    """No collective of `bf16_grads` moves a float32 matrix; a gather holds one layer, never the stack."""
+    keys = {"precision.preset": "bf16_grads", "model.d_model": 128, "model.d_ff": 256, "model.n_layers": 5}
+    text = build(small_config(keys), described("h100:4")).compile().as_text()
+    results = [(kind, result) for ones in collectives(text).values() for kind, result, _ in ones]
+    matrices = [(kind, result) for kind, result in results if re.search(r"\[\d+,\d+", result)]
+    assert {kind for kind, _ in matrices} >= {"all-gather", "reduce-scatter"}
+    assert not [result for _, result in matrices if "f32[" in result and re.search(r"f32\[\d+,\d+", result)]
+    assert not [result for _, result in results if re.search(r"\[5,", result)]
+
+
+def test_the_gradient_of_a_narrow_table_is_summed_wide():
+    """A thousand times 1/256 is 3.9 in float32; bfloat16 would stop growing at 1."""
+    table, tokens = jnp.zeros((4, 2), jnp.bfloat16), jnp.zeros((1, 1000), jnp.int32)
+    grad = jax.grad(lambda table: (look_up(table, tokens) * jnp.bfloat16(1 / 256)).sum().astype(jnp.float32))(table)
+    assert grad.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(grad[0], np.float32), 1000 / 256, rtol=2**-8)
+
+
+# ---- stochastic rounding ---------------------------------------------------------------------------------------
+
+def test_rounding_is_unbiased_and_leaves_what_fits():
+    key, many = jax.random.key(0), 2**16
+    for share in (0.1, 0.5, 0.9):  # of the way from 1 to the next bfloat16
+        x = jnp.full(many, 1 + share * 2**-7, jnp.float32)
+        rounded = np.asarray(round_stochastic(x, key), np.float32)
+        assert set(np.unique(rounded)) == {1.0, 1 + 2**-7}
+        assert abs((rounded > 1).mean() - share) < 4 * (share * (1 - share) / many) ** 0.5
+    exact = jnp.asarray([0.0, -1.5, 3.0, jnp.inf, -jnp.inf, jnp.nan, 2.0**-133], jnp.float32)
+    np.testing.assert_array_equal(np.asarray(round_stochastic(exact, key), np.float32), exact)
+    negative = np.asarray(round_stochastic(jnp.full(many, -1 - 2**-9, jnp.float32), key), np.float32)
+    assert abs(negative.mean() + 1 + 2**-9) < 2**-12
+
+
+def test_bits_do_not_repeat_along_axes_or_between_keys():
+    bits = np.asarray(random_bits(jax.random.key(0), (64, 64)))
+    assert len(np.unique(bits)) > 4080 and not np.array_equal(bits[0], bits[1])
+    assert abs(np.corrcoef(bits[:-1].ravel(), bits[1:].ravel())[0, 1]) < 0.06
+    assert not np.array_equal(bits, random_bits(jax.random.key(1), (64, 64)))
+
+
+def test_small_updates_arrive_on_average():
+    """A hundred updates of a sixteenth of what bfloat16 resolves: nearest loses all of them."""
+    def after(rounding):
+        precision = Precision(param=jnp.bfloat16, rounding=rounding)
+        params = {"w": jnp.ones((4096,), jnp.bfloat16)}
+        for step in range(100):
+            params = apply_updates(params, {"w": jnp.full((4096,), 2**-11, jnp.float32)}, precision,
+                                   jax.random.fold_in(jax.random.key(0), step))
+        return float(params["w"].astype(jnp.float32).mean())
+
+    assert after("nearest") == 1.0
+    assert after("stochastic") == pytest.approx(1 + 100 * 2**-11, abs=1e-3)
+
+
+def test_rounding_is_the_same_on_every_mesh():
+    precision = Precision(param=jnp.bfloat16, rounding="stochastic")
+    alone, many = (small_program({"precision.preset": "bf16_params", **mesh}, devices) for mesh, devices in
+                   (({}, 1), ({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)))
+    rounded = []
+    for program in (alone, many):
+        params = program.init().params
+        updates = jax.tree.map(lambda leaf: 1e-4 * jnp.ones(leaf.shape), params)
+        apply = jax.jit(functools.partial(apply_updates, precision=precision),
+                        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
+        rounded.append(apply(params, updates, key=jax.random.key(3)))
+    for one, other in zip(*map(jax.tree.leaves, rounded)):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+@functools.cache
+def losses(preset):
+    return run_losses(small_program({"precision.preset": preset}))
+
+
+@pytest.mark.parametrize(("preset", "near"), [("bf16", 0.005), ("bf16_grads", 0.005), ("fp32_grads", 0.005),
+                                              ("bf16_params", 0.01), ("fp16", 0.001)])
+def test_twenty_steps_are_near_float32(preset, near):
+    assert losses(preset)[-1] == pytest.approx(losses("fp32")[-1], rel=near)
+    assert not np.array_equal(losses(preset), losses("fp32"))
+
+
+LAYOUTS = {
+    "zero1": ("bf16_grads", {"batch.micro": 2, "mesh.strategy": "zero1"}, 4),
+    "zero2": ("bf16_grads", {"batch.micro": 2, "mesh.strategy": "zero2"}, 4),
+    "ddp scan": ("fp16", {"batch.micro": 1, "batch.accumulation": 2, "batch.mode": "scan", "mesh.strategy": "ddp"}, 4),
+    "unrolled multisteps": ("fp16", {"batch.micro": 2, "batch.accumulation": 2, "mesh.tensor": 2, "model.scan": False},
+                            4),
+    "unrolled copy": ("fp32_grads", {"batch.micro": 4, "model.scan": False}, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_alike(layout):
+    preset, mesh, devices = LAYOUTS[layout]
+    program = small_program({"precision.preset": preset, **mesh}, devices)
+    np.testing.assert_allclose(run_losses(program, 4), losses(preset)[:4], rtol=2e-3)
+
+
+@pytest.mark.parametrize("keys", [{"precision.preset": "bf16_params"}, {"precision.preset": "fp16", **SUMMED}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_keeps_its_dtypes_under_every_optimizer(name, keys):
+    """What goes in comes out, so it can be donated; moments are float32 but for the rows that narrow them."""
+    program = small_program({"optimizer.name": name, **keys})
+    out, _ = jax.eval_shape(program.step, program.state, program.batch_shapes)
+    describe = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]  # noqa: E731
+    assert describe(out) == describe(program.state)
+    narrow = {leaf.dtype.name for leaf in jax.tree.leaves(program.state.opt_state)} - {"float32", "int32"}
+    assert narrow == {"adamw_bf16": {"bfloat16"}}.get(name, set())
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------------------
+
+def test_the_scale_halves_and_doubles():
+    rule, seen = Scaling(8.0, 2, positions=24), []
+    state = rule.init()
+    assert float(rule.factor(state)) == 8.0 / 32
+    for finite in (True, True, True, False, True, True):
+        state = rule.after(state, jnp.bool_(finite))
+        seen.append((float(state.scale), int(state.good), int(state.skipped)))
+    assert seen == [(8, 1, 0), (16, 0, 0), (16, 1, 0), (8, 0, 1), (8, 1, 1), (16, 0, 1)]
+
+
+MODES = {"one call": {}, "multisteps": SUMMED, "scan": {"batch.mode": "scan", **SUMMED}}
+
+
+def steps_of(program, state, batches):
+    seen = []
+    for host in batches:
+        for batch in calls(program, host):
+            state, metrics = program.step(state, batch)
+        seen.append({name: float(value) for name, value in metrics.items()})
+    return state, seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overflow_skips_the_update_and_is_recovered_from(mode):
+    """Parameters, moments and schedule stay; afterwards losses are those of a run that began at that scale."""
+    keys = {"precision.preset": "fp16", **MODES[mode]}
+    program = small_program({**keys, "precision.loss_scale_init": 2.0**22})
+    host, = fixed_batches(8, 32, 64, 1)
+    before = jax.device_get(program.init())
+    state, (first,) = steps_of(program, program.init(), [host])
+    assert first["skipped_steps"] == 1 and first["loss_scale"] == 2.0**21 and not np.isfinite(first["grad_norm"])
+    assert np.isfinite(first["loss"]) and int(state.step) == 1
+    kept = [(tree.params, inner(tree)[1:]) for tree in (before, jax.device_get(state))]
+    jax.tree.map(np.testing.assert_array_equal, *kept)
+    _, rows = steps_of(program, state, [host] * 10)
+    skipped = [np.isfinite(row["grad_norm"]) for row in rows].index(True)
+    done = rows[skipped:skipped + 2]  # later ones may overflow again, at gradients that grow
+    assert {row["skipped_steps"] for row in done} == {skipped + 1}
+    assert {row["loss_scale"] for row in done} == {2.0 ** (21 - skipped)}
+    fresh = small_program({**keys, "precision.loss_scale_init": done[0]["loss_scale"] / 4})
+    _, want = steps_of(fresh, fresh.init(), [host] * 2)
+    assert [row["lr"] for row in done] == [row["lr"] for row in want]
+    np.testing.assert_allclose([row["loss"] for row in done], [row["loss"] for row in want], rtol=1e-3)
+
+
+def inner(state):
+    opt_state = state.opt_state
+    return opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
+
+
+@pytest.mark.parametrize("mode", ["multisteps", "scan"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_in_any_micro_batch_skips_all(mode, bad):
+    program = small_program({"precision.preset": "fp16", "precision.loss_scale_init": 2.0**26, **MODES[mode]})
+    host, = fixed_batches(8, 32, 64, 1)
+    quiet = slice(4, 8) if bad == 0 else slice(0, 4)
+    host["targets"][quiet] = IGNORE  # no gradient at all from the other micro-batch
+    before = jax.device_get(program.init().params)
+    state, rows = steps_of(program, program.init(), [host])
+    assert rows[0]["skipped_steps"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+    if mode == "multisteps":
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(state.opt_state.acc_grads)))
+
+
+def test_other_programs_carry_no_scale():
+    program = small_program({"precision.preset": "bf16"})
+    assert program.state.loss_scale is None and program.parts.scaling is None
+
+
+def train(folder, **keys):
+    config = small_config({"precision.preset": "fp16", "model.vocab_size": 256, "batch.micro": 1, "train.log_every": 1,
+                           "train.eval_sequences": 8, "train.sample_tokens": 0, "train.tensorboard": False,
+                           "train.eval_every": 0, "train.checkpoint_every": 4, "train.cache_dir": "none", **keys})
+    screen = io.StringIO()
+    run(config, workdir=folder, extend=True, console=Console(file=screen, width=200))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return screen.getvalue(), [row for row in rows if "loss" in row]
+
+
+def test_the_history_of_the_scale_is_in_the_metrics(tmp_path):
+    """Halved from far above, through a checkpoint; the console tells of it, and a skipped update has no norm."""
+    keys = {"precision.loss_scale_init": 2.0**24, "precision.loss_scale_growth_every": 3}
+    train(tmp_path, **keys, **{"train.steps": 4})
+    text, rows = train(tmp_path, **keys, **{"train.steps": 16})
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    scales, skipped = [2.0**24], 0
+    for row in rows:
+        if row["grad_norm"] is None:
+            skipped += 1
+            assert row["loss_scale"] == scales[-1] / 2
+        else:
+            assert row["loss_scale"] in (scales[-1], 2 * scales[-1])
+        assert row["skipped_steps"] == skipped
+        scales.append(row["loss_scale"])
+    assert skipped > 2 and any(b == 2 * a for a, b in itertools.pairwise(scales)) and rows[-1]["loss"] < rows[0]["loss"]
+    assert "skipped  scale" in text and f"({skipped} skipped)" in text
+
+
+def test_a_scale_without_a_floor_stops_the_run(tmp_path, monkeypatch):
+    # Every update overflows: the scale falls below what any gradient needs.
+    monkeypatch.setattr("train.loss_scale.grad_norm", lambda state: jnp.float32(jnp.inf))
+    with pytest.raises(NonFinite, match="compute in bfloat16"):
+        train(tmp_path, **{"precision.loss_scale_init": 2.0**-13, "train.steps": 8})
