@@ -119,6 +119,17 @@ class Trainer:
         mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}
         return {"model.attention": program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
 
+    def choices(self, program: Any) -> str:
+        """What a program chose for its devices, and why."""
+        return "\n".join(f"{what} {row} ({why})" for what, (row, why) in (
+            ("attention", program.kernel), ("products", program.matmul)))
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every checkpoint name of the trainer's model."""
+        from model.names import NAMES
+
+        return tuple(NAMES)
+
     def names(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
         """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""
         from model.names import NAMES

@@ -53,9 +53,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
     from memory.analyze import report_of
 
-    report = report_of(compilation, target=target, config=config)
+    report = report_of(compilation, target=target, config=config, names=trainer.vocabulary() if program else ())
     from memory import text
 
+    if program:
+        print(trainer.choices(program))
     text.show(report, batch=settled.get("batch", ""))
     found = _formulas(report, config, settled, compilation.jaxpr) if args.formulas else {}
     _write(args, report, compilation.proto, ({"batch": settled["batch"]} if settled else {}) | found)

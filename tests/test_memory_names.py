@@ -8,6 +8,7 @@ from toy import small_program
 from memory.__main__ import main
 from memory.named_tensors import named_tensors
 from model.names import NAMES
+from model.remat import QUANTIZED
 
 
 def table(**overrides):
@@ -18,7 +19,7 @@ def table(**overrides):
 @pytest.mark.parametrize("scan", [True, False])
 def test_every_name_with_its_copies_bytes_and_cost(scan):
     _, found = table(**{"model.scan": scan, "remat.policy": "full"})
-    absent = {name for name in NAMES if name.endswith("mask")} | {"probs_dropped", "lse"}
+    absent = {name for name in NAMES if name.endswith("mask")} | {"probs_dropped", "lse", *QUANTIZED}
     assert set(found) == set(NAMES) - absent
     tokens, D, F, H, K, S = 8 * 32, 32, 48, 4, 8, 32
     assert found["up"].shape == (8, 32, F) and found["up"].copies == 3 and found["embed"].copies == 1

@@ -15,7 +15,7 @@ from memory import ReportError, targets
 from memory.analyze import report_of
 from memory.named_tensors import named_tensors, too_wide
 from model.names import NAMES
-from model.remat import MATMULS, OUTSIDE_CORE
+from model.remat import MATMULS, OUTSIDE_CORE, QUANTIZED
 from train.config import load, override
 from train.program import build
 
@@ -28,7 +28,7 @@ UNREAD, BEHIND = {"mlp_out"}, {"q": "q_rot", "k": "k_rot", "attn_out": "mid"}
 
 def made(keys):
     """The names that a block of this config makes."""
-    absent = {"embed", "embed_mask", "final_norm"}
+    absent = {"embed", "embed_mask", "final_norm", *QUANTIZED}
     absent |= {name for name in NAMES if "mask" in name or "dropped" in name} if not keys["model.dropout"] else set()
     absent |= {"gate"} if keys["model.mlp"] == "gelu" else set()
     absent |= {"lse"} if keys["model.attention"] == "naive" else {"probs", "probs_mask", "probs_dropped"}
