@@ -50,7 +50,7 @@ def test_scales_by_hand():
 def test_an_element_is_off_by_a_sixteenth_at_most(shape, tile, decades, seed):
     """And by 2^-10 of the scale where that is more; a last short tile has a scale of its own, its largest over 448."""
     x = np.asarray(normal(seed, *shape)) * np.float32(10.0 ** (np.random.default_rng(seed).random(shape) * -decades))
-    q = quantize(jnp.asarray(x), tile)
+    q = jax.jit(quantize, static_argnums=1)(jnp.asarray(x), tile)
     assert q.scale.shape == tuple(-(-size // width) for size, width in zip(shape, tile))
     largest = [[np.abs(x[i: i + tile[0], j: j + tile[1]]).max() for j in range(0, shape[1], tile[1])]
                for i in range(0, shape[0], tile[0])]
@@ -102,9 +102,17 @@ def test_products_and_gradients_against_float32(specs, axes, name):
     """Errors of two roundings to 4 bits, independent of each other, lie near 2^-5 of the result's size."""
     x, weights = operands(specs)
     ups = tuple(normal(9, *jnp.einsum(specs[0], x, w).shape) for w in weights)
-    outs, pull = jax.vjp(lambda x, w: linear(how(specs, axes, name), HERE, x, w), x, weights)
-    want, pull_wide = jax.vjp(lambda x, w: tuple(jnp.einsum(s, x, v) for s, v in zip(specs, w)), x, weights)
-    for ours, wide in zip(jax.tree.leaves((outs, pull(ups))), jax.tree.leaves((want, pull_wide(ups))), strict=True):
+
+    def run(products):
+        def both_ways(x, weights, ups):
+            outs, pull = jax.vjp(products, x, weights)
+            return jax.tree.leaves((outs, pull(ups)))
+
+        return jax.jit(both_ways)(x, weights, ups)
+
+    scaled = run(lambda x, w: linear(how(specs, axes, name), HERE, x, w))
+    plain = run(lambda x, w: tuple(jnp.einsum(s, x, v) for s, v in zip(specs, w)))
+    for ours, wide in zip(scaled, plain, strict=True):
         error = float(jnp.linalg.norm(ours - wide) / jnp.linalg.norm(wide))
         assert 0.01 < error < 0.06, error
 
@@ -114,8 +122,13 @@ def test_every_product_multiplies_quantized_rows():
     (spec,), axes = OUTPUT
     x, (w,) = operands([spec])
     dy = normal(5, 2, 128, 256)
-    y, pull = jax.vjp(lambda x, w: linear(how([spec], axes), HERE, x, (w,))[0], x, w)
-    dx, dw = pull(dy)
+
+    @jax.jit
+    def run(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: linear(how([spec], axes), HERE, x, (w,))[0], x, w)
+        return y, *pull(dy)
+
+    y, dx, dw = run(x, w, dy)
     flat, w_CN, dy_TN = x.reshape(256, 384), w.reshape(384, 256), dy.reshape(256, 256)
     features = dequantize(quantize(flat, (1, 128)), (1, 128))
     blocked = dequantize(quantize(w_CN, (128, 128)), (128, 128))
@@ -135,11 +148,12 @@ def test_shards_of_whole_tiles_give_the_same(sizes):
     spec, axes = ["blf,fd->bld"], [("d_ff", "d_model")]
     x, w, dy = normal(0, 4, 256, 256), normal(1, 256, 128), normal(2, 4, 256, 128)
 
-    def run(place):
+    def run(place, x, w, dy):
         y, pull = jax.vjp(lambda x, w: linear(how(spec, axes), place, x, (w,))[0], x, w)
         return y, *pull(dy)
 
-    for ours, alone in zip(jax.jit(lambda: run(layout))(), jax.jit(lambda: run(HERE))(), strict=True):
+    divided, whole = (jax.jit(functools.partial(run, place))(x, w, dy) for place in (layout, HERE))
+    for ours, alone in zip(divided, whole, strict=True):
         np.testing.assert_allclose(ours, alone, rtol=1e-4, atol=1e-4)
 
 
@@ -157,7 +171,8 @@ def test_no_token_sees_a_later_one():
     program = small_program({**WIDE, "precision.preset": "fp8"})
     model = program.transformer(nnx.Rngs(params=0))
     tokens_BL = jnp.arange(64)[None] % 60
-    before, after = model.hidden(tokens_BL), model.hidden(tokens_BL.at[0, 40].set(61))
+    hidden = jax.jit(model.hidden)
+    before, after = hidden(tokens_BL), hidden(tokens_BL.at[0, 40].set(61))
     same = jnp.all(before == after, axis=-1)[0]
     assert same[:40].all() and not same[40:].any()
 
