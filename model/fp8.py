@@ -12,6 +12,7 @@ What crosses to the backward pass is the quantized activation and its scales, un
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -111,8 +112,9 @@ def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
         return "wide", f"in {jnp.dtype(precision.compute).name}"
     if device.platform not in ("gpu", "cuda"):
         return "fp8_emulated", f"quantized alike, multiplied in float32: no kernel for {device.platform}"
-    if tuple(map(int, str(device.compute_capability).split("."))) < FIRST_WITH_UNITS:
-        return "fp8_emulated", f"quantized alike, multiplied in float32: {device.device_kind} has no fp8 units"
+    nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))  # AMD's are words
+    if not nvidia or tuple(map(int, nvidia.groups())) < FIRST_WITH_UNITS:
+        return "fp8_emulated", f"quantized alike, multiplied in float32: {device.device_kind} has no fp8 units known here"
     return "fp8_native", f"{device.device_kind} has fp8 units"
 
 
