@@ -110,11 +110,12 @@ def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
     """(how the products of blocks are done there: "wide" or a row of PRODUCTS; why)."""
     if precision.matmul == "wide":
         return "wide", f"in {jnp.dtype(precision.compute).name}"
+    alike = "quantized alike, multiplied in float32"
     if device.platform not in ("gpu", "cuda"):
-        return "fp8_emulated", f"quantized alike, multiplied in float32: no kernel for {device.platform}"
+        return "fp8_emulated", f"{alike}: no kernel for {device.platform}"
     nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))  # AMD's are words
     if not nvidia or tuple(map(int, nvidia.groups())) < FIRST_WITH_UNITS:
-        return "fp8_emulated", f"quantized alike, multiplied in float32: {device.device_kind} has no fp8 units known here"
+        return "fp8_emulated", f"{alike}: {device.device_kind} has no fp8 units known here"
     return "fp8_native", f"{device.device_kind} has fp8 units"
 
 
