@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     choose_platform()  # before jax is imported
     simulate_devices([args.target])
     target = targets.parse(args.target)
-    config, settled = None, {}
+    program, config, settled = None, None, {}
     if args.config:
         program = trainer.program(args.config, overrides, target)
         compilation, config = program.compile_for_report(exact=True), trainer.config(args.config, overrides)
