@@ -40,7 +40,7 @@ def _model() -> ConfigDict:
     model.attention = "auto"  # auto | naive | chunked | cudnn
     model.attention_chunk = 512  # positions per block of the chunked kernel
     # Positions on a device whose MLP exists at once, made again in the backward pass whatever the policy (which then
-    # keeps no mlp_norm, gate, up, act or mlp_out); several devices reduce each tile's gradients apart. 0: all.
+    # keeps no mlp_norm, gate, up, act or mlp_out); 0: all.
     model.mlp_chunk = 0
     return model
 

@@ -172,8 +172,8 @@ class Block(nnx.Module):
         return self.place(x_BLD, ("batch", "stream", None))
 
     def _add_mlp(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        config, parts = self.config, self.place.stream_parts
-        tiles = count_tiles(x_BLD.shape[1], config.mlp_chunk, parts)
+        config = self.config
+        tiles = count_tiles(x_BLD.shape[1], config.mlp_chunk, self.place.stream_parts)
         if tiles == 1:
             return x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), key_B)
 
@@ -181,7 +181,7 @@ class Block(nnx.Module):
             y_BCD = mlp(norm(x_BCD), None)
             return x_BCD + y_BCD if key_B is None else y_BCD
 
-        y_BLD = tiled(run, (self.norm_mlp, self.mlp), x_BLD, tiles, parts, self.place, self.precision.compute)
+        y_BLD = tiled(run, (self.norm_mlp, self.mlp), x_BLD, tiles, self.place, self.precision.compute)
         # A mask is drawn for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 

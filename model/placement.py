@@ -32,6 +32,11 @@ class Placement:
         del axes
         return x
 
+    def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
+        """`function(place, *arrays [B, L, D], weights)` -> ([B, L, D], a gradient of each weight), each rank on the
+        tokens that it holds; the gradients summed over the ranks."""
+        return function(self, *arrays, weights)
+
     def stream(self, x_BLD: jax.Array) -> jax.Array:
         """The residual stream entering a layer, as loops stack it."""
         return x_BLD

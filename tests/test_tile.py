@@ -83,6 +83,16 @@ def test_the_peak_falls_and_the_work_does_not_grow_under_full_remat():
     assert counts[0].model_flops == counts[1].model_flops and counts[0].recomputed == counts[1].recomputed
 
 
+def test_more_tiles_send_no_more():
+    """Parameters are gathered once for all tiles and their gradients reduced after the last."""
+    sent = []
+    for chunk in (16, 4):
+        program = small_program({"model.mlp_chunk": chunk, "remat.policy": "full", "batch.micro": 1}, 4)
+        found = memory.analyze(program.step.trace(program.state, program.batch_shapes).lower()).communication
+        sent.append({row.kind: row.wire_bytes for row in found if row.wire_bytes > 1000})
+    assert sent[0] == sent[1] and sent[0]["all-gather"]
+
+
 def test_gradients_of_bf16_are_summed_over_tiles_in_float32():
     """Summed in bf16 they would drift from the whole product's, which adds in float32, by a rounding a tile."""
     norms = []

@@ -205,6 +205,26 @@ class Layout(Placement):
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
         return self._constrain(x, self.spec(axes))
 
+    def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
+        axes = tuple(axis for axis in TOKENS if axis not in self.manual)
+        if self._size(axes) == 1:
+            return function(self, *arrays, weights)
+        # The compiler would reduce a gradient wherever it is added to; here each rank adds up its own.
+        taken = (*self.manual, *(axes if self.mesh.shape["tensor"] > 1 else [a for a in AXES if a not in self.manual]))
+        inner = dataclasses.replace(self, manual=taken)
+        batch = tuple(axis for axis in BATCH if axis in axes)
+        spec = PartitionSpec(batch, "context", None)
+
+        def one(arrays, weights):
+            x_BLD, grads = function(inner, *arrays, weights)
+            return x_BLD, [grad[None] for grad in grads]
+
+        x_BLD, grads = jax.shard_map(one, mesh=self.mesh, in_specs=(spec, PartitionSpec()),
+                                     out_specs=(spec, PartitionSpec(axes)), axis_names=set(taken) - set(self.manual),
+                                     check_vma=False)(arrays, weights)
+        # In the dtype that they come in: `sum` would send float32.
+        return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
+
     def stream(self, x_BLD: jax.Array) -> jax.Array:
         if not self.ring:
             return x_BLD
