@@ -109,7 +109,7 @@ def test_metrics_rows_have_the_promised_keys(uninterrupted):
     lines = [json.loads(line) for line in (uninterrupted[1] / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in lines if "loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 31))
-    assert all(set(row) == {"step", "loss", "grad_norm", "lr", *TIMED} for row in steps)
+    assert all(set(row) == {"step", "loss", "grad_norm", "lr", "batch_tokens", *TIMED} for row in steps)
     assert [row["step"] for row in lines if "eval_loss" in row] == [10, 20, 30]
     assert steps[-1]["loss"] < steps[0]["loss"]
     report = Report.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))

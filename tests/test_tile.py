@@ -1,7 +1,6 @@
 """The MLP over tiles of the sequence: the same losses and gradients from fewer bytes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy import run_losses, small_program
@@ -20,7 +19,7 @@ def whole():
 
     def losses(**keys):
         if str(keys) not in known:
-            known[str(keys)] = run_losses(small_program(keys), 4)
+            known[str(keys)] = run_losses(small_program(keys), 3)
         return known[str(keys)]
 
     return losses
@@ -31,20 +30,20 @@ def whole():
     {"remat.policy": "custom", "remat.save": "(mid,context)", "remat.granularity": "parts",
      "batch.micro": 4, "batch.accumulation": 2, "batch.mode": "scan"}], ids=str)
 def test_losses_are_those_of_the_whole_mlp(whole, keys):
-    found = run_losses(small_program({"model.mlp_chunk": 8, **keys}), 4)
+    found = run_losses(small_program({"model.mlp_chunk": 8, **keys}), 3)
     np.testing.assert_allclose(found, whole(), rtol=1e-6)
 
 
 def test_a_tile_has_biases_and_the_mask_of_dropout_is_that_of_whole_sequences(whole):
     keys = {**GPT2, "model.dropout": 0.1}
-    np.testing.assert_allclose(run_losses(small_program({"model.mlp_chunk": 16, **keys}), 4), whole(**keys), rtol=1e-6)
+    np.testing.assert_allclose(run_losses(small_program({"model.mlp_chunk": 16, **keys}), 3), whole(**keys), rtol=1e-6)
 
 
 @pytest.mark.parametrize("mesh", [
     {"batch.micro": 1},
     {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}], ids=str)
 def test_every_device_tiles_its_own_positions(whole, mesh):
-    found = run_losses(small_program({"model.mlp_chunk": 4, "remat.policy": "full", **mesh}, 8), 4)
+    found = run_losses(small_program({"model.mlp_chunk": 4, "remat.policy": "full", **mesh}, 8), 3)
     np.testing.assert_allclose(found, whole(), rtol=1e-6)
 
 
@@ -91,18 +90,6 @@ def test_more_tiles_send_no_more():
         found = memory.analyze(program.step.trace(program.state, program.batch_shapes).lower()).communication
         sent.append({row.kind: row.wire_bytes for row in found if row.wire_bytes > 1000})
     assert sent[0] == sent[1] and sent[0]["all-gather"]
-
-
-def test_gradients_of_bf16_are_summed_over_tiles_in_float32():
-    """Summed in bf16 they would drift from the whole product's, which adds in float32, by a rounding a tile."""
-    norms = []
-    for chunk in (0, 2):
-        program = small_program({"precision.preset": "bf16", "model.mlp_chunk": chunk, "data.seq_len": 64})
-        batch = {name: jnp.arange(8 * 64).reshape(8, 64).astype(jnp.int32) % 61 for name in ("inputs", "targets")}
-        keys = jax.random.split(jax.random.key(0), 8)
-        grads = jax.jit(jax.grad(program.parts.loss))(program.init().params, batch, keys)
-        norms.append(np.asarray(grads["blocks"]["mlp"]["w_down"], np.float64))
-    assert np.linalg.norm(norms[0] - norms[1]) / np.linalg.norm(norms[0]) < 0.01
 
 
 @pytest.mark.parametrize(("length", "chunk", "parts", "tiles"), [
