@@ -81,17 +81,17 @@ def check_tiles(config: ConfigDict, layout: Layout) -> None:
                          "the MLP again: leave it out, or set model.mlp_chunk=0")
 
 
-def check_offload(config: ConfigDict, layout: Layout) -> None:
+def check_offload(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> None:
     """Raises ValueError for state in host memory where there is none, or where it cannot be streamed."""
     asked = next((f"offload.{name}=true" for name in ("params", "optimizer") if config.offload[name]), "")
     if asked and not has_host_memory(layout.mesh.devices.flat[0]):
         raise ValueError(f"{asked}: {layout.mesh.devices.flat[0].device_kind} has no pinned host memory; set it false")
     if not config.offload.params:
         return
-    if config.batch.accumulation > 1:
-        raise ValueError(f"{asked} with batch.accumulation={config.batch.accumulation}: gradients of parameters in "
-                         "host memory go there too, and nothing adds them up there; raise batch.micro, with a remat "
-                         "policy, or set offload.params=false")
+    if batch.accumulation > 1:
+        raise ValueError(f"{asked} with {batch.accumulation} micro-steps an update (batch.accumulation): gradients of "
+                         "parameters in host memory go there too, and nothing adds them up there; raise batch.micro, "
+                         "with a remat policy, or set offload.params=false")
     if layout.strategy.stored and not layout.strategy.by_layer:
         raise ValueError(f"{asked} with mesh.strategy={config.mesh.strategy}: it copies all parameters to the device "
                          "at once; choose zero3 or ddp, or set offload.params=false")
@@ -121,19 +121,19 @@ def check_partwise(config: ConfigDict, precision: Precision) -> str:
     return asked
 
 
-def check_fused(config: ConfigDict, remat: RematPlan, n_layers: int) -> None:
+def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> None:
     """Raises ValueError for what an update inside the backward pass cannot be combined with."""
     asked = "optimizer.fused_backward=true"
-    if config.batch.accumulation > 1:
-        raise ValueError(f"{asked} with batch.accumulation={config.batch.accumulation}: a layer is updated before the "
-                         "next micro-batch is read; raise batch.micro instead")
+    if batch.accumulation > 1:
+        raise ValueError(f"{asked} with {batch.accumulation} micro-steps an update (batch.accumulation): a layer is "
+                         "updated before the next micro-batch is read; raise batch.micro instead")
     if config.optimizer.clip_norm and config.optimizer.clip == "global":
         raise ValueError(f"{asked} with optimizer.clip_norm={config.optimizer.clip_norm}: the norm of all gradients is "
                          "known when all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0")
     if not config.model.scan:
         raise ValueError(f"{asked} with model.scan=false: the update is part of the loop over layers; set "
                          "model.scan=true")
-    for segment in remat.segments(n_layers):
+    for segment in remat.segments(config.model.n_layers):
         if segment.groups > 1:
             raise ValueError(f"{asked} with remat.policy={segment.name}: groups of layers are recomputed together; "
                              "choose full, or another policy without groups")

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -21,26 +20,24 @@ from model import ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.fp8 import choose_matmul
 from model.names import NAMES
-from model.ring import zigzag
 from model.transformer import KEEP_ALL, contracted, logical_axes
 from train.batch import BatchAlgebra
 from train.checks import (
     check_fused,
     check_offload,
-    check_partwise,
     check_sequence,
     check_tiles,
     check_traced,
     check_values,
 )
+from train.forward import make_cross_entropy, make_loss
 from train.fused import FusedBackward
 from train.host import hosted_state, in_turns
 from train.loss_scale import Scaling
-from train.losses import LOSSES, LossSettings
-from train.optimizer import ROW_BY_ROW, make_optimizer, make_rule, make_schedule, scale_by_batch
+from train.optimizer import make_optimizer, make_schedule, scale_by_batch
 from train.sharding import AXES, STRATEGIES, Layout, make_mesh, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
-from train.update import PartwiseUpdate
+from train.update import make_partwise
 
 # What lets XLA's GPU compiler start the collectives of one turn of the loop over layers in the turn before.
 PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -209,30 +206,6 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
                         state, everywhere)
 
 
-def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
-                       micro: int) -> Callable[..., jax.Array]:
-    """cross_entropy(x_BLD, w_DV, targets_BL) -> sum over counted tokens, float32 nats."""
-    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
-    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits)
-    return lambda x_BLD, w_DV, targets_BL: LOSSES[config.loss.kind](x_BLD, w_DV, targets_BL, settings)
-
-
-def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
-              micro: int) -> Callable[..., jax.Array]:
-    """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
-    cross_entropy = make_cross_entropy(config, layout, precision, micro)
-
-    def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:
-        transformer = nnx.merge(graph, params)
-        if layout.ring:
-            batch = {name: zigzag(x_BL, layout.ring.size) for name, x_BL in batch.items()}
-        x_BLD = transformer.hidden(batch["inputs"], dropout_key_B)
-        with jax.named_scope("loss"):
-            return cross_entropy(x_BLD, transformer.head(), batch["targets"])
-
-    return loss
-
-
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of `config` over `devices` (default: all of this process's backend), described only.
 
@@ -246,7 +219,6 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
                     STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
     check_sequence(config, layout)
     check_tiles(config, layout)
-    check_offload(config, layout)
     matmul = choose_matmul(precision, devices[0])
     precision = dataclasses.replace(precision, matmul=matmul[0])
     asked = ModelConfig.from_dict(config.model)
@@ -256,6 +228,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     kernel = choose_kernel(asked, precision, devices[0].platform, config.data.seq_len)
     model = dataclasses.replace(asked, attention=kernel[0])
     batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
+    check_offload(config, layout, batch)
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
     remat.segments(model.n_layers)  # ranges that do not fit the model fail here
@@ -277,7 +250,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
                       Weights(layout, logical_axes(abstract), contracted(abstract), precision), scaling=scaling,
                       partwise=partwise)
     if config.optimizer.fused_backward:
-        check_fused(config, remat, model.n_layers)
+        check_fused(config, remat, batch)
         cross_entropy = make_cross_entropy(config, layout, precision, batch.micro)
         parts = dataclasses.replace(
             parts, fused=FusedBackward(graph, cross_entropy, parts.weights, partwise, model.dropout > 0))
@@ -286,16 +259,6 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
         alone = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=local)))[0]
         parts = dataclasses.replace(parts, local_loss=make_loss(config, alone, local, precision, batch.micro))
     return Program(config, layout, model, precision, kernel, matmul, remat, batch, parts, state, transformer, graph)
-
-
-def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: Any,
-                  state: TrainState) -> PartwiseUpdate | None:
-    """The update by parts, for what cannot be taken whole: state in host memory, clipping by layer, fused backward."""
-    if not check_partwise(config, precision):
-        return None
-    return PartwiseUpdate(
-        make_rule(config.optimizer, schedule), config.optimizer.clip_norm, config.optimizer.clip == "layer", every,
-        config.model.scan, config.optimizer.name in ROW_BY_ROW, precision, state.params, state.opt_state)
 
 
 def reduces_once(config: ConfigDict, layout: Layout, kernel: str, batch: BatchAlgebra) -> bool:

@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from ml_collections import ConfigDict
 
 from model import Precision
+from train.checks import check_partwise
 from train.host import fetch, is_hosted, stow
-from train.optimizer import ClipState, clip_scale, squares
+from train.optimizer import ROW_BY_ROW, ClipState, clip_scale, make_rule, squares
 from train.rounding import apply_update
 
 Leaves = list[jax.Array]
@@ -252,6 +254,19 @@ class PartwiseUpdate:
         new = dict(zip(sorted(places), jax.tree.leaves(state)))
         return (jax.tree.leaves(updates), [new[place] for place in part.kept],
                 [new[place] for place in self.parts[1]])
+
+
+def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int,
+                  state: Any) -> PartwiseUpdate | None:
+    """The update by parts, for what cannot be taken whole: state in host memory, clipping by layer, fused backward.
+
+    `every`: as of PartwiseUpdate; `state`: the abstract TrainState.
+    """
+    if not check_partwise(config, precision):
+        return None
+    return PartwiseUpdate(
+        make_rule(config.optimizer, schedule), config.optimizer.clip_norm, config.optimizer.clip == "layer", every,
+        config.model.scan, config.optimizer.name in ROW_BY_ROW, precision, state.params, state.opt_state)
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
