@@ -133,7 +133,7 @@ class Trainer:
     def names(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
         """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""
         from model.names import NAMES
-        from train.sharding import activation_axes
+        from train.axes import activation_axes
 
         program = self.program(name, overrides, target)
 

@@ -21,8 +21,9 @@ from model.fp8_kernel import scaled_product
 from model.names import NAMES
 from model.placement import HERE
 from model.precision import PRECISIONS
+from train.axes import make_mesh
 from train.program import build
-from train.sharding import Layout, make_mesh
+from train.sharding import Layout
 
 FP8 = jnp.float8_e4m3fn
 INPUTS = ("attn_norm", "context", "mlp_norm", "act")  # of products, as wide tensors are named

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from train.axes import AXES, make_mesh
 from train.batch import IGNORE
 from train.losses import LOSSES, LossSettings, count_tokens
-from train.sharding import AXES, Layout, make_mesh
+from train.sharding import Layout
 
 
 def settings(positions, devices=1, compute=jnp.float32, vocabulary=None, **mesh):

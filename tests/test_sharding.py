@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from toy import run_losses, small_config, small_program
 
 from memory import ReportError, targets
+from train.axes import AXES, STRATEGIES, make_mesh
 from train.program import build
-from train.sharding import AXES, STRATEGIES, Layout, make_mesh
+from train.sharding import Layout
 
 EQUAL = 1e-5  # relative, fp32, over 20 steps
 

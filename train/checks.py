@@ -11,11 +11,12 @@ from ml_collections import ConfigDict
 from model import Precision, RematPlan
 from model.layers import MLPS, NORMS, POSITIONS
 from model.names import TILED, names_in
+from train.axes import STRATEGIES
 from train.batch import BatchAlgebra
 from train.host import has_host_memory
 from train.losses import LOSSES
 from train.optimizer import CLIPS, OPTIMIZERS, SCALINGS
-from train.sharding import STRATEGIES, Layout
+from train.sharding import Layout
 from train.step import ACCUMULATION
 
 # Every key that names a row of a table: a typo fails here, with the rows.

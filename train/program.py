@@ -21,6 +21,7 @@ from model.attention import choose_kernel
 from model.fp8 import choose_matmul
 from model.names import NAMES
 from model.transformer import KEEP_ALL, contracted, logical_axes
+from train.axes import AXES, STRATEGIES, make_mesh
 from train.batch import BatchAlgebra
 from train.checks import (
     check_fused,
@@ -35,7 +36,7 @@ from train.fused import FusedBackward
 from train.host import hosted_state, in_turns
 from train.loss_scale import Scaling
 from train.optimizer import make_optimizer, make_schedule, scale_by_batch
-from train.sharding import AXES, STRATEGIES, Layout, make_mesh, match_parameters
+from train.sharding import Layout, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 from train.update import make_partwise
 

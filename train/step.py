@@ -11,12 +11,13 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from model import Precision
+from train.axes import BATCH
 from train.host import is_hosted
 from train.loss_scale import LossScale, Scaling, guard
 from train.losses import count_tokens
 from train.optimizer import grad_norm
 from train.rounding import apply_updates
-from train.sharding import BATCH, Layout
+from train.sharding import Layout
 
 Batch = dict[str, jax.Array]
 ROUNDING = 0x726E64  # sets the keys of rounding apart from those of dropout

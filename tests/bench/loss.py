@@ -23,8 +23,9 @@ from interleave import Check, Turn, finish, mib, parser, take_turns, timed, vers
 from ours import compiled_bytes, start
 
 from model import PRECISIONS
+from train.axes import AXES, make_mesh
 from train.losses import LOSSES, LossSettings
-from train.sharding import AXES, Layout, make_mesh
+from train.sharding import Layout
 
 MEMORY_LIMIT, TIME_LIMIT = 0.25, 1.13
 

@@ -1,0 +1,95 @@
+"""Sharding as data: logical axes, the mesh axes that tables map them to, one row a strategy."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+AXES = ("data", "fsdp", "context", "tensor")
+# The axes whose ranks read different sequences, and with `context` different tokens.
+BATCH, TOKENS = ("data", "fsdp"), ("data", "fsdp", "context")
+
+# Logical axis -> mesh axes, of activations. A sequence lives on one data-parallel rank, or is divided over `context`
+# (ring attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are where parameters are used
+# split (Shoeybi et al. 2019, arXiv 1909.08053). `stream` is the sequence where norms and the residual stream live:
+# sequence parallelism divides it over the tensor group too (Korthikanti et al. 2022, arXiv 2205.05198).
+RULES: Mapping[str, tuple[str, ...]] = {
+    "batch": BATCH,
+    "rank": TOKENS,
+    "length": ("context",),
+    "stream": ("context",),
+    "layers": (),
+    "position": (),
+    "d_model": (),
+    "d_head": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "d_ff": ("tensor",),
+    "vocab": ("tensor",),
+    # Where the token table stays split along the width, its rows are looked up for all who share it.
+    "table_batch": BATCH,
+    "table_length": ("context",),
+    "table_width": (),
+}
+SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
+# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) divides the width: every matrix, table and norm has it. The devices
+# that share a sequence share state as well: to gradients they are data-parallel ranks.
+SHARDS = ("fsdp", "context")
+DIVIDED = {"d_model": SHARDS}
+TABLE_DIVIDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """What the devices of `mesh.fsdp` and `mesh.context` divide; those of `mesh.data` are replicas of them.
+
+    stored: master parameters and optimizer state. gradients: the gradients, reduced to their owner as they are made.
+    by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the
+    compute copy of all of them is made once a step. reduce_once: gradients may wait for their reduction until
+    the end of in-step accumulation.
+    """
+
+    summary: str
+    stored: bool = False
+    gradients: bool = False
+    by_layer: bool = False
+    reduce_once: bool = False
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": Strategy("every device holds all state; gradients are summed", reduce_once=True),
+    "zero1": Strategy("master parameters and optimizer state divided", stored=True, reduce_once=True),
+    "zero2": Strategy("gradients divided too", stored=True, gradients=True),
+    "zero3": Strategy("parameters divided too, gathered layer by layer (FSDP)", stored=True, gradients=True,
+                      by_layer=True),
+}
+
+
+# The letters of shape suffixes (model/__init__.py) as logical axes of activations.
+LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab"}
+
+
+def activation_axes(suffix: str) -> tuple[str | None, ...]:
+    """Logical axes of an activation, from the letters of its shape: BLD is (batch, length, None)."""
+    return tuple(LETTERS.get(letter) for letter in suffix)
+
+
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
+
+    Raises:
+      ValueError: sizes that do not multiply to the number of devices.
+    """
+    shown = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
+    free = [axis for axis in AXES if sizes[axis] == -1]
+    if len(free) > 1 or any(sizes[axis] < 1 and sizes[axis] != -1 for axis in AXES):
+        raise ValueError(f"mesh {shown}: give sizes of 1 or more, and at most one -1")
+    fixed = math.prod(sizes[axis] for axis in AXES if axis not in free)
+    sizes = {axis: len(devices) // fixed if axis in free else sizes[axis] for axis in AXES}
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(f"mesh {shown} does not multiply to the {len(devices)} device(s) here: "
+                         "set one of config.mesh.* to -1")
+    return Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)
