@@ -34,7 +34,8 @@ class Stage:
 BASELINE = {
     "precision.preset": "fp32", "loss.kind": "full", "model.attention": "naive", "remat.policy": "none",
     "optimizer.name": "adamw", "remat.layers": "()", "remat.save": "()", "remat.offload": "()", "model.mlp_chunk": "0",
-    "optimizer.fused_backward": "false", "offload.optimizer": "false", "offload.params": "false",
+    "optimizer.fused_backward": "false", "optimizer.clip": "global", "offload.optimizer": "false",
+    "offload.params": "false",
 }
 
 STAGES: Mapping[str, Stage] = {
@@ -48,18 +49,23 @@ STAGES: Mapping[str, Stage] = {
                        "are made again"),
     "full": Stage("+ full remat", {"remat.policy": "full"}, "every block runs forward twice"),
     "adamw_8bit": Stage("+ 8-bit moments", {"optimizer.name": "adamw_8bit"}, "moments in a byte each; quantization"),
-    "fused_backward": Stage("+ fused backward", {"optimizer.fused_backward": "true"}, "a layer is updated as soon as "
-                            "its gradient is there; no accumulation"),
+    "fused_backward": Stage("+ fused backward", {"optimizer.fused_backward": "true",
+                                                 "optimizer.clip": "layer"},
+                            "a layer is updated as soon as its gradient is there; no accumulation, each layer clipped "
+                            "by its own norm"),
     "offload": Stage("+ offload", {"offload.optimizer": "true"}, "moments live in host memory and travel twice an "
                      "update"),
-    # Beyond the staircase of the default, for --stages.
     "offload_params": Stage("+ offload of params", {"offload.params": "true"}, "master parameters live in host memory"),
+    # Beyond the staircase of the default, for --stages.
+    "bf16_params": Stage("+ 16-bit params", {"precision.preset": "bf16_params"}, "no float32 master; updates are "
+                         "rounded stochastically"),
     "offload_blocks": Stage("+ offload of block inputs", {"remat.policy": "offload"}, "inputs of blocks travel to the "
                             "host and back"),
     "mlp_chunk": Stage("+ tiled MLP", {"model.mlp_chunk": "4096"}, "the MLP over pieces of the sequence, each made "
                        "again in its gradient"),
 }
-DEFAULT = ("fp32", "bf16", "loss", "attention", "selective", "full", "adamw_8bit", "fused_backward", "offload")
+DEFAULT = ("fp32", "bf16", "loss", "attention", "selective", "full", "adamw_8bit", "fused_backward", "offload",
+           "offload_params")
 BEYOND = tuple(name for name in STAGES if name not in DEFAULT)
 
 
