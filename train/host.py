@@ -91,7 +91,10 @@ def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
             room -= size
 
     def some(places, args):
-        chosen = lambda *args: [jax.tree.leaves(make(*args))[place] for place in places]  # noqa: E731
+        def chosen(*args):
+            everything = jax.tree.leaves(make(*args))
+            return [everything[place] for place in places]  # what is left out is never computed
+
         return jax.block_until_ready(jax.jit(chosen, out_shardings=[leaves[place].sharding for place in places])(*args))
 
     def made(*args):
