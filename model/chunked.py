@@ -67,16 +67,16 @@ def _scores(q_BGRcK, k_BGcK, allowed):
     return scores if allowed is None else jnp.where(allowed[None, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
-def _bound(pairs: Pairs, *behind: jax.Array) -> Pairs:
-    """`pairs`, which cannot be had before the arrays `behind` them.
+def _bound(q: jax.Array, pairs: Pairs, sums: jax.Array) -> tuple[jax.Array, Pairs]:
+    """`q` and `pairs`, neither to be had before the other, nor before `sums`.
 
-    They are constants. When a checkpointed loop over layers is split into what depends on its input and what does
-    not, their masks and query blocks would be worked out for all pairs beforehand, and stacked: as many bytes as the
-    whole matrix of scores has. One element of each array ties them: a barrier around whole ones would keep alive what
-    nothing reads.
+    The pairs are constants. When a checkpointed loop over layers is split into what depends on its input and what
+    does not, their masks and query blocks would be worked out for all pairs beforehand, and stacked: as many bytes
+    as the whole matrix of scores has. One element stands for the sums: a barrier around all of them would keep alive
+    what nothing reads.
     """
-    ties = [x[(0,) * x.ndim] for x in behind]
-    return jax.lax.optimization_barrier((jax.tree.map(jnp.asarray, pairs), ties))[0]
+    tie = sums[(0,) * sums.ndim]
+    return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), tie))[:2]
 
 
 def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -87,6 +87,8 @@ def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None):
     """`sums` (see `start`) with the keys and values of `pairs` taken in; without `mask` every score counts."""
+    q, pairs = _bound(q, pairs, sums[1])
+
     def pair(sums, ij):
         i, j = ij
         out, peak, total = sums
@@ -100,7 +102,7 @@ def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = 
         return (out.at[i].set(out[i] * shrink[..., None] + block), peak.at[i].set(new_peak),
                 total.at[i].set(total[i] * shrink + probs.sum(-1))), None
 
-    return jax.lax.scan(pair, sums, _bound(pairs, q, sums[1]))[0]
+    return jax.lax.scan(pair, sums, pairs)[0]
 
 
 def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -122,6 +124,8 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
       d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    q, pairs = _bound(q, pairs, sums[0])
+
     def pair(sums, ij):
         i, j = ij
         dq, d_keys = sums
@@ -133,7 +137,7 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
         d_block = (one("bgrls,bgrlk->bgsk", d_scores, q[i]), one("bgrls,bgrlk->bgsk", probs.astype(q.dtype), d_out[i]))
         return (dq.at[i].add(one("bgrls,bgsk->bgrlk", d_scores, k)), write(d_keys, j, d_block)), None
 
-    return jax.lax.scan(pair, sums, _bound(pairs, q, sums[0]))[0]
+    return jax.lax.scan(pair, sums, pairs)[0]
 
 
 def _forward(q_BLHK, k_BLGK, v_BLGK, chunk):

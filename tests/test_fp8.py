@@ -79,30 +79,30 @@ def test_the_kernel_is_the_emulation(M, N, C):
     np.testing.assert_allclose(ours, emulated(a, b, jnp.float32), rtol=1e-5, atol=1e-4)
 
 
-def how(specs, weights, name="act", product="fp8_emulated"):
-    own = ("batch", "length", *weights[0][: len(specs[0].split(",")[0]) - 2])
-    return Linear(tuple(specs), tuple(weights), own, own, own, name, ("up", "gate"), False, product)
+def how(spec, weights, name="act", product="fp8_emulated"):
+    own = ("batch", "length", *weights[0][: len(spec.split(",")[0]) - 2])
+    return Linear(spec, tuple(weights), own, own, own, name, ("up", "gate"), False, product)
 
 
-PROJECTION = ["bld,dhk->blhk"] * 2, [("d_model", "heads", "d_head"), ("d_model", "kv_heads", "d_head")]
-OUTPUT = ["blhk,hkd->bld"], [("heads", "d_head", "d_model")]
+PROJECTION = "bld,dhk->blhk", [("d_model", "heads", "d_head"), ("d_model", "kv_heads", "d_head")]
+OUTPUT = "blhk,hkd->bld", [("heads", "d_head", "d_model")]
 
 
-def operands(specs, dtype=jnp.float32):
-    """x and weights of 256 x 384 features, two sequences of 128 tokens."""
+def operands(spec, count=1, dtype=jnp.float32):
+    """x and `count` weights of 256 x 384 features, two sequences of 128 tokens."""
     sizes = {"b": 2, "l": 128, "d": 256, "h": 4, "k": 96}
-    left, right = specs[0].split("->")[0].split(",")
+    left, right = spec.split("->")[0].split(",")
     shape = lambda letters: [sizes[letter] for letter in letters]  # noqa: E731
     x = normal(0, *shape(left)).astype(dtype)
-    return x, tuple(normal(1 + i, *shape(right)).astype(dtype) for i in range(len(specs)))
+    return x, tuple(normal(1 + i, *shape(right)).astype(dtype) for i in range(count))
 
 
-@pytest.mark.parametrize(("specs", "axes"), [PROJECTION, OUTPUT])
+@pytest.mark.parametrize(("spec", "axes"), [PROJECTION, OUTPUT])
 @pytest.mark.parametrize("name", ["act", ""])
-def test_products_and_gradients_against_float32(specs, axes, name):
+def test_products_and_gradients_against_float32(spec, axes, name):
     """Errors of two roundings to 4 bits, independent of each other, lie near 2^-5 of the result's size."""
-    x, weights = operands(specs)
-    ups = tuple(normal(9, *jnp.einsum(specs[0], x, w).shape) for w in weights)
+    x, weights = operands(spec, len(axes))
+    ups = tuple(normal(9, *jnp.einsum(spec, x, w).shape) for w in weights)
 
     def run(products):
         def both_ways(x, weights, ups):
@@ -111,8 +111,8 @@ def test_products_and_gradients_against_float32(specs, axes, name):
 
         return jax.jit(both_ways)(x, weights, ups)
 
-    scaled = run(lambda x, w: linear(how(specs, axes, name), HERE, x, w))
-    plain = run(lambda x, w: tuple(jnp.einsum(s, x, v) for s, v in zip(specs, w)))
+    scaled = run(lambda x, w: linear(how(spec, axes, name), HERE, x, w))
+    plain = run(lambda x, w: tuple(jnp.einsum(spec, x, v) for v in w))
     for ours, wide in zip(scaled, plain, strict=True):
         error = float(jnp.linalg.norm(ours - wide) / jnp.linalg.norm(wide))
         assert 0.01 < error < 0.06, error
@@ -120,13 +120,13 @@ def test_products_and_gradients_against_float32(specs, axes, name):
 
 def test_every_product_multiplies_quantized_rows():
     """By hand: tiles along what is contracted, of the weights 128x128, tokens for the gradient of the weights."""
-    (spec,), axes = OUTPUT
-    x, (w,) = operands([spec])
+    spec, axes = OUTPUT
+    x, (w,) = operands(spec)
     dy = normal(5, 2, 128, 256)
 
     @jax.jit
     def run(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: linear(how([spec], axes), HERE, x, (w,))[0], x, w)
+        y, pull = jax.vjp(lambda x, w: linear(how(spec, axes), HERE, x, (w,))[0], x, w)
         return y, *pull(dy)
 
     y, dx, dw = run(x, w, dy)
@@ -146,7 +146,7 @@ def test_shards_of_whole_tiles_give_the_same(sizes):
     """Products and gradients divided over devices, tiles within each: equal up to the order of float32 sums."""
     layout = Layout(make_mesh({**dict.fromkeys(("data", "fsdp", "context", "tensor"), 1), **sizes},
                               jax.devices()[: math.prod(sizes.values())]))
-    spec, axes = ["blf,fd->bld"], [("d_ff", "d_model")]
+    spec, axes = "blf,fd->bld", [("d_ff", "d_model")]
     x, w, dy = normal(0, 4, 256, 256), normal(1, 256, 128), normal(2, 4, 256, 128)
 
     def run(place, x, w, dy):

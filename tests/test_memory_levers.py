@@ -44,8 +44,8 @@ def test_every_level_has_all_before_it():
     assert [one.stage for one in made] == list(levers.DEFAULT) and not left_out
     assert made[0].keys == levers.BASELINE == made[0].adds
     last = {key: text for stage in levers.DEFAULT for key, text in levers.STAGES[stage].adds.items()}
-    assert made[-1].keys == levers.BASELINE | last and made[-1].adds == {"offload.optimizer": "true"}
-    assert [one.keys["remat.policy"] for one in made] == ["none"] * 4 + ["selective"] + ["full"] * 4
+    assert made[-1].keys == levers.BASELINE | last and made[-1].adds == {"offload.params": "true"}
+    assert [one.keys["remat.policy"] for one in made] == ["none"] * 4 + ["selective"] + ["full"] * 5
 
 
 def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
