@@ -16,8 +16,8 @@ def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int =
     `first`: the row, along the first axis of a larger array, with which this piece of it begins.
 
     The place, counted by `key`'s odd stride from its start, goes through the permutation of PCG-RXS-M-XS (O'Neill
-    2014; as a hash, Jarzynski & Olano 2020). Compilers fuse it into what reads it; `jax.random.bits` keeps arrays of
-    its own, several times the size of bfloat16 parameters.
+    2014; as a hash, Jarzynski & Olano 2020). Compilers fuse it into what reads it: no array of
+    bits need exist.
     """
     start, stride = jax.random.bits(key, (2,), jnp.uint32)
     place = jnp.zeros(shape, jnp.uint32)
