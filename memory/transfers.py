@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from memory import loops, scopes
 from memory.hlo import Instruction, Module
 from memory.records import Transfer
-from memory.shapes import Shape
 
 HOST_SPACE = 5
 TO_DEVICE, TO_HOST = "to device", "to host"
@@ -48,47 +47,20 @@ def _uncounted(module: Module) -> set[int]:
     return found
 
 
+# Opcode -> which operand crosses, whole or in part, to the result.
+_CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1}
+
+
 def _moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
     """(direction, bytes of one execution, bytes of the array that they are part of) of what crosses the link."""
-    ends = _ENDS.get(instruction.opcode)
-    if ends is None or (shapes := ends(module, instruction)) is None:
+    target = module.shape(instruction)
+    if instruction.opcode == "copy-start":
+        source, target = target.leaf((1,)), target.leaf((0,))
+    elif (operand := module.operand(instruction, _CROSSING.get(instruction.opcode, -1))) is not None:
+        source = module.shape(operand)
+    else:
         return
-    source, target, part, array = shapes
     if (source.memory_space == HOST_SPACE) != (target.memory_space == HOST_SPACE):
-        yield TO_DEVICE if source.memory_space == HOST_SPACE else TO_HOST, part.bytes, array.bytes
-
-
-Ends = tuple[Shape, Shape, Shape, Shape]  # source, target, what is moved, the array it is part of
-
-
-def _copy(module: Module, instruction: Instruction) -> Ends | None:
-    operand = module.operand(instruction, 0)
-    if operand is None:
-        return None
-    source, target = module.shape(operand), module.shape(instruction)
-    return source, target, target, target
-
-
-def _copy_start(module: Module, instruction: Instruction) -> Ends | None:
-    shape = module.shape(instruction)
-    return shape.leaf((1,)), shape.leaf((0,)), shape.leaf((0,)), shape.leaf((0,))
-
-
-def _slice(module: Module, instruction: Instruction) -> Ends | None:
-    operand = module.operand(instruction, 0)
-    if operand is None:
-        return None
-    source, target = module.shape(operand), module.shape(instruction)
-    return source, target, target, source
-
-
-def _update(module: Module, instruction: Instruction) -> Ends | None:
-    update = module.operand(instruction, 1)
-    if update is None:
-        return None
-    source, target = module.shape(update), module.shape(instruction)
-    return source, target, source, target
-
-
-_ENDS = {"copy": _copy, "copy-start": _copy_start, "slice": _slice, "dynamic-slice": _slice,
-         "dynamic-update-slice": _update}
+        # A slice moves what comes out of it, an update what goes in: the smaller end.
+        part, whole = sorted((source.bytes, target.bytes))
+        yield TO_DEVICE if source.memory_space == HOST_SPACE else TO_HOST, part, whole

@@ -25,7 +25,8 @@ def losses(overrides, devices=1):
     {"remat.policy": "full"}, {"remat.policy": "none"},
     {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
     {"model.tie_embeddings": True, "model.norm": "layernorm", "model.bias": True, "model.position": "learned",
-     **BY_LAYER}, {"offload.optimizer": True, "offload.params": True}], ids=str)
+     **BY_LAYER}, {"offload.optimizer": True, "offload.params": True},
+    {"precision.preset": "bf16_params"}], ids=str)
 def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
     np.testing.assert_array_equal(losses({**overrides, **FUSED}), losses(overrides))
 
@@ -77,7 +78,9 @@ def test_clipping_by_layer_gives_every_layer_and_the_rest_a_norm_of_its_own():
     ({"optimizer.clip_norm": 1.0}, "optimizer.clip=layer, or optimizer.clip_norm=0"),
     ({"model.scan": False}, "model.scan=true"),
     ({"remat.policy": "sqrt", "model.n_layers": 4}, "groups of layers are recomputed together"),
-    ({"optimizer.clip": "block"}, "choose one of global, layer")])
+    ({"optimizer.clip": "block"}, "choose one of global, layer"),
+    ({"precision.preset": "fp16"}, "choose bf16, which needs no loss scale"),
+    ({"batch.accumulation_schedule": "0:1,4:2"}, "set batch.accumulation")])
 def test_what_it_cannot_be_combined_with(overrides, words):
     with pytest.raises(ValueError, match=words):
         small_program({**TINY, **FUSED, **overrides})
