@@ -109,11 +109,13 @@ class Trainer:
         """What a program made of its config: the kernel, the mesh without -1, and `segments`: for each range of
         layers its {"layers", "policy", "groups", "save", "offload"}, the last two names of tensors; and `batch`,
         its algebra in words."""
+        from model.remat import POLICIES
+
         plan = program.remat
         segments = []
         for segment in plan.segments(program.model.n_layers):
-            moved = plan.offload if segment.name == "custom" else segment.policy.names * segment.policy.offloads
-            segments.append({"layers": segment.stop - segment.start, "policy": segment.name, "groups": segment.groups,
+            moved, policy = segment.policy.moved, segment.name if segment.name in POLICIES else "custom"
+            segments.append({"layers": segment.stop - segment.start, "policy": policy, "groups": segment.groups,
                              "save": [name for name in segment.policy.names if name not in moved],
                              "offload": list(moved)})
         mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}

@@ -34,7 +34,8 @@ MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up")
 class RematPolicy:
     """`saveable` is a `jax.checkpoint` policy, None for no checkpoint at all; `names` the names it keeps.
 
-    `nested` checkpoints groups of layers around the layers. `offloads` moves something to host memory.
+    `nested` checkpoints groups of layers around the layers. `offloads` moves something to host memory, of the
+    names those that `moved` has.
     """
 
     summary: str
@@ -42,6 +43,7 @@ class RematPolicy:
     names: tuple[str, ...] = ()
     nested: bool = False
     offloads: bool = False
+    moved: tuple[str, ...] = ()
 
     def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
         """`piece` with this policy's residuals."""
@@ -59,7 +61,7 @@ def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) ->
             offload_src="device", offload_dst="pinned_host")
     else:
         saveable = cp.save_only_these_names(*save) if save else cp.nothing_saveable
-    return RematPolicy(summary, saveable, (*save, *offload), offloads=bool(offload))
+    return RematPolicy(summary, saveable, (*save, *offload), offloads=bool(offload), moved=tuple(offload))
 
 
 POLICIES: Mapping[str, RematPolicy | None] = {
@@ -102,6 +104,9 @@ IN_FP8: Mapping[str, RematPolicy] = {
 
 GRANULARITIES = ("block", "parts")
 
+# Behind a name in a range of layers: it is kept in host memory.
+ON_HOST = "@host"
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -126,7 +131,8 @@ class RematPlan:
 
     Args:
       policy: a row of POLICIES; `save` and `offload` are the names of `custom`.
-      layers: ranges with a policy of their own, "0-8:none"; `policy` has the others.
+      layers: ranges with a policy of their own, "0-8:none", or with what they keep, "0-8:q_rot+v+block_in@host";
+        `policy` has the others.
       granularity: whether a block is one checkpoint, or attention and MLP one each.
       fp8: whether the products of the blocks are in fp8.
 
@@ -153,13 +159,31 @@ class RematPlan:
             raise ValueError("remat.save and remat.offload belong to remat.policy=custom: give the policy and at "
                              "least one name, or neither")
         for name in used:
-            if name not in POLICIES:
-                raise ValueError(f"remat.policy={name!r}: choose one of {', '.join(POLICIES)}")
+            self._check(name)
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"remat.granularity={self.granularity!r}: choose one of {', '.join(GRANULARITIES)}")
 
+    @property
+    def asked(self) -> set[str]:
+        """Names of tensors that the user gave, those of rows of POLICIES left out."""
+        ranges = [name for name in (self._range(text)[2] for text in self.layers) if name not in POLICIES]
+        return {*self.save, *self.offload, *(kept for name in ranges for kept in self.row(name).names)}
+
+    def _check(self, name: str) -> None:
+        """Raises ValueError for what is neither a policy nor names of tensors."""
+        if name in POLICIES:
+            return
+        words = [word.removesuffix(ON_HOST) for word in name.split("+")]
+        if len(words) == 1 and words[0] not in NAMES:
+            raise ValueError(f"remat.policy={name!r}: choose one of {', '.join(POLICIES)}")
+        for word in words:
+            if word not in NAMES:
+                raise ValueError(f"remat.layers keeps {word!r}: choose from {', '.join(NAMES)}")
+        if len(set(words)) < len(words):
+            raise ValueError(f"remat.layers keeps {name!r}: a name twice")
+
     def _range(self, text: str) -> tuple[int, int, str]:
-        match = re.fullmatch(r"(\d+)-(\d+):(\w+)", str(text))
+        match = re.fullmatch(r"(\d+)-(\d+):([\w+@]+)", str(text))
         if not match or int(match[1]) >= int(match[2]):
             raise ValueError(f"remat.layers={text!r}: write FIRST-END:POLICY, such as 0-8:none for the first 8")
         return int(match[1]), int(match[2]), match[3]
@@ -167,7 +191,11 @@ class RematPlan:
     def row(self, name: str) -> RematPolicy:
         """The policy of this name, `custom` made from the plan's own names."""
         known = {**POLICIES, **(IN_FP8 if self.fp8 else {})}
-        return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
+        if name in known:
+            return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
+        words = name.split("+")
+        return keep("as its range of layers says", [word for word in words if not word.endswith(ON_HOST)],
+                    [word.removesuffix(ON_HOST) for word in words if word.endswith(ON_HOST)])
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
         """Consecutive ranges that cover all layers.

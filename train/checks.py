@@ -141,8 +141,8 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> No
 
 
 def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
-    """Raises ValueError for a name of `custom` that this program never makes: JAX would ignore it in silence."""
-    asked = {*remat.save, *remat.offload}
+    """Raises ValueError for a name of `custom` or of a range that this program never makes: JAX would ignore it in silence."""
+    asked = remat.asked
     if not asked:
         return
     array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
