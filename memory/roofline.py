@@ -5,11 +5,13 @@ A step's work is a mapping by phase (`PHASES`), of one device and one call, as `
 
 - `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
 - `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
-- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends in collectives which nothing hides.
+- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends in collectives which nothing hides;
+  `hidden_collective_bytes`: in those with compute between their start and their done.
 - `to_host_bytes`, `to_device_bytes`: over the host link.
 
 A phase takes, one after the other: its products, FLOPs or bytes whichever take longer; the bytes of its other kernels;
-its collectives. Transfers run beside all that, each direction by itself; recompute and backward share one window.
+its collectives. Hidden collectives and transfers run beside all that, each direction of the host link by itself; what
+the longest of them takes beyond is waited for. Recompute and backward share one such window.
 
 Left out: the launch of kernels, power limits and clocks below boost, latency, efficiency of kernels below the peak,
 reads that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices.
@@ -21,13 +23,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
-# Phases whose transfers have each other's time too.
+# Phases in whose time together a transfer is done.
 _WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
 # Where a chip has no unit for a dtype, the next one computes it.
 _WIDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
@@ -73,8 +75,8 @@ class Figures:
 class Prediction:
     """Seconds of one call of a step. `by_phase` (`PHASES`) and `by_term` (`TERMS`) each add up to `total`.
 
-    host_link: what transfers take beyond the compute beside them. bound_by: the term that takes most. source: of the
-    rates.
+    host_link: what is waited for transfers, beyond the compute beside them. bound_by: the term that takes most.
+    source: of the rates.
     """
 
     total: float
@@ -97,10 +99,10 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
             for term, value in _on_device(work.get(phase, {}), figures).items():
                 by_term[term] += value
                 by_phase[phase] += value
-        link = max(sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")) \
-            / figures.host_link_bytes_per_s
-        wait = max(link - sum(by_phase[phase] for phase in window), 0.0)
-        by_term["host_link"] += wait
+        beside = _beside(parts, figures)
+        longest = max(beside, key=lambda term: beside[term])
+        wait = max(beside[longest] - sum(by_phase[phase] for phase in window), 0.0)
+        by_term[longest] += wait
         by_phase[window[-1]] += wait
     return Prediction(sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]),
                       figures.source)
@@ -112,9 +114,19 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
     return {
         "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
         "memory": part.get("other_bytes", 0) / figures.hbm_bytes_per_s,
-        "collectives": sum(sent / figures.interconnect_bytes_per_s[link]
-                           for link, sent in part.get("collective_bytes", {}).items()),
+        "collectives": _sent(part.get("collective_bytes", {}), figures),
     }
+
+
+def _beside(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
+    """Term -> seconds of what some phases have under way beside their compute."""
+    moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
+    return {"collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
+            "host_link": max(moved) / figures.host_link_bytes_per_s}
+
+
+def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
+    return sum(size / figures.interconnect_bytes_per_s[link] for link, size in sizes.items())
 
 
 def figures(target: Any) -> Figures | None:

@@ -188,8 +188,10 @@ def _roofline(report: Report) -> RenderableType:
     """The seconds of one call by the roofline, and what they are spent on."""
     if not report.roofline:
         return Text()
-    spent = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in report.roofline["by_term"].items())
-    return Text.assemble(("\nroofline: ", "bold"), (f"{report.roofline['total']:.3g} s", "bold"),
+    total, terms = report.roofline["total"], report.roofline["by_term"]
+    spent = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
+                      if taken > _SMALL * total)
+    return Text.assemble(("\nroofline: ", "bold"), (f"{total:.3g} s", "bold"),
                          f" a step: {spent}; by {report.roofline['source']}")
 
 

@@ -28,15 +28,17 @@ def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCoun
         flops: of the global program. devices: over how many it runs.
         mesh: names and sizes of its axes, the last over neighbours. per_host: devices of a host, 0 for one host.
     """
-    out: dict[str, dict[str, Any]] = {
-        phase: {"flops": {}, "product_bytes": 0, "other_bytes": 0, "collective_bytes": dict.fromkeys(LINKS, 0),
-                "to_host_bytes": 0, "to_device_bytes": 0, **kernels.get(phase, {})} for phase in PHASES}
+    out: dict[str, dict[str, Any]] = {}
+    for phase in PHASES:
+        out[phase] = {"flops": {}, "product_bytes": 0, "other_bytes": 0, **kernels.get(phase, {}),
+                      "collective_bytes": dict.fromkeys(LINKS, 0), "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
+                      "to_host_bytes": 0, "to_device_bytes": 0}
     for (phase, dtype), count in flops.by.items():
         out[phase]["flops"][dtype] = count / devices
     for item in report.collectives:
-        if item.exposed:
-            link = LINKS[crosses(item.axes, item.group, mesh, per_host)]
-            out[_phase(item.phase)]["collective_bytes"][link] += item.times * item.wire_bytes
+        link = LINKS[crosses(item.axes, item.group, mesh, per_host)]
+        kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"
+        out[_phase(item.phase)][kind][link] += item.times * item.wire_bytes
     for row in report.transfers:
         out[_phase(row.phase)][_WAYS[row.direction]] += row.bytes
     return out
