@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memory import build, collectives, device_mesh, findings, ledger, traffic, transfers, xla
+from memory import build, collectives, device_mesh, findings, flops, ledger, traffic, transfers, work, xla
 from memory.activations import activations_of
 from memory.checkpoint_names import Names, places_of
 from memory.compiler import Compilation, compile_lowered, read_compiled
@@ -80,6 +80,7 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
     moved = transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
     report = dataclasses.replace(report, transfers=moved)
+    report = dataclasses.replace(report, work=_work(report, source, compilation.jaxpr, target))
     return dataclasses.replace(report, findings=findings.find(report, source))
 
 
@@ -106,6 +107,14 @@ def _beside_formulas(report: Report, program: xla.Program, roles: tuple[tuple[st
     expected = traffic.of_config(config, axes, state.parameters * state.tensor)
     return dataclasses.replace(report, communication=collectives.rows(report.collectives, expected),
                                zero=ledger.zero_rows(report, state) if state.strategy else ())
+
+
+def _work(report: Report, program: xla.Program, jaxpr: Any, target: Any) -> Mapping[str, Any]:
+    """The work of a program for the roofline, {} for one that was not traced: only a jaxpr tells all FLOPs."""
+    if jaxpr is None:
+        return {}
+    per_host = getattr(target, "devices_per_host", 0)
+    return work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
 
 
 def judge(report: Report, limit: int | None) -> Report:

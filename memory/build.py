@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from memory import collectives, timeline
+from memory import collectives, kernels, timeline
 from memory import roles as role_table
 from memory.attribution import Attribution, buffer_of, categorize, source_line
 from memory.checkpoint_names import MARK, Names
@@ -50,7 +50,7 @@ def report(program: Program, *, roles: Iterable[tuple[str, str]] = (), names: Na
     buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
     elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
     made = _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
-    return dataclasses.replace(made, collectives=collectives.find(look))
+    return dataclasses.replace(made, collectives=collectives.find(look), work=kernels.find(look))
 
 
 def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...], base: int,

@@ -18,6 +18,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from memory import roofline
 from memory.errors import ReportError
 
 # Keys of a grid that are no keys of the config: which config file, and what to compile for.
@@ -44,6 +45,8 @@ class Row:
         kernel_recompute_flops: run again inside the gradients of attention and loss kernels.
         model_flops, hardware_flops: without and with all that is recomputed.
         compile_seconds: tracing to executable, while the other workers compile too.
+        tokens_per_update: of one optimizer update, over all devices.
+        predicted_step_seconds: of one update, calls of the step and all, by the roofline (`memory.roofline`).
         limit_bytes: what the device may hand out; fits: whether the allocated bytes are within it.
         pareto: no rival has fewer bytes at no more recomputation (step time where that was measured).
         formula: the same by the published formulas, a `memory.beside.Formula` as JSON; None without --formulas, or
@@ -65,6 +68,8 @@ class Row:
     model_flops: float | None = None
     hardware_flops: float | None = None
     compile_seconds: float | None = None
+    tokens_per_update: int | None = None
+    predicted_step_seconds: float | None = None
     breakdown: Mapping[str, int] = dataclasses.field(default_factory=dict)
     limit_bytes: int | None = None
     fits: bool | None = None
@@ -91,7 +96,11 @@ class Row:
     def of(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Row:
         """A row of a worker's answer or a cached one; keys it does not know are left out."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
-        return cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
+        row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
+        once = roofline.of_answer(values)
+        if once is None:
+            return row
+        return dataclasses.replace(row, predicted_step_seconds=values["calls_per_update"] * once.total)
 
 
 def split_values(text: str) -> list[str]:

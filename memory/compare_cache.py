@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 # Rises when a cached answer changes its meaning.
-LAYOUT = 2
+LAYOUT = 3
 
 # Variables that change what is compiled, or what a device may hand out.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
@@ -26,7 +26,7 @@ _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 # Modules of this package that only show results: a change there leaves rows valid.
 _SHOWING = ("html", "page_data", "text", "diff", "export", "guard", "live", "compare_html", "compare_map",
             "compare_text", "compare_run", "compare", "estimate", "estimate_html", "formulas", "kept", "beside",
-            "beside_text", "levers", "levers_text", "levers_html")
+            "beside_text", "roofline", "levers", "levers_text", "levers_html")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:

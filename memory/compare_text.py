@@ -41,6 +41,7 @@ COLUMNS = (
     ("recomp", lambda row: row.recompute_flops_fraction, "{:.1%}", 0),
     ("HFU/MFU", lambda row: row.hfu_over_mfu, "{:.3f}", 4),
     ("comp s", lambda row: row.compile_seconds, "{:.1f}", 5),
+    ("predicted s", lambda row: row.predicted_step_seconds, "{:.3g}", 2),
     ("step s", _measured("step_seconds"), "{:.4g}", 0),
     ("tokens/s", _measured("tokens_per_s"), "{:,.0f}", 1),
     ("real", _measured("peak_bytes"), "", 1),

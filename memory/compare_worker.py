@@ -63,7 +63,8 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
         "residual_bytes": residuals_of(report), "breakdown": dict(report.breakdown),
         "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
         "target": dict(report.target), "versions": dict(report.versions),
-        "settled": trainer.settled(program), **flops_of(compilation.jaxpr),
+        "settled": trainer.settled(program), **flops_of(compilation.jaxpr), "work": dict(report.work),
+        "calls_per_update": program.calls_per_update, "tokens_per_update": tokens_of(program),
     }
     if job["measure"]:
         row["measured"] = measure(program, compilation.compiled)
@@ -94,6 +95,13 @@ def flops_of(jaxpr: Any) -> dict[str, float | None]:
             "model_flops": flops.model_flops, "hardware_flops": flops.hardware_flops}
 
 
+def tokens_of(program: Any) -> int:
+    """Tokens of one optimizer update, over all devices."""
+    import jax
+
+    return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
+
+
 def measure(program: Any, compiled: Any) -> dict[str, float | None]:
     """Runs the executable on zeros: median seconds of one update, tokens/s, the devices' highest peak in bytes."""
     import jax
@@ -102,7 +110,7 @@ def measure(program: Any, compiled: Any) -> dict[str, float | None]:
     state = program.init()
     zeros = jax.tree.map(lambda array: jax.jit(lambda: jnp.zeros(array.shape, array.dtype),
                                                out_shardings=array.sharding)(), program.batch_shapes)
-    tokens = jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
+    tokens = tokens_of(program)
     times: list[float] = []
     for update in range(_WARM_UP + _MOST):
         began = time.perf_counter()

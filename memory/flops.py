@@ -14,11 +14,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 RECOMPUTED = re.compile(r"\brematted_computation\b")
 KERNEL_RECOMPUTED = re.compile(r"\bkernel_recompute\b")
+# Name stack -> phase, the first that matches; the forward pass carries no mark of its own.
+_PHASES = ((re.compile(r"\boptimizer\b"), "optimizer"), (RECOMPUTED, "recompute"),
+           (re.compile(r"\btranspose\("), "backward"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +33,29 @@ class FlopCount:
         recomputed: executed again by `jax.checkpoint`.
         kernel_recomputed: executed again inside the gradient of an attention or loss kernel; none is in `recomputed`.
         notes: what could not be counted exactly, a sentence each.
+        by: (phase, dtype) -> FLOPs, which add up to `total`; no part of equality. Phases are forward, recompute,
+            backward and optimizer; dtypes those of `Target.peak_flops`. A float32 product that may be rounded to
+            less is "tf32", one that may not "fp32" (see `_narrowed`).
     """
 
     total: int = 0
     recomputed: int = 0
     kernel_recomputed: int = 0
     notes: tuple[str, ...] = ()
+    by: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict, compare=False)
 
     def __add__(self, other: FlopCount) -> FlopCount:
+        by = dict(self.by)
+        for key, flops in other.by.items():
+            by[key] = by.get(key, 0) + flops
         return FlopCount(self.total + other.total, self.recomputed + other.recomputed,
                          self.kernel_recomputed + other.kernel_recomputed,
-                         tuple(dict.fromkeys(self.notes + other.notes)))
+                         tuple(dict.fromkeys(self.notes + other.notes)), by)
 
     def times(self, trips: int) -> FlopCount:
         """The count of a loop of `trips`."""
-        return FlopCount(trips * self.total, trips * self.recomputed, trips * self.kernel_recomputed, self.notes)
+        return FlopCount(trips * self.total, trips * self.recomputed, trips * self.kernel_recomputed, self.notes,
+                         {key: trips * flops for key, flops in self.by.items()})
 
     @property
     def model_flops(self) -> int:
@@ -89,17 +100,44 @@ def _count(jaxpr: Any, stack: str) -> FlopCount:
 def _equation(equation: Any, stack: str) -> FlopCount:
     name = equation.primitive.name
     if name in KERNELS:
-        return _marked(*KERNELS[name](equation), stack)
+        flops, again = KERNELS[name](equation)
+        return _marked(flops, again, stack, {(_phase(stack), _dtype(equation)): flops})
     if name in OPAQUE:
         return FlopCount(notes=(f"{name}: what a foreign kernel computes is not counted",))
     return CONTROL.get(name, _call)(equation, stack)
 
 
-def _marked(flops: int, again: int, stack: str) -> FlopCount:
+def _marked(flops: int, again: int, stack: str, by: Mapping[tuple[str, str], int]) -> FlopCount:
     """`flops` under the marks of `stack`; `again` of them are the kernel's own recomputation whatever it says."""
     if RECOMPUTED.search(stack):
-        return FlopCount(flops, recomputed=flops)
-    return FlopCount(flops, kernel_recomputed=flops if KERNEL_RECOMPUTED.search(stack) else again)
+        return FlopCount(flops, recomputed=flops, by=by)
+    return FlopCount(flops, kernel_recomputed=flops if KERNEL_RECOMPUTED.search(stack) else again, by=by)
+
+
+def _phase(stack: str) -> str:
+    return next((phase for mark, phase in _PHASES if mark.search(stack)), "forward")
+
+
+# dtype of an operand -> unit, the widest operand's counts; every other dtype is taken for float32.
+_UNITS = {"bfloat16": "bf16", "float16": "fp16"}
+_WIDTHS = ("fp8", "bf16", "fp16", "fp32")
+
+
+def _dtype(equation: Any) -> str:
+    """The unit that multiplies, by the wider of the two operands and, in float32, the precision asked for."""
+    names = [str(variable.aval.dtype) for variable in equation.invars[:2]]
+    units = ["fp8" if name.startswith("float8") else _UNITS.get(name, "fp32") for name in names]
+    widest = max(units, key=_WIDTHS.index)
+    return _narrowed(equation.params.get("precision")) if widest == "fp32" else widest
+
+
+def _narrowed(precision: Any) -> str:
+    """The unit of a float32 product. By default, and at "high", XLA gives cuBLAS float32 operands as TF32 on every
+    card that has it, and a TPU rounds them to bfloat16; "highest" forbids both (jax.lax.Precision). An algorithm
+    (jax.lax.DotAlgorithmPreset) names its operands."""
+    names = str(precision).upper()
+    return next((unit for word, unit in (("TF32", "tf32"), ("BF16", "bf16"), ("F16", "fp16"), ("HIGHEST", "fp32"),
+                                         ("F32_F32", "fp32")) if word in names), "tf32")
 
 
 # ---- equations that compute: (FLOPs, of which the kernel's own recomputation) ------------------------------

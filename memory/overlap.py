@@ -13,7 +13,7 @@ from memory.hlo import Instruction, Module
 from memory.loops import backend_config, trip_count
 
 # Opcodes that compute nothing: views, bookkeeping, copies by the DMA engines, the ends of other transfers.
-_IDLE = frozenset((
+IDLE = frozenset((
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier",
     "after-all", "add-dependency", "domain", "partition-id", "replica-id", "copy-start", "copy-done",
     "async-start", "async-update", "async-done", "send", "send-done", "recv", "recv-done"))
@@ -47,7 +47,7 @@ def between(look: Attribution, start: Instruction) -> Hidden:
         return Hidden(True)
     inside = [module.instructions[id] for id in order[places[start.id] + 1:places[done.id]]
               if id in module.instructions]
-    inside = [item for item in inside if item.opcode not in _IDLE and not is_collective(item.opcode)]
+    inside = [item for item in inside if item.opcode not in IDLE and not is_collective(item.opcode)]
     return Hidden(True, len(inside), sum(flops(module, item) for item in inside))
 
 

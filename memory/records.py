@@ -24,6 +24,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `communication`: bytes per step by kind of collective and mesh axes, beside the formula (`Communication`);
   `collectives`: every collective of the program, with what hides it (`Collective`).
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
+- `work`: phase -> FLOPs, bytes and messages of one call (`memory.roofline` tells the keys); {} for a program that was
+  not traced. `roofline`: the seconds of that at the target's rates (`memory.roofline.Prediction`); {} where unknown.
 - `zero`: bytes per parameter beside the accounting of ZeRO (`ZeroRow`); [] without a config that tells the strategy.
 - `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
 - `notes`: sentences on what is not exact in this report.
@@ -165,6 +167,8 @@ class Report:
     collectives: tuple[Collective, ...] = ()
     zero: tuple[ZeroRow, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
@@ -219,13 +223,13 @@ class Report:
 KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
         "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
         "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
-        "findings", "notes", "timeline", "buffers")
+        "work", "roofline", "findings", "notes", "timeline", "buffers")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
           "communication": Communication, "collectives": Collective, "zero": ZeroRow,
           "transfers": Transfer}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
-_OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config")
+_OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config", "work", "roofline")
 
 
 def load(path: str | Path) -> Report:

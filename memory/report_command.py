@@ -54,8 +54,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from memory.analyze import report_of
 
     report = report_of(compilation, target=target, config=config, names=trainer.vocabulary() if program else ())
-    from memory import text
+    from memory import roofline, text
 
+    predicted = roofline.of_answer({"work": report.work, "target": report.target})
+    report = dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
     if program:
         print(trainer.choices(program))
     text.show(report, batch=settled.get("batch", ""))

@@ -43,7 +43,7 @@ def render(report: Report, batch: str = "") -> RenderableType:
         _names("residuals by checkpoint name", report.residuals_by_name),
         _names("workspace by phase and component", report.workspace_by_scope)))
     parts += [columns, _timeline(report), _ledger(report), _zero(report), _communication(report), _transfers(report),
-              *_findings(report)]
+              _roofline(report), *_findings(report)]
     if report.method != "heap_trace":
         parts.append(Text(f"method: {METHODS.get(report.method, report.method)}", style="yellow"))
     parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
@@ -182,6 +182,17 @@ def _transfers(report: Report) -> RenderableType:
         seconds = f"{row.seconds:.3g}" if row.seconds else ""
         table.add_row(row.direction, human(row.bytes), seconds, row.phase or "model")
     return Group(Text(), table)
+
+
+def _roofline(report: Report) -> RenderableType:
+    """The seconds of one call by the roofline, and what they are spent on."""
+    if not report.roofline:
+        return Text()
+    total, terms = report.roofline["total"], report.roofline["by_term"]
+    spent = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
+                      if taken > _SMALL * total)
+    return Text.assemble(("\nroofline: ", "bold"), (f"{total:.3g} s", "bold"),
+                         f" a step: {spent}; by {report.roofline['source']}")
 
 
 def _largest(report: Report, sent: int) -> list[RenderableType]:
