@@ -79,10 +79,15 @@ def _remat() -> ConfigDict:
     """What blocks keep for the backward pass."""
     remat = ConfigDict()
     # none | full | selective | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
+    # auto: the least recomputation within remat.budget, by name and range of layers, settled by some compiles
     remat.policy = "none"
+    remat.budget = ""  # auto: bytes that the step may allocate on a device: 72GiB; empty: all that it may hand out
+    remat.cost = "time"  # auto: what is least: time (by the roofline, transfers too) | flops that are recomputed
+    remat.auto_offload = True  # auto: tensors may go to pinned host memory, where there is one
     remat.save = ()  # custom: checkpoint names to keep (model/names.py)
     remat.offload = ()  # custom: checkpoint names to keep in pinned host memory; the rest is recomputed
-    remat.layers = ()  # ranges with a policy of their own: 0-8:none,8-12:dots
+    # Ranges with a policy of their own, or with the names that they keep: 0-8:none,8-12:q_rot+v+block_in@host
+    remat.layers = ()
     remat.granularity = "block"  # block | parts: attention and MLP checkpointed apart
     remat.xla_pass = False  # XLA's own rematerialization when a program exceeds the device
     return remat

@@ -8,25 +8,11 @@ The fixture comes with `pytest_plugins = ["memory.guard"]` in a conftest.py.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from memory.errors import GuardError, ReportError
+from memory.limits import parse_bytes
 from memory.records import Report
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a size as people write it: 1024, "512 MB", "72GiB". Raises ReportError for anything else."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = _SIZE.match(size) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ReportError(f"{size!r} is no size: write it as 72GiB, 512MB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> Report:

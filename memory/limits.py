@@ -1,6 +1,7 @@
 """How many bytes a device's runtime may hand out: what a program is judged against."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,39 @@ _CGROUP_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size as people write it: 1024, "512 MB", "72GiB". Raises ReportError for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.match(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ReportError(f"{size!r} is no size: write it as 72GiB, 512MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def budget_of(text: str, limit: int, what: str) -> int:
+    """The bytes of a budget as people write it, all of `limit` for "". `what`: the flag or key that gives it.
+
+    Raises ReportError for what is no size, nothing, or more than the limit.
+    """
+    if not text:
+        return limit
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise ReportError(f"{what}: {error}") from error
+    if not 0 < size <= limit:
+        most = f"{limit / 2**30:.2f} GiB" if limit >= 2**30 / 4 else f"{limit / 2**20:.1f} MiB"
+        raise ReportError(f"{what}={text}: a device may hand out {most}; give more than nothing and no more than that, "
+                          "or leave it out")
+    return size
 
 
 def limit_bytes(device: Any) -> int:

@@ -21,7 +21,7 @@ MOST_NAMES = 18
 
 
 class Rates(NamedTuple):
-    """Of one device: FLOP/s by dtype of the operands, with "" for any other; bytes/s of its memory. `devices`: in all."""
+    """Of one device: FLOP/s by dtype (a key of `Target.peak_flops`), bytes/s of its memory. `devices`: in all."""
 
     flops: Mapping[str, float]
     memory: float
@@ -155,9 +155,9 @@ class _Table:
         written and read once; elementwise work between names is taken as part of the kernels around it."""
         made = np.minimum(sum(row * float(flops) for row, flops in zip(wanted, step.flops)), float(step.all_flops))
         self.flops += made
-        rate = rates.flops.get(step.dtype, rates.flops.get("", 0.0))
-        self.seconds += made / (rate * rates.devices) if rate else 0.0
-        if rates.memory and (step.name or step.all_flops):
+        if step.all_flops:
+            self.seconds += made / (rates.flops[step.dtype] * rates.devices)
+        if step.name or step.all_flops:
             self.seconds += sum(row * (2.0 * size / rates.memory) for row, size in zip(wanted, step.bytes))
 
 

@@ -27,7 +27,8 @@ class Step:
     """One equation. Values are numbers; `name`: the checkpoint name it gives, "" for none.
 
     outs, ins: values it makes and reads, inputs of the block left out. flops: over all devices, of making each of
-    `outs` alone; all_flops: of making all of them. dtype: of its operands. bytes: of each of `outs`, on one device.
+    `outs` alone; all_flops: of making all of them. dtype: the unit that does it (a key of `Target.peak_flops`), "" for
+    no FLOPs. bytes: of each of `outs`, on one device.
     """
 
     outs: tuple[int, ...]
@@ -170,11 +171,12 @@ def _aliases(body: Any, made: Sequence[tuple[Any, list, list]]) -> dict[Any, Any
 
 def _step(equation: Any, outs: Sequence[Any], ins: Sequence[Any], name: str, numbers: Mapping[Any, int],
           near: int) -> Step:
-    every = flops.of_equation(equation).total
+    counted = flops.of_equation(equation)
+    every = counted.total
     each = (every,) if len(outs) == 1 else tuple(_alone(equation, which) for which in range(len(outs)))
-    first = next((v.aval.dtype.name for v in ins if getattr(v.aval, "ndim", 0) > 1), "")
+    dtype = max(counted.by, key=counted.by.get)[1] if every else ""
     return Step(tuple(numbers[v] for v in outs), tuple(sorted({numbers[v] for v in ins if v in numbers})), name,
-                each, every, first if every else "", tuple(_size(v.aval) // near for v in outs))
+                each, every, dtype, tuple(_size(v.aval) // near for v in outs))
 
 
 def _alone(equation: Any, which: int) -> int:

@@ -31,8 +31,8 @@ TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
 # Phases in whose time together a transfer is done.
 _WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
-# Where a chip has no unit for a dtype, the next one computes it.
-_WIDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
+# Keys of `Target.peak_flops`. Where a chip has no unit for a dtype, the next one computes it.
+UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
 # A chip of bfloat16 units alone makes up float32 of so many passes (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
 _PASSES = {"fp32": 6}
 DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
@@ -58,16 +58,16 @@ class Figures:
         rates = {**self.peak_flops, **{link: self.interconnect_bytes_per_s.get(link, 0) for link in LINKS},
                  "memory": self.hbm_bytes_per_s, "host link": self.host_link_bytes_per_s}
         wrong = [name for name, rate in rates.items() if not rate > 0]
-        if wrong or not any(unit in self.peak_flops for unit in _WIDER):
+        if wrong or not any(unit in self.peak_flops for unit in UNITS):
             raise ValueError(f"figures without a rate of {wrong[0] if wrong else 'any dtype'}: give all of them")
 
     def flops_per_s(self, dtype: str) -> float:
         """FLOP/s of products in a dtype: of its own unit, else the next wider one, else passes of bfloat16."""
-        wider = _WIDER[_WIDER.index(dtype):]
+        wider = UNITS[UNITS.index(dtype):]
         unit = next((unit for unit in wider if unit in self.peak_flops), None)
         if unit:
             return self.peak_flops[unit]
-        narrower = next(unit for unit in reversed(_WIDER) if unit in self.peak_flops)
+        narrower = next(unit for unit in reversed(UNITS) if unit in self.peak_flops)
         return self.peak_flops[narrower] / _PASSES.get(dtype, 1)
 
 

@@ -18,7 +18,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from memory.errors import ReportError
@@ -134,6 +134,29 @@ def parse(name: str) -> Target:
     chip = CHIPS[base]
     full = _SHAPES[chip.platform](name, chip, shape)
     return _described(f"{base}{':' if colon else ''}{'x'.join(map(str, shape))}", chip, full)
+
+
+def of(devices: Sequence[Any]) -> Target:
+    """The target that these jax devices are, present or described.
+
+    Raises ReportError for described devices of a chip that the table does not know.
+    """
+    import jax
+
+    devices, first = list(devices), devices[0]
+    if first.platform == "cpu":
+        return _cpu(f"cpu:{len(devices)}", (len(devices),))
+    if devices == jax.devices():
+        return _local()
+    chip = next((chip for chip in CHIPS.values() if chip.kind == first.device_kind), None)
+    if chip is None:
+        raise ReportError(f"nothing is known of {first.device_kind}: compile for one of {', '.join(names())}")
+    if chip.platform == "tpu":
+        shape = tuple(max(places) + 1 for places in zip(*(d.coords[:len(chip.max_shape)] for d in devices)))
+    else:
+        hosts = len({device.process_index for device in devices})
+        shape = (hosts, len(devices) // hosts)
+    return _described(f"{chip.name}:{'x'.join(map(str, shape))}", chip, shape)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -102,6 +102,9 @@ IN_FP8: Mapping[str, RematPolicy] = {
         ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
         ("offload_dots", keep("", offload=PRODUCTS).saveable))}
 
+# A policy that is made out before a model is built, by whoever knows the devices: no plan has it.
+AUTO = "auto"
+
 GRANULARITIES = ("block", "parts")
 
 # Behind a name in a range of layers: it is kept in host memory.
@@ -175,7 +178,7 @@ class RematPlan:
             return
         words = [word.removesuffix(ON_HOST) for word in name.split("+")]
         if len(words) == 1 and words[0] not in NAMES:
-            raise ValueError(f"remat.policy={name!r}: choose one of {', '.join(POLICIES)}")
+            raise ValueError(f"remat.policy={name!r}: choose one of {', '.join((*POLICIES, AUTO))}")
         for word in words:
             if word not in NAMES:
                 raise ValueError(f"remat.layers keeps {word!r}: choose from {', '.join(NAMES)}")

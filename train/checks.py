@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from memory.least import COSTS
 from model import Precision, RematPlan
 from model.layers import MLPS, NORMS, POSITIONS
 from model.names import TILED, names_in
@@ -23,7 +24,7 @@ from train.step import ACCUMULATION
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
     "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
-    "optimizer.clip": CLIPS, "mesh.strategy": STRATEGIES,
+    "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES,
 }
 
 # key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.

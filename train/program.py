@@ -20,7 +20,9 @@ from model import ModelConfig, Precision, RematPlan, Transformer
 from model.attention import choose_kernel
 from model.fp8 import choose_matmul
 from model.names import NAMES
+from model.remat import AUTO
 from model.transformer import KEEP_ALL, contracted, logical_axes
+from train import auto
 from train.axes import AXES, STRATEGIES, make_mesh
 from train.batch import BatchAlgebra
 from train.checks import (
@@ -75,6 +77,7 @@ class Program:
     state: TrainState
     transformer: Callable[[nnx.Rngs], Transformer]
     graph: nnx.GraphDef
+    decided: str = ""  # what `remat.policy=auto` came to, and why
 
     @property
     def mesh(self) -> Mesh:
@@ -207,14 +210,21 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
                         state, everywhere)
 
 
-def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
+def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
+          tell: Callable[[str], None] = lambda line: None) -> Program:
     """The program of `config` over `devices` (default: all of this process's backend), described only.
+
+    With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line.
 
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
+      DoesNotFit: the budget of `auto` is too small for this config.
     """
     check_values(config)
     devices = jax.devices() if devices is None else list(devices)
+    if config.remat.policy == AUTO:
+        config, why = auto.decide(config, devices, build, tell)
+        return dataclasses.replace(build(config, devices), decided=why)
     precision = Precision.of(config.precision)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
                     STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)

@@ -56,6 +56,7 @@ def show_program(console: Console, program: Program, data: str) -> None:
         ("program", f"{program.config.precision.preset} precision, products {matmul} ({how}), "
                     f"remat {program.config.remat.policy}, "
                     f"attention {kernel} ({why}), loss {program.config.loss.kind}"),
+        ("remat", program.decided),
         ("batch", str(program.batch)),
         ("learning rate", describe_scaling(program.config.optimizer, program.batch)),
     )

@@ -1,0 +1,244 @@
+"""`remat.policy=auto`: the least recomputation under a budget, found by formula and settled by the compiler.
+
+The bytes that blocks keep follow from their graph (memory/recompute.py); what the rest of the step takes beside them
+is the compiler's to say. So a plan is solved for (memory/least.py), compiled, and the difference between what was
+predicted and what the compiler allocated corrects the model, until the plan that the model asks for has been compiled
+and fits: the next better one is then predicted to exceed the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from memory.least import Passes, Plan, solve
+from memory.patterns import Pattern, Rates, kept_under, patterns_of
+from memory.recompute import Block
+
+# Compiles of one search, and of those that are spent on checking that a plan with room left has no better one.
+MOST_COMPILES, MOST_CHECKS = 12, 2
+# A plan that leaves less of the budget than this share unused is taken as it is.
+CLOSE = 0.02
+# Costs within this share of each other are even.
+EVEN = 1e-3
+FULL, NONE = "full", "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be decided.
+
+    Fields:
+        block: of one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
+        cost: a row of `memory.least.COSTS`. offload: whether tensors may go to host memory.
+        host_budget: bytes of host memory for one device.
+        policies: policies that keep names -> those names; they are candidates too.
+    """
+
+    block: Block
+    rates: Rates
+    passes: Passes
+    cost: str = "time"
+    offload: bool = False
+    host_budget: float = math.inf
+    policies: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of a plan: bytes on one device and its host share, seconds of an update by the roofline,
+    FLOPs recomputed; `status`: "ok", or why there are no figures."""
+
+    allocated_bytes: int = 0
+    host_bytes: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    status: str = "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A plan, what was predicted for it (0: nothing could be yet), and what the compiler said."""
+
+    plan: Plan
+    predicted_bytes: int
+    compiled: Compiled
+
+    @property
+    def ok(self) -> bool:
+        return self.compiled.status == "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """best: the plan to run, None where none fits. tried: all that was compiled, in order; the tightest of them is
+    the least that the step can be brought to by recomputation (and offload, where it is allowed)."""
+
+    best: Tried | None
+    tried: tuple[Tried, ...]
+
+    @property
+    def tightest(self) -> Tried | None:
+        """The compiled plan of fewest bytes."""
+        done = [tried for tried in self.tried if tried.ok]
+        return min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
+
+
+class Search:
+    """Searches that share what has been compiled.
+
+    Args:
+        compile: compiles some plans at once and says what came of each.
+        tell: is told each plan as it is done.
+    """
+
+    def __init__(self, problem: Problem, compile: Callable[[Sequence[Plan]], Sequence[Compiled]],
+                 tell: Callable[[Tried], None] = lambda tried: None):
+        self.problem, self._compile, self._tell = problem, compile, tell
+        block, rates = problem.block, problem.rates
+        self.patterns = patterns_of(block, rates, offload=problem.offload)
+        self.full = kept_under(block, rates, FULL, ())
+        self.none = Pattern(max(block.none_bytes, self.patterns[-1].bytes) + block.carry_bytes, 0.0, policy=NONE)
+        self.named = [kept_under(block, rates, policy, names) for policy, names in problem.policies.items()]
+        self.tried: dict[str, Tried] = {}
+
+    # ---- compiling ---------------------------------------------------------------------------------------------
+
+    def compile(self, plans: Sequence[Plan]) -> list[Tried]:
+        """The plans, compiled where they were not yet."""
+        new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
+        predicted = [self.predict(plan) for plan in new]
+        for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
+            self.tried[str(plan)] = tried = Tried(plan, size, compiled)
+            self._tell(tried)
+        return [self.tried[str(plan)] for plan in plans]
+
+    def whole(self, pattern: Pattern) -> Plan:
+        """Every block under one pattern."""
+        return Plan(((pattern, self.problem.block.layers),))
+
+    # ---- predicting --------------------------------------------------------------------------------------------
+
+    def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
+        """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
+        there are none."""
+        done = [tried for tried in self.tried.values() if tried.ok and not _is_none(tried.plan)]
+        same = [tried for tried in done if _kind(tried.plan) == kind] or done
+        most: dict[int, int] = {}
+        for tried in same:
+            kept = tried.plan.bytes
+            most[kept] = max(most.get(kept, 0), tried.compiled.allocated_bytes)
+        return sorted(most.items())
+
+    def predict(self, plan: Plan) -> int:
+        """Bytes that the compiler would allocate: what the blocks keep, and beside it as much as in the compiled
+        plans that keep about as much. 0 before anything is compiled."""
+        points = self._points(_kind(plan))
+        return round(plan.bytes + _between([(x, y - x) for x, y in points], plan.bytes)) if points else 0
+
+    def room(self, budget: float, kind: tuple[bool, bool]) -> float:
+        """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
+        points = self._points(kind)
+        if not points:
+            return math.inf
+        over = [x for x, y in points if y > budget]
+        low, high = 0.0, float(min(over)) if over else budget
+        gaps = [(x, y - x) for x, y in points]
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if middle + _between(gaps, middle) <= budget else (low, middle)
+        return low
+
+    # ---- solving -----------------------------------------------------------------------------------------------
+
+    def wanted(self, budget: float, above: float = 0.0) -> list[Plan]:
+        """The plans that the model asks for under a budget, cheapest first: with one pattern, with several, and
+        policies that cost about the same. `above`: bytes given to each beyond its room."""
+        problem, plans = self.problem, []
+        for most, moved in itertools.product((1, 2), (False, True) if problem.offload else (False,)):
+            patterns = [p for p in self.patterns if moved or not p.host_bytes]
+            plans.append(solve(patterns, problem.block.layers, self.room(budget, (most > 1, moved)) + above,
+                               problem.passes, cost=problem.cost, host_budget=problem.host_budget, most=most))
+        room = self.room(budget, (False, False)) + above
+        found = sorted(filter(None, plans), key=self.cost)
+        fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
+        least = min(map(self.cost, found), default=math.inf)
+        found += [plan for plan in fixed if self.cost(plan) <= least * (1 + EVEN)]
+        none = self.whole(self.none)
+        if none.bytes <= room or (str(none) in self.tried and self._fits(self.tried[str(none)], budget)):
+            found.append(none)
+        return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
+
+    def cost(self, plan: Plan) -> float:
+        """By the model: seconds of the passes, or FLOPs recomputed."""
+        return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
+
+    def _fits(self, tried: Tried, budget: float) -> bool:
+        return (tried.ok and tried.compiled.allocated_bytes <= budget
+                and tried.compiled.host_bytes <= self.problem.host_budget)
+
+    def best(self, budget: float) -> Tried | None:
+        """The best compiled plan that fits, by the compiled program's own cost, then its bytes."""
+        def key(tried: Tried) -> tuple[float, float]:
+            found = tried.compiled
+            return (found.seconds if self.problem.cost == "time" else found.flops, found.allocated_bytes)
+
+        return min((tried for tried in self.tried.values() if self._fits(tried, budget)), key=key, default=None)
+
+    def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
+        """The best plan within `budget` bytes.
+
+        Args:
+            most: compiles at most. at_once: plans that are compiled together.
+        """
+        before, checks = set(self.tried), 0
+        self.compile([self.whole(self.full)])
+        while len(self.tried) - len(before) < most:
+            best = self.best(budget)
+            plans = self._better(self.wanted(budget), best)
+            if not plans and best is None:
+                plans = self._better([self.whole(min(self.patterns))], best)  # the least that there is
+            elif not plans and best is not None and checks < MOST_CHECKS and self._slack(best, budget) > CLOSE:
+                checks += 1
+                plans = self._better(self.wanted(budget, above=self._next_tensor()), best)
+            if not plans:
+                break
+            self.compile(plans[:at_once])
+        done = [tried for name, tried in self.tried.items() if name not in before]
+        return Outcome(self.best(budget), tuple(done))
+
+    def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
+        """Plans that were not compiled yet, and by the model cost less than the best that was."""
+        most = math.inf if best is None else self.cost(best.plan)
+        return [plan for plan in plans if str(plan) not in self.tried
+                and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))]
+
+    def _slack(self, best: Tried, budget: float) -> float:
+        return 1 - best.compiled.allocated_bytes / budget
+
+    def _next_tensor(self) -> float:
+        """Bytes of the smallest step between two patterns, of one layer."""
+        sizes = sorted({pattern.bytes for pattern in self.patterns})
+        return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
+
+
+def _kind(plan: Plan) -> tuple[bool, bool]:
+    """Plans of one kind have about the same bytes beside what their blocks keep: several ranges take their parts of
+    the parameters, transfers their buffers."""
+    return len(plan.ranges) > 1, plan.host_bytes > 0
+
+
+def _is_none(plan: Plan) -> bool:
+    return any(pattern.policy == NONE for pattern, _ in plan.ranges)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Piecewise linear between points sorted by their first number, level beyond them."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]

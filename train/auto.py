@@ -1,0 +1,138 @@
+"""`remat.policy=auto` made out: the config of the step with the least recomputation that fits the budget.
+
+memory/auto.py searches; here are the program that it asks about and the compiles that it asks for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from memory import roofline, targets
+from memory.analyze import report_of
+from memory.auto import FULL, Compiled, Problem, Search, Tried
+from memory.least import Passes, Plan
+from memory.limits import budget_of
+from memory.patterns import Rates
+from memory.recompute import Block, block_of
+from memory.records import Report
+from memory.text import human
+from model.names import NAMES
+from model.remat import POLICIES
+from train.axes import activation_axes
+from train.config import override
+from train.errors import DoesNotFit
+
+# Of a device that nothing is known of, and of a CPU, whose measured rates would differ from one process to the next:
+# FLOP/s and bytes/s of a core or two. They order plans, no more.
+NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LINKS, 2e10), "nominal rates")
+# What a kernel outside of the checkpoint keeps with its result (`model.block.CUTS`).
+AROUND_KERNEL = ("q_rot", "k_rot", "v")
+
+
+def figures_of(target: targets.Target) -> roofline.Figures:
+    """The rates that plans for a target are judged by, the same in every process."""
+    return NOMINAL if target.platform == "cpu" else roofline.figures(target) or NOMINAL
+
+
+def describe_block(program: Any) -> Block:
+    """The graph of one block of a `Program` of scanned layers."""
+    def parts(name: str) -> int:
+        dims = program.layout.split(activation_axes(NAMES[name][0]))
+        return math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
+
+    outside = program.kernel[0] == "cudnn"
+    return block_of(program.trace_gradient(), parts, {"context": AROUND_KERNEL} if outside else {})
+
+
+def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
+    """A copy of the config with other values of some keys, as text."""
+    out = ConfigDict(config.to_dict())
+    for key, text in keys.items():
+        override(out, key, text)
+    return out
+
+
+@dataclasses.dataclass
+class Compiler:
+    """Compiles plans for one config on some devices. `build`: `train.program.build`."""
+
+    config: ConfigDict
+    devices: Sequence[jax.Device]
+    build: Callable[..., Any]
+
+    def __post_init__(self):
+        self.target = targets.of(self.devices)
+        self.rates = figures_of(self.target)
+        self.full = self.program({"remat.policy": FULL})
+        self.report = self._report(self.full)
+
+    def program(self, keys: dict[str, str]) -> Any:
+        """The program with these keys."""
+        return self.build(with_keys(self.config, keys), self.devices)
+
+    def _report(self, program: Any) -> Report:
+        return report_of(program.compile_for_report(exact=True), target=self.target)
+
+    def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
+        """What the compiler says of each plan."""
+        return [self._one(plan) for plan in plans]
+
+    def _one(self, plan: Plan) -> Compiled:
+        keys = plan.keys()
+        try:
+            full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
+            report = self.report if full else self._report(self.program(keys))
+        except ValueError as error:  # a plan that cannot run is no plan
+            return Compiled(status=" ".join(str(error).split()))
+        again = sum(report.work["recompute"]["flops"].values())
+        return Compiled(report.allocated_bytes, report.host_bytes, roofline.seconds(report.work, self.rates).total,
+                        again)
+
+    def problem(self) -> Problem:
+        """What is to be decided."""
+        config, target, rates = self.config, self.target, self.rates
+        scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
+        micro_steps = self.full.batch.accumulation if self.full.scanned else 1
+        by_phase = roofline.seconds(self.report.work, rates).by_phase
+        offload = config.remat.auto_offload and target.platform != "cpu"
+        return Problem(
+            describe_block(scanned),
+            Rates({unit: rates.flops_per_s(unit) for unit in roofline.UNITS}, rates.hbm_bytes_per_s, len(self.devices)),
+            Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
+                   rates.host_link_bytes_per_s if offload else 0.0),
+            config.remat.cost, offload, target.host_memory_bytes / max(target.devices_per_host, 1) or math.inf,
+            {name: row.names for name, row in POLICIES.items() if row and row.names and not row.offloads})
+
+
+def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..., Any],
+           tell: Callable[[str], None]) -> tuple[ConfigDict, str]:
+    """The config with a plan in the place of `auto`, and in a line what was decided.
+
+    Raises:
+      DoesNotFit: no plan fits the budget.
+      ValueError: a budget that is no size, or a config that cannot run.
+    """
+    config = with_keys(config, {"remat.layers": "()", "remat.save": "()", "remat.offload": "()"})
+    compiler = Compiler(config, devices, build)
+    budget = budget_of(config.remat.budget, compiler.target.limit_bytes, "remat.budget")
+
+    def show(tried: Tried) -> None:
+        found = tried.compiled
+        tell(f"auto: {tried.plan}: " + (f"{human(found.allocated_bytes)} of {human(budget)}" if tried.ok
+                                        else found.status))
+
+    search = Search(compiler.problem(), compiler, show)
+    outcome = search.run(budget)
+    if outcome.best is None:
+        least = outcome.tightest.compiled.allocated_bytes
+        raise DoesNotFit(f"remat.policy=auto: the least that recomputation comes to is {human(least)} "
+                         f"({outcome.tightest.plan}), {human(least - budget)} more than {human(budget)}: give a larger "
+                         "remat.budget, a smaller batch.micro with more accumulation, or python -m memory fit")
+    best = outcome.best
+    return with_keys(config, best.plan.keys()), (
+        f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
+        f"{len(outcome.tried)} programs compiled")
