@@ -190,28 +190,36 @@ class Block(nnx.Module):
         self.attention.again = self.mlp.again = again
         return self
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, *, cut: str = "block",
-                 wrap: Callable[[Callable], Callable] = lambda piece: piece) -> jax.Array:
-        """The block, with `wrap` (a checkpoint, say) around each of the pieces that `cut` makes: a row of CUTS."""
-        return CUTS[cut](self, wrap, x_BLD, key_B)
+    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None) -> jax.Array:
+        """The block's output, [B, L, D]."""
+        return self._feed(self._attend(x_BLD, key_B), key_B)
 
 
-def _whole(block: Block, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+Read = Callable[[], Block]  # a block, its parameters read where it is called
+
+
+def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
     # The name is inside the checkpoint: what is outside is an input of it, and no policy can move those.
-    return wrap(lambda x, key: block._feed(block._attend(tag(x, "block_in"), key), key))(x_BLD, key_B)
+    return wrap(lambda x, key: read()(tag(x, "block_in"), key))(x_BLD, key_B)
 
 
-def _parts(block: Block, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-    x_BLD = wrap(lambda x, key: block._attend(tag(x, "block_in"), key))(x_BLD, key_B)
-    return wrap(block._feed)(x_BLD, key_B)
+def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    x_BLD = wrap(lambda x, key: read()._attend(tag(x, "block_in"), key))(x_BLD, key_B)
+    return wrap(lambda x, key: read()._feed(x, key))(x_BLD, key_B)
 
 
-def _around_core(block: Block, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
     # A kernel whose residuals no name reaches (cuDNN's) stays outside, or keeping its output would not
     # keep it from running again.
     x_BLD = tag(x_BLD, "block_in")
-    context_BLHK = block._core(*wrap(block._inputs)(x_BLD), key_B)
-    return wrap(lambda x, context, key: block._feed(block._join(x, context, key), key))(x_BLD, context_BLHK, key_B)
+    context_BLHK = read()._core(*wrap(lambda x: read()._inputs(x))(x_BLD), key_B)
+
+    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        block = read()
+        return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B)
+
+    return wrap(rest)(x_BLD, context_BLHK, key_B)
 
 
+# How a block is cut into pieces, each with a `wrap` (a checkpoint, say) around it.
 CUTS = {"block": _whole, "parts": _parts, "around_core": _around_core}

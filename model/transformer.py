@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from model.block import Block
+from model.block import CUTS, Block
 from model.config import ModelConfig
 from model.layers import Norm, dropout, fold, look_up, param, read
 from model.names import tag
@@ -112,30 +112,41 @@ class Transformer(nnx.Module):
         if self.config.scan:
             graph, state_N = nnx.split(self.blocks)
             sizes = [segment.stop - segment.start for segment in segments]
+            whole_N = jax.lax.stop_gradient(state_N)
             for segment, state in zip(segments, _split_layers(state_N, sizes)):
-                x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B)
+                # Without a checkpoint what is read from the stack would be kept for each layer.
+                stack_N = whole_N if len(segments) > 1 and segment.policy.saveable else None
+                x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B, stack_N)
             return x_BLD
         for segment in segments:
             x_BLD = self._unroll_segment(segment, x_BLD, key_B)
         return x_BLD
 
-    def _block(self, segment: Segment, graph: nnx.GraphDef) -> Callable[..., jax.Array]:
-        """block(x, state of one layer, layer number, keys) under the segment's policy."""
+    def _block(self, segment: Segment, graph: nnx.GraphDef, whole_N: nnx.State | None = None,
+               ) -> Callable[..., jax.Array]:
+        """block(x, state of one layer, layer number, keys) under the segment's policy.
+
+        With `whole_N`, the stack of all layers, the state is read out of that, inside each checkpoint.
+        """
         policy, cut = segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
             cut = "around_core"
         wrap = partial(policy.wrap, scanned=self.config.scan)
 
         def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
-            layer_block = nnx.merge(graph, state).gather_again(policy.saveable is None)
-            x_BLD = self.place.stream(x_BLD)
-            return layer_block(x_BLD, fold(key_B, layer), cut=cut, wrap=wrap)
+            def read_block() -> Block:
+                own = state
+                if whole_N is not None:
+                    own = jax.tree.map(partial(_of_stack, layer), state, whole_N)
+                return nnx.merge(graph, own).gather_again(policy.saveable is None)
+
+            return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer))
 
         return block
 
     def _scan_segment(self, segment: Segment, graph: nnx.GraphDef, state_N: nnx.State, x_BLD: jax.Array,
-                      key_B: jax.Array | None) -> jax.Array:
-        block = self._block(segment, graph)
+                      key_B: jax.Array | None, whole_N: nnx.State | None) -> jax.Array:
+        block = self._block(segment, graph, whole_N)
 
         def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
             return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B), None), x_BLD, xs,
@@ -178,6 +189,21 @@ class Transformer(nnx.Module):
         with jax.named_scope("head"):
             w_DV = self.head().astype(x_BLD.dtype)[:, : self.config.vocab_size]
             return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=self.precision.logits)
+
+
+@jax.custom_vjp
+def _of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
+    """`leaf`, read out of the stack of all layers; its gradient stays its own.
+
+    The compiler copies a part of a stack that a loop walks through: all parameters once more. A loop that reads the
+    whole stack at an offset copies nothing, and `leaf`, which nobody reads then, goes.
+    """
+    del leaf
+    return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
+
+
+_of_stack.defvjp(lambda layer, leaf, whole_N: (_of_stack(layer, leaf, whole_N), None),
+                 lambda _, gradient: (None, gradient, None))
 
 
 def _split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
