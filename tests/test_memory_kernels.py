@@ -19,7 +19,7 @@ def parts(*shapes):
 
 
 def module(*lines):
-    """Instructions (computation, opcode, operands by place, shape, more) numbered from 0; the last of each is its root."""
+    """Instructions (computation, opcode, operands by place, shape, more), the last of each computation its root."""
     out = Module(entry=1)
     for id, (computation, opcode, operands, shape, more) in enumerate(lines):
         inside = out.computations.setdefault(computation, Computation(computation))
@@ -73,7 +73,7 @@ def test_calls_of_a_library_and_their_workspace(target, product, size):
 
 
 def fused(*inside, operands=(A, B, S), result=A):
-    """(bytes, product or not) of a fusion over three parameters; `inside`: (opcode, operands, shape), the last its root."""
+    """(bytes, product or not) of a fusion over three parameters; `inside`: (opcode, operands, shape) of each."""
     n = len(operands)
     made = module(*((1, "parameter", (), shape, {}) for shape in operands),
                   (1, "fusion", range(n), result, {"called": [2]}),
