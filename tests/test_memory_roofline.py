@@ -245,7 +245,7 @@ def test_predictions_rank_policies_and_precisions_as_cards_do():
     assert predicted(("remat.policy", "full"), ("precision.preset", "fp32")).total > full.total
     hosted = predicted(("remat.policy", "full"), ("offload.optimizer", "true"))
     assert hosted.by_term["host_link"] > 0 and hosted.total > full.total
-    assert hosted.by_phase["forward"] == pytest.approx(full.by_phase["forward"], rel=1e-5)  # but for scalars
+    assert hosted.by_phase["forward"] == pytest.approx(full.by_phase["forward"], rel=1e-3)  # but for small copies
 
 
 def test_offload_is_no_gain_and_waits_for_a_slow_link():
