@@ -3,7 +3,8 @@
 Each operation of the schedule that is a kernel (a fusion, a product, a reduction, a copy ...) reads its operands and
 writes its results once; one that takes a slice out of an operand reads the slice, one that updates a slice in place
 writes the slice. Loops count by their trips, a conditional by its largest branch. Left out: what caches save, and
-what a kernel reads twice; a loop whose trip count nothing tells counts once. Host and on-chip memory count nothing.
+what a kernel reads twice; a loop whose trip count nothing tells counts once. Of what goes to host or on-chip memory,
+or comes from there, the end in device memory counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from memory.hlo import Instruction, Module
 from memory.loops import trip_count
 from memory.overlap import IDLE
 from memory.shapes import Shape, leaves
-from memory.transfers import HOST_SPACE
 
 # Calls that run on the computations they name; other operations that name one only say how to combine two values.
 _CALLING = frozenset(("while", "call", "conditional", "async-start"))
@@ -101,14 +101,11 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 def moved(module: Module, instruction: Instruction) -> int:
     """Bytes of device memory that one run of an operation reads and writes; 0 for what is no kernel."""
     opcode, result = instruction.opcode, module.shape(instruction)
-    if opcode == "copy-start":  # to or from on-chip memory; what goes to the host is a transfer
-        ends = [result.leaf((0,)), result.leaf((1,))]
-        return 0 if any(end.memory_space == HOST_SPACE for end in ends) else sum(map(_held, ends))
+    if opcode == "copy-start":
+        return _held(result.leaf((0,))) + _held(result.leaf((1,)))
     if opcode in IDLE or is_collective(opcode) or instruction.target in _MARKERS:
         return 0
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
-    if opcode == "copy" and any(module.shape(end).memory_space == HOST_SPACE for end in (instruction, *operands)):
-        return 0
     if opcode == "fusion" and instruction.called and instruction.called[0] in module.computations:
         return _fusion(module, instruction, operands)
     read = sum(_part(module, instruction, i, module.shape(operand)) for i, operand in enumerate(operands)

@@ -185,14 +185,18 @@ def _transfers(report: Report) -> RenderableType:
 
 
 def _roofline(report: Report) -> RenderableType:
-    """The seconds of one call by the roofline, and what they are spent on."""
+    found = roofline(report)
+    return Text.assemble("\n", ("roofline: ", "bold"), found.removeprefix("roofline: ")) if found else Text()
+
+
+def roofline(report: Report) -> str:
+    """The seconds of one call by the roofline and what they are spent on, in one line; "" where unknown."""
     if not report.roofline:
-        return Text()
+        return ""
     total, terms = report.roofline["total"], report.roofline["by_term"]
     spent = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
                       if taken > _SMALL * total)
-    return Text.assemble(("\nroofline: ", "bold"), (f"{total:.3g} s", "bold"),
-                         f" a step: {spent}; by {report.roofline['source']}")
+    return f"roofline: {total:.3g} s a step: {spent}; by {report.roofline['source']}"
 
 
 def _largest(report: Report, sent: int) -> list[RenderableType]:
