@@ -92,8 +92,12 @@ def ledger(keys, devices):
     ({"preset": "bf16_grads"}, {"params": 4, "copies": 2, "gradients": 2, "optimizer": 8, "total": 16}),
     ({"preset": "fp32_grads", **SUMMED},
      {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
+    ({"preset": "fp32_grads", **SUMMED, "batch.mode": "scan"},
+     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
+    ({"preset": "fp32_grads", **SUMMED, "batch.mode": "scan", "model.tie_embeddings": False},
+     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
     ({"preset": "bf16_params"}, {"params": 2, "gradients": 2, "optimizer": 8, "total": 12})],
-    ids=["bf16", "16", "20", "12"])
+    ids=["bf16", "16", "20", "20 scan", "20 untied", "12"])
 def test_the_ledger_shows_the_bytes_of_a_preset(keys, rows):
     keys = {key if "." in key else f"precision.{key}": value for key, value in keys.items()}
     found = ledger(keys, described("h200"))
