@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from model import Precision, RematPlan
-from model.layers import MLPS, NORMS, POSITIONS
+from model.layers import MLPS, POSITIONS
 from model.names import TILED, names_in
+from model.norm import NORMS
 from train.axes import STRATEGIES
 from train.batch import BatchAlgebra
 from train.host import has_host_memory
