@@ -1,4 +1,4 @@
-"""The HTML report on communication: bytes per step beside the formulas, every collective with what hides it."""
+"""The HTML report on what leaves a device: collectives beside the formulas and what hides each, the host link."""
 
 from __future__ import annotations
 
@@ -29,6 +29,25 @@ def communication(report: Report) -> str:
     total = ("total", "", f"{times:,}", _size(size), _size(sent), f"{100 * exposed / max(sent, 1):.0f} %", "", "")
     heads = ("collective", "over", "times", "payload", "on the wire", "exposed", "by formula", "of")
     return table(heads, [*rows, (total, True)], "traffic") + _collectives(report.collectives)
+
+
+def transfers(report: Report) -> str:
+    """The card on the host link: bytes per step by direction and phase, and their seconds; "" where nothing moves."""
+    if not report.transfers:
+        return ""
+    rows: list[Row] = [((escape(row.direction), escape(row.phase or "model"), _size(row.bytes), _seconds(row.seconds)),
+                        False) for row in report.transfers]
+    for direction in dict.fromkeys(row.direction for row in report.transfers):
+        seconds = sum(row.seconds for row in report.transfers if row.direction == direction)
+        rows.append(((f"all {escape(direction)}", "", _size(report.moved(direction)), _seconds(seconds)), True))
+    head = ('<div class="head"><h2>Host link</h2><p>Bytes per step and device between its memory and the host\'s; '
+            "seconds at the target's link, whether or not something is computed meanwhile.</p></div>")
+    return (f'<section class="card" id="transfers">{head}'
+            f'{table(("direction", "phase", "bytes", "seconds"), rows, "transfers")}</section>')
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if value else "-"
 
 
 def _collectives(found: Sequence[Collective]) -> str:

@@ -7,10 +7,8 @@ put in. Whatever comes from a comparison is escaped here, and reaches the page a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from typing import Any
 
 from memory import compare_map
@@ -29,8 +27,9 @@ from memory.compare import (
     varying,
     workload,
 )
-from memory.html import human, script_json
+from memory.html import human
 from memory.html import label as row_name
+from memory.page import fill
 from memory.records import ROWS
 
 # Column -> (title, kind); the kinds are the script's ways to write a number. Beside these stand the grid's keys.
@@ -57,17 +56,11 @@ def render(comparison: Mapping[str, Any], config: str = "") -> str:
     rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
     subject = _subject(rows, config)
     parts = {
-        "TITLE": escape(f"{subject} · compared"),
-        "STYLE": _file("page.css") + _file("page.compare.css"),
         "HEADER": _header(comparison, subject),
         "ABOUT": _about(comparison),
         "MAP": compare_map.render(rows),
-        "DATA": script_json(page_data(comparison)),
-        "PLOTLY": _plotly(),
-        "SCRIPT": _file("page.compare.js"),
     }
-    # One pass: what is put in is never searched for further placeholders.
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _file("page.compare.html"))
+    return fill("compare", f"{subject} · compared", page_data(comparison), parts)
 
 
 def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,13 +174,3 @@ def _about(comparison: Mapping[str, Any]) -> str:
                      for name, value in known.items())
     return (f"<section><h3>How to read it</h3><ul>{listed}</ul></section>"
             f"<section><h3>Target</h3><dl>{target}</dl></section>")
-
-
-def _file(name: str) -> str:
-    return resources.files("memory").joinpath(name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs().replace("</script", "<\\/script")

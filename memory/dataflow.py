@@ -76,13 +76,21 @@ class Flow:
     def _walk(self, instruction: Instruction | None, index: Index) -> Origin:
         chain: list[Instruction] = []
         seen: set[tuple[int, Index]] = set()
+        entered: list[tuple[Instruction, Index]] = []
         stack, looped, carried, inside = None, False, False, False
         for _ in range(_LIMIT):
+            # Round once, unchanged: a loop hands on what came in from outside. A walk that began in its body meets that
+            # beginning before the loop itself.
+            while instruction is not None and (instruction.id, index) in seen and entered:
+                loop, index = entered.pop()
+                instruction = self.module.operand(loop, 0)
             if instruction is None or (instruction.id, index) in seen:
                 return Origin(None, tuple(chain), stack, looped, carried)
             seen.add((instruction.id, index))
             opcode = instruction.opcode
-            looped |= opcode == "while"
+            if opcode == "while":
+                looped = True
+                entered.append((instruction, index))
             carried |= opcode == "while" and stack is not None and inside
             inside = opcode == "parameter"
             if opcode == "dynamic-update-slice" and stack is None:

@@ -6,28 +6,18 @@ one place; what the script repeats is the arithmetic, which tests/test_memory_es
 
 from __future__ import annotations
 
-import re
 from html import escape
-from importlib import resources
 from typing import Any
 
 from memory import formulas
 from memory.estimate import ASPECT, NOTES, Question
-from memory.html import script_json
+from memory.page import fill
 
 
 def render(question: Question) -> str:
     """The page, as text, filled in with `question`."""
-    from plotly.offline import get_plotlyjs
-
-    parts = {
-        "STYLE": _file("page.css") + _file("page.estimate.css"),
-        "NOTES": "".join(f"<p>{escape(note)}</p>" for note in NOTES),
-        "DATA": script_json(page_data(question)),
-        "PLOTLY": get_plotlyjs().replace("</script", "<\\/script"),
-        "SCRIPT": _file("page.estimate.js"),
-    }
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _file("page.estimate.html"))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in NOTES)
+    return fill("estimate", "Training memory by formula", page_data(question), {"NOTES": notes})
 
 
 def page_data(question: Question) -> dict[str, Any]:
@@ -55,7 +45,3 @@ def inputs(question: Question) -> dict[str, Any]:
         "recompute": "none", "precision": q.precision, "optimizer": q.optimizer, "tensor": layout.tensor,
         "sequence_parallel": layout.sequence, "data": layout.data, "zero": layout.zero, "memory": 80,
     }
-
-
-def _file(name: str) -> str:
-    return resources.files("memory").joinpath(name).read_text(encoding="utf-8")

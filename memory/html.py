@@ -1,18 +1,15 @@
 """A report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
 
-The page is `page.html` with `page.css`, `page.js`, plotly.js and the data put in; tables that do not move
-are written here, everything that reacts is drawn by the script from `memory.page_data`. Whatever comes from a
-report is escaped: the names of buffers are other people's text.
+Tables that do not move are written here, everything that reacts is drawn by the script from `memory.page_data`.
+Whatever comes from a report is escaped: the names of buffers are other people's text.
 """
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib import resources
 from typing import Any
 
-from memory.communication_html import communication, table
+from memory.communication_html import communication, table, transfers
+from memory.page import fill
 from memory.page_data import page_data
 from memory.records import METHODS, ROWS, Report
 from memory.text import roofline
@@ -36,22 +33,17 @@ def render(report: Report) -> str:
     Raises ReportError never: a report with empty lists gives a page with empty sections.
     """
     parts = {
-        "TITLE": escape(f"{report.program or 'program'} · memory"),
-        "STYLE": _file("page.css"),
         "HEADER": _header(report),
         "COMPOSITION": _composition(report),
         "FINDINGS": _findings(report),
         "LEDGER": _ledger(report) + _zero(report),
         "COMMUNICATION": communication(report),
+        "TRANSFERS": transfers(report),
         "RESIDUALS": _bars(report.residuals_by_name, "residuals", "no residuals at the peak", "(no name)"),
         "WORKSPACE": _bars(report.workspace_by_scope, "workspace", "no workspace at the peak", "(no scope)"),
         "ABOUT": _about(report),
-        "DATA": script_json(page_data(report)),
-        "PLOTLY": _plotly(),
-        "SCRIPT": _file("page.js"),
     }
-    # One pass: what is put in is never searched for further placeholders.
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _file("page.html"))
+    return fill("", f"{report.program or 'program'} · memory", page_data(report), parts)
 
 
 def human(count: int | float | None) -> str:
@@ -62,22 +54,6 @@ def human(count: int | float | None) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{int(count)} B"
-
-
-def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, nor start a comment or an entity."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _file(name: str) -> str:
-    return resources.files("memory").joinpath(name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs().replace("</script", "<\\/script")
 
 
 def _bytes(count: int | None) -> str:

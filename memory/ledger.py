@@ -3,6 +3,10 @@
 State that lives through the step is counted from the arguments; copies of parameters, gradients and their sums over
 micro-batches are those in the shape that the parameter is stored in, each role at the point where most parameters
 have theirs. All of it is what ONE device holds, so bytes per parameter divide by the parameters it holds.
+
+A compiler may sum and drop some gradients before it makes the last ones; then no point has all of them, and the row
+says what the fullest one has. llama_8b under `fp32_grads` with four micro-batches in a step on an H200 (jax 0.10.2):
+the gradients of the MLP are gone before that of the token table is there, 1.87 bytes of gradients and 19.87 in all.
 """
 
 from __future__ import annotations
@@ -74,9 +78,10 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], int]) -> list[tuple[Buffer, int]]:
     """Those alive at the last point where most parameters have one.
 
-    Where a shape has more values than `stored`, one is made from another: what is being narrowed does not count.
+    What is being narrowed counts as what it becomes, from when it is made; and where a shape has more values than
+    `stored`, one is made from another: the narrow ones count.
     """
-    best, most = [], 0
+    items, best, most = _narrowed(items), [], 0
     for point in sorted({buffer.start for buffer, _ in items}):
         alive, left = [], dict(stored)
         for buffer, count in sorted(items, key=lambda item: item[0].bytes / max(item[1], 1)):
@@ -87,6 +92,19 @@ def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], 
         if values >= most:
             best, most = alive, values
     return best
+
+
+def _narrowed(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
+    """`items`, each wide one that a narrower one of its shape is made from left out: that one stands for both."""
+    left = sorted(items, key=lambda item: item[0].start)
+    for narrow, count in sorted(items, key=lambda item: item[0].start):
+        wides = [other for other, values in left if values == count and other.bytes > narrow.bytes
+                 and _core(other.shape) == _core(narrow.shape) and other.start <= narrow.start <= other.end]
+        if wides:
+            wide = min(wides, key=lambda other: other.end)  # the one that is read for the last time
+            left = [(dataclasses.replace(buffer, start=wide.start) if buffer is narrow else buffer, values)
+                    for buffer, values in left if buffer is not wide]
+    return left
 
 
 def _place(item: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:

@@ -6,35 +6,28 @@ staircase is escaped here, and reaches the page as text there.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from typing import Any
 
 from memory.compare import UNITS
-from memory.html import human, script_json
+from memory.html import human
 from memory.html import label as row_name
 from memory.levers import STAGES, scale_of
+from memory.page import fill
 from memory.records import ROWS
 
 
 def render(staircase: Mapping[str, Any], config: str = "") -> str:
     """The page of a staircase's JSON (`memory.levers.to_json`), as text; `config` is the file it is about."""
     parts = {
-        "TITLE": escape(f"{config or 'staircase'} · levers"),
-        "STYLE": _file("page.css") + _file("page.compare.css") + _file("page.levers.css"),
         "HEADER": _header(staircase, config),
         "TABLE": _table(staircase["levels"]),
         "LEFT": "".join(f'<p class="best">Left out: {escape(name)}: {escape(why)}</p>'
                         for name, why in staircase["left_out"].items()),
         "ABOUT": _about(),
-        "DATA": script_json(page_data(staircase)),
-        "PLOTLY": _plotly(),
-        "SCRIPT": _file("page.levers.js"),
     }
-    # One pass: what is put in is never searched for further placeholders.
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _file("page.levers.html"))
+    return fill("levers", f"{config or 'staircase'} · levers", page_data(staircase), parts, styles=("compare",))
 
 
 def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,13 +123,3 @@ def _about() -> str:
         "To host, to device: bytes that one call of the step moves over the link.",
     )
     return f"<section><h3>How to read it</h3><ul>{''.join(f'<li>{note}</li>' for note in notes)}</ul></section>"
-
-
-def _file(name: str) -> str:
-    return resources.files("memory").joinpath(name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs().replace("</script", "<\\/script")

@@ -94,7 +94,7 @@ def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[
     body, carried = loop.params["jaxpr"].jaxpr, loop.params["num_carry"]
     numbers: dict[Any, int] = {}
     made = list(_flat(body.eqns))
-    for equation, outs, _ in made:
+    for _, outs, _ in made:
         for variable in outs:
             numbers.setdefault(variable, len(numbers))
     steps, near = [], parts(CARRY)
@@ -148,7 +148,8 @@ def _flat(equations: Sequence[Any], inside: Mapping[Any, Any] | None = None) -> 
         if equation.primitive.name in _INLINED and any(e.primitive.name == "name" for e, _, _ in
                                                        _flat(inner.jaxpr.eqns)):
             body = inner.jaxpr
-            passed = {own: outer(given) for own, given in zip(body.invars, equation.invars) if not hasattr(given, "val")}
+            passed = {own: outer(given) for own, given in zip(body.invars, equation.invars)
+                      if not hasattr(given, "val")}
             yield from _flat(body.eqns, {**known, **passed})
             for given, own in zip(equation.outvars, body.outvars):
                 if not hasattr(own, "val"):

@@ -11,7 +11,6 @@ from model.config import ModelConfig
 from model.layers import (
     ACTIVATIONS,
     MLPS,
-    Norm,
     dropout,
     enter,
     fold,
@@ -22,6 +21,7 @@ from model.layers import (
     rotate,
 )
 from model.names import tag
+from model.norm import Norm
 from model.placement import Placement
 from model.precision import Precision
 from model.ring import ring_attention

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, activations, dropout: the small parts, as table rows where there is a choice."""
+"""Parameters on their way into products, rotary positions, activations, dropout; tables where there is a choice."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from model.config import ModelConfig
 from model.fp8 import Linear, linear
 from model.names import tag
 from model.offload import here, stored_like
-from model.placement import Axes, Placement
-from model.precision import Precision
+from model.placement import HERE, Axes, Placement
 
 
 def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike,
@@ -58,18 +56,31 @@ def read(p: nnx.Param, dtype: DTypeLike, place: Placement) -> jax.Array:
     return _gather(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
-@jax.custom_vjp
-def _narrow_rows(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
+# The tokens whose rows of the table are looked up, and what is made of them.
+ROWS = ("table_batch", "table_length")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _narrow_rows(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement) -> jax.Array:
     return jnp.take(table_VD, tokens_BL, axis=0, mode="clip")
 
 
-def _narrow_rows_forward(table_VD, tokens_BL):
-    return _narrow_rows(table_VD, tokens_BL), (table_VD, tokens_BL)
+def _narrow_rows_forward(table_VD, tokens_BL, place):
+    return _narrow_rows(table_VD, tokens_BL, place), (table_VD, tokens_BL)
 
 
-def _narrow_rows_backward(residuals, d_BLD):
+def _narrow_rows_backward(place, residuals, d_BLD):
     table_VD, tokens_BL = residuals
-    sums_VD = jnp.zeros(table_VD.shape, jnp.float32).at[tokens_BL].add(d_BLD.astype(jnp.float32), mode="clip")
+
+    def sums(d_BLD, tokens_BL, rows_V):
+        """The sum over a device's own tokens of its own rows; only then narrow, if devices send narrow ones."""
+        row_BL = jnp.clip(tokens_BL, 0, table_VD.shape[0] - 1) - rows_V[0]
+        row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # below zero would count from the end
+        zeros_VD = jnp.zeros((rows_V.size, d_BLD.shape[-1]), jnp.float32)
+        return (place.reduced(zeros_VD.at[row_BL].add(d_BLD.astype(jnp.float32), mode="drop")),)
+
+    sums = place.own(sums, ((*ROWS, "table_width"), ROWS, ("vocab",)), (("vocab", "table_width"),), sums=(ROWS,))
+    sums_VD, = sums(d_BLD, tokens_BL, jnp.arange(table_VD.shape[0]))
     # Narrow from here on: left to itself the compiler keeps the wide one until the update reads it.
     return jax.lax.optimization_barrier(sums_VD.astype(table_VD.dtype)), None
 
@@ -77,11 +88,11 @@ def _narrow_rows_backward(residuals, d_BLD):
 _narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
 
 
-def look_up(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
+def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = HERE) -> jax.Array:
     """Rows of the table, [B, L, D]. The gradient of a row is summed in float32 whatever the table's dtype: a frequent
     token adds thousands of times to it."""
     if jnp.dtype(table_VD.dtype).itemsize < 4:
-        return _narrow_rows(table_VD, tokens_BL)
+        return _narrow_rows(table_VD, tokens_BL, place)
     return jnp.take(table_VD, tokens_BL, axis=0, mode="clip")
 
 
@@ -180,30 +191,6 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
         y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
     return _move(y_BLD, place, STREAM, WITHIN)
 
-
-class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`."""
-
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement):
-        self.center, self.eps = NORMS[config.norm], config.norm_eps
-        self.precision, self.place = precision, place
-        self.scale = param(None, (config.d_model,), ("d_model",), precision.param, fill=1.0)
-        self.bias = (param(None, (config.d_model,), ("d_model",), precision.param)
-                     if self.center and config.bias else None)
-
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        with jax.named_scope("norm"):
-            y_BLD = x_BLD.astype(self.precision.norm)
-            if self.center:
-                y_BLD = y_BLD - y_BLD.mean(-1, keepdims=True)
-            y_BLD = y_BLD * jax.lax.rsqrt(jnp.square(y_BLD).mean(-1, keepdims=True) + self.eps)
-            y_BLD = y_BLD * read(self.scale, y_BLD.dtype, self.place)[None, None, :]
-            if self.bias is not None:
-                y_BLD = y_BLD + read(self.bias, y_BLD.dtype, self.place)[None, None, :]
-            return self.place(y_BLD.astype(self.precision.compute), ("batch", "stream", None))
-
-
-NORMS = {"rmsnorm": False, "layernorm": True}  # whether the mean is taken out
 
 ACTIVATIONS = {"gelu": jax.nn.gelu, "silu": jax.nn.silu}
 # kind -> (gated, activation): GELU as in GPT-2 (tanh form), SwiGLU after Shazeer 2020 (arXiv 2002.05202)

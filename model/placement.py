@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from model.ring import Ring
 
@@ -22,6 +23,9 @@ class Placement:
 
     #: Devices that share the sequence where the residual stream lives.
     stream_parts: int = 1
+
+    #: Dtype in which gradients are summed over devices and kept, None for that of each product.
+    reduce: DTypeLike | None = None
 
     def positions(self, length: int) -> jax.Array:
         """int32 [L]: the position in its sequence of each place along the length."""
@@ -45,6 +49,14 @@ class Placement:
         """A parameter as a layer computes with it: gathered along what is only ever stored divided (ZeRO-3)."""
         del axes
         return w
+
+    def reduced(self, d_w: jax.Array) -> jax.Array:
+        """A gradient in the dtype that devices sum it in."""
+        return d_w if self.reduce is None else d_w.astype(self.reduce)
+
+    def narrows(self, dtype: DTypeLike) -> bool:
+        """Whether devices sum gradients in fewer bytes than those of `dtype`."""
+        return self.reduce is not None and jnp.dtype(self.reduce).itemsize < jnp.dtype(dtype).itemsize
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
         """The gradient of a parameter as it is kept until the update."""

@@ -9,8 +9,9 @@ from flax import nnx
 
 from model.block import CUTS, Block
 from model.config import ModelConfig
-from model.layers import Norm, dropout, fold, look_up, param, read
+from model.layers import dropout, fold, look_up, param, read
 from model.names import tag
+from model.norm import Norm
 from model.offload import here, settle
 from model.placement import HERE, Placement
 from model.precision import Precision
@@ -99,7 +100,7 @@ class Transformer(nnx.Module):
         # of its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
         # instead would hold V x D on every device, and its gradient again.
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
-        x_BLD = look_up(here(self.w_token[...]), tokens_BL)
+        x_BLD = look_up(here(self.w_token[...]), tokens_BL, self.place)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         if self.config.position == "learned":
             positions_L = self.place.positions(x_BLD.shape[1])

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from train.errors import Lost, UserError
-from train.link import Link, meet
+from train.link import Link
+from train.peers import meet
 
 
 def free_port(first=1024, last=65535):

@@ -21,6 +21,7 @@ from memory.records import (
     LedgerRow,
     Report,
     TimelinePoint,
+    Transfer,
     XlaStats,
     ZeroRow,
 )
@@ -111,6 +112,7 @@ def test_no_name_can_break_the_page(report):
         communication=(Communication(HOSTILE, (HOSTILE,), 2, 1, 1, 1, 1, 1, HOSTILE),),
         collectives=(Collective(HOSTILE, HOSTILE, (HOSTILE,), 2, HOSTILE, phase=HOSTILE, module=HOSTILE,
                                 op_name=HOSTILE),), method=HOSTILE, verdict=HOSTILE,
+        transfers=(Transfer(HOSTILE, HOSTILE, 1, 1.0),),
         timeline=tuple(dataclasses.replace(p, instruction=HOSTILE, phase=HOSTILE) for p in report.timeline),
         buffers=tuple(dataclasses.replace(b, name=HOSTILE, module=HOSTILE, source=HOSTILE, phase=HOSTILE,
                                           op_name=HOSTILE, checkpoint_name=HOSTILE, dtype=HOSTILE,
@@ -119,6 +121,21 @@ def test_no_name_can_break_the_page(report):
     page = Page(text)
     assert page.tags["script"] == 3 and "<b>x" not in text and "<!--&amp;'" not in text
     assert HOSTILE in json.loads(page.scripts[0])["strings"]
+
+
+def test_the_host_link_is_a_table_where_something_moves(report):
+    assert 'id="transfers"' not in html.render(report)
+    rows = (Transfer("optimizer", "to device", 3 * 2**30, 0.05), Transfer("", "to host", 2 * 2**30, 0.0),
+            Transfer("backward", "to device", 2**30, 0.015))
+    moving = dataclasses.replace(report, transfers=rows)
+    page = html.render(moving)
+    card = Page(page[page.index('<section class="card" id="transfers">'):page.index('<div class="columns">')])
+    words = [word for word in card.words if word.strip()]
+    assert words[words.index("seconds") + 1:] == [
+        "to device", "optimizer", "3.00 GiB", "0.05", "to host", "model", "2.00 GiB", "-",
+        "to device", "backward", "1.00 GiB", "0.015", "all to device", "4.00 GiB", "0.065", "all to host", "2.00 GiB",
+        "-"]
+    assert f'title="{moving.moved("to device"):,} bytes"' in page
 
 
 def test_a_report_with_nothing_in_it_still_gives_a_page():

@@ -142,6 +142,17 @@ def test_moments_are_divided_like_their_parameters():
     assert state.mu["final_norm"]["scale"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize(("layout", "width"), [("multisteps, fsdp", 16), ("scan, data fsdp tensor", 32)])
+def test_scales_are_divided_along_the_width(layout, width):
+    """One scale for 128 of the MLP's width: left is the model's, divided as the parameters are."""
+    state = trained("adamw_8bit", layout)[0].state.opt_state
+    state = getattr(state, "inner_opt_state", state)[1][0]
+    for scales in (state.mu_scale, state.nu_scale):
+        for name, shape, local in (("w_up", (2, 64, 1), (2, width, 1)), ("w_down", (2, 1, 64), (2, 1, width))):
+            leaf = scales["blocks"]["mlp"][name]
+            assert leaf.shape == shape and leaf.sharding.shard_shape(shape) == local
+
+
 @pytest.mark.parametrize("config, ratio", [("tiny", 0.2610), ("gpt2_small", 0.2603), ("llama_1b", 0.2589),
                                            ("llama_8b", 0.2578)])
 def test_8bit_moments_take_a_quarter(config, ratio):

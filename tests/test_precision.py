@@ -1,6 +1,7 @@
 """Precision by role: presets and keys, bytes a parameter, narrow collectives, stochastic rounding."""
 
 import functools
+import math
 import re
 
 import jax
@@ -92,8 +93,12 @@ def ledger(keys, devices):
     ({"preset": "bf16_grads"}, {"params": 4, "copies": 2, "gradients": 2, "optimizer": 8, "total": 16}),
     ({"preset": "fp32_grads", **SUMMED},
      {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
+    ({"preset": "fp32_grads", **SUMMED, "batch.mode": "scan"},
+     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
+    ({"preset": "fp32_grads", **SUMMED, "batch.mode": "scan", "model.tie_embeddings": False},
+     {"params": 4, "copies": 2, "gradients": 2, "accumulator": 4, "optimizer": 8, "total": 20}),
     ({"preset": "bf16_params"}, {"params": 2, "gradients": 2, "optimizer": 8, "total": 12})],
-    ids=["bf16", "16", "20", "12"])
+    ids=["bf16", "16", "20", "20 scan", "20 untied", "12"])
 def test_the_ledger_shows_the_bytes_of_a_preset(keys, rows):
     keys = {key if "." in key else f"precision.{key}": value for key, value in keys.items()}
     found = ledger(keys, described("h200"))
@@ -103,15 +108,36 @@ def test_the_ledger_shows_the_bytes_of_a_preset(keys, rows):
         {"params"} if rows["params"] == 2 else set())
 
 
+NARROW = {
+    "zero3": {},
+    "ddp": {"mesh.strategy": "ddp"},
+    "full loss, biases": {"loss.kind": "full", "mesh.data": 2, "model.norm": "layernorm", "model.bias": True},
+}
+
+
+@functools.cache
+def sent(layout):
+    """(kind, result as printed) of every collective of `bf16_grads` on four GPUs."""
+    keys = {"precision.preset": "bf16_grads", "model.d_model": 128, "model.d_ff": 256, "model.n_layers": 5}
+    text = build(small_config({**keys, **NARROW[layout]}), described("h100:4")).compile().as_text()
+    return [(kind, result) for ones in collectives(text).values() for kind, result, _ in ones]
+
+
+@pytest.mark.parametrize("layout", NARROW)
+def test_devices_sum_every_gradient_narrow(layout):
+    """Nothing as long as a norm's vector is sent in float32: a few sums of squares of the gradient norm at most."""
+    assert {kind for kind, result in sent(layout) if "bf16[" in result} & {"all-reduce", "reduce-scatter"}
+    wide = [math.prod(map(int, dims.split(","))) for _, result in sent(layout)
+            for dims in re.findall(r"f32\[([\d,]+)\]", result)]
+    assert max(wide, default=0) < 32
+
+
 def test_gradients_and_gathers_of_matrices_are_narrow():
     """No collective of `bf16_grads` moves a float32 matrix; a gather holds one layer, never the stack."""
-    keys = {"precision.preset": "bf16_grads", "model.d_model": 128, "model.d_ff": 256, "model.n_layers": 5}
-    text = build(small_config(keys), described("h100:4")).compile().as_text()
-    results = [(kind, result) for ones in collectives(text).values() for kind, result, _ in ones]
-    matrices = [(kind, result) for kind, result in results if re.search(r"\[\d+,\d+", result)]
+    matrices = [(kind, result) for kind, result in sent("zero3") if re.search(r"\[\d+,\d+", result)]
     assert {kind for kind, _ in matrices} >= {"all-gather", "reduce-scatter"}
-    assert not [result for _, result in matrices if "f32[" in result and re.search(r"f32\[\d+,\d+", result)]
-    assert not [result for _, result in results if re.search(r"\[5,", result)]
+    assert not [result for _, result in matrices if re.search(r"f32\[\d+,\d+", result)]
+    assert not [result for _, result in sent("zero3") if re.search(r"\[5,", result)]
 
 
 def test_the_gradient_of_a_narrow_table_is_summed_wide():
@@ -193,6 +219,8 @@ LAYOUTS = {
     "ddp scan": ("fp16", {"batch.micro": 1, "batch.accumulation": 2, "batch.mode": "scan", "mesh.strategy": "ddp"}, 4),
     "unrolled multisteps": ("fp16", {"batch.micro": 2, "batch.accumulation": 2, "mesh.tensor": 2, "model.scan": False},
                             4),
+    "all axes": ("bf16_grads", {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True,
+                                "loss.kind": "full"}, 8),
     "unrolled copy": ("fp32_grads", {"batch.micro": 4, "model.scan": False}, 2),
 }
 

@@ -10,8 +10,9 @@ from ml_collections import ConfigDict
 
 from memory.least import COSTS
 from model import Precision, RematPlan
-from model.layers import MLPS, NORMS, POSITIONS
+from model.layers import MLPS, POSITIONS
 from model.names import TILED, names_in
+from model.norm import NORMS
 from train.axes import STRATEGIES
 from train.batch import BatchAlgebra
 from train.host import has_host_memory
@@ -142,7 +143,7 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> No
 
 
 def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
-    """Raises ValueError for a name of `custom` or of a range that this program never makes: JAX would ignore it in silence."""
+    """Raises ValueError for a name that was asked for and is never made: JAX would ignore it in silence."""
     asked = remat.asked
     if not asked:
         return

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from train.errors import Lost, UserError
-from train.link import Link, meet
+from train.link import Link
+from train.peers import meet
 
 # A launcher that jax knows how to ask leaves one of these; without them nothing is asked, which on some machines
 # would take seconds.

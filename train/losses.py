@@ -52,10 +52,31 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
 
 
+def _all_logits(x_BLD: jax.Array, w_DV: jax.Array, settings: LossSettings) -> jax.Array:
+    return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=settings.logits)
+
+
+def _logits_forward(x_BLD, w_DV, settings):
+    return _all_logits(x_BLD, w_DV, settings), (x_BLD, w_DV)
+
+
+def _logits_backward(settings, residuals, d_BLV):
+    x_BLD, w_DV = residuals
+    d_BLV = d_BLV.astype(settings.compute)
+    return jnp.einsum("blv,dv->bld", d_BLV, w_DV), jnp.einsum("bld,blv->dv", x_BLD, d_BLV)
+
+
+# The same, their gradient in the compute dtype, as that of a chunk is. With autodiff's products the gradient of the
+# head has the logits' dtype, and devices sum it so.
+_narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
+_narrow_logits.defvjp(_logits_forward, _logits_backward)
+
+
 def full(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """All logits at once: 4 bytes x B x L x V, several times over in the backward pass."""
     w_DV = settings.layout(w_DV.astype(settings.compute), (None, "vocab"))
-    logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=settings.logits)
+    made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
+    logits_BLV = made(x_BLD, w_DV, settings)
     logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
     return _nll(_without_padding(logits_BLV, settings), targets_BL)[0].sum()
 

@@ -161,10 +161,6 @@ class Layout(Placement):
         """A copy of a parameter, laid out as the parameter is stored."""
         return self._constrain(w, self.spec(axes, divided=self.strategy.stored))
 
-    def reduced(self, d_w: jax.Array) -> jax.Array:
-        """A gradient in the dtype that devices sum it in."""
-        return d_w if self.reduce is None else d_w.astype(self.reduce)
-
     def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
         """A gradient that is reduced already, or a sum of such, where gradients are kept."""
         return self._constrain(d_w, self.spec(axes, divided=self.strategy.gradients))
