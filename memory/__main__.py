@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import math
 import os
@@ -120,6 +121,20 @@ class Trainer:
                              "offload": list(moved)})
         mesh = {f"mesh.{axis}": size for axis, size in program.mesh.shape.items()}
         return {"model.attention": program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
+
+    def describe(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> dict[str, Any]:
+        """What the search for the least recomputation has to know of a config on a target, nothing compiled.
+
+        `block`: a `memory.recompute.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches of one call;
+        `policies`: policy -> names that it keeps, of those that keep names; `tokens_per_update`.
+        """
+        from memory.compare_worker import tokens_of
+        from train.auto import describe_block, named_policies
+
+        program = self.program(name, (*overrides, ("model.scan", "true")), target)
+        micro_steps = program.batch.accumulation if program.scanned else 1
+        return {"block": dataclasses.asdict(describe_block(program)), "micro_steps": micro_steps,
+                "policies": named_policies(), "tokens_per_update": tokens_of(program)}
 
     def choices(self, program: Any) -> str:
         """What a program chose for its devices, and why."""

@@ -34,6 +34,7 @@ class Job:
     """One combination to compile: `overrides` are (dotted key, text) for the trainer, `chosen` the grid's values.
 
     `name` is its file in the cache, `label` what people see, `flat` the whole config as the trainer resolved it.
+    With `describe` nothing is compiled: the answer is what `auto` has to know of the program.
     """
 
     config: str
@@ -43,10 +44,11 @@ class Job:
     name: str
     label: str
     flat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    describe: bool = False
 
     def message(self, measure: bool) -> str:
         return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,
-                           "measure": measure}) + "\n"
+                           "measure": measure, "describe": self.describe}) + "\n"
 
 
 class Worker:
@@ -98,13 +100,20 @@ class Worker:
         return " ".join(["the worker died", f"({how}):", *last])[:300]
 
 
-class Pool:
-    """Threads that each drive a worker, and the queue their answers come by."""
+# Is told the labels of jobs under way and how many are done.
+Progress = Callable[[Sequence[str], int], None]
 
-    def __init__(self, jobs: Sequence[Job], count: int, *, env: Mapping[str, str], measure: bool) -> None:
-        self._waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        for job in jobs:
-            self._waiting.put(job)
+
+class Pool:
+    """Threads that each drive a worker, and the queue their answers come by. Workers wait for more jobs until `stop`.
+
+    Args:
+        count: how many workers at most; one is hired with its first job. env: their environment.
+        measure: whether each step is run too, in a process of its own.
+    """
+
+    def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._env, self._measure, self._most = env, measure, CEILING // count // 2
         self._stopped, self._workers, self._lock = threading.Event(), set(), threading.Lock()
         self.answers: queue.SimpleQueue[tuple[Job, dict[str, Any] | None]] = queue.SimpleQueue()
@@ -112,9 +121,22 @@ class Pool:
         for thread in self._threads:
             thread.start()
 
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Adds jobs; what comes of them is put into `answers`."""
+        for job in jobs:
+            self._waiting.put(job)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         """Kills the workers and waits for their threads."""
         self._stopped.set()
+        for _ in self._threads:
+            self._waiting.put(None)
         with self._lock:
             for worker in self._workers:
                 worker.kill()
@@ -124,9 +146,8 @@ class Pool:
     def _serve(self) -> None:
         worker = None
         while not self._stopped.is_set():
-            try:
-                job = self._waiting.get_nowait()
-            except queue.Empty:
+            job = self._waiting.get()
+            if job is None:
                 break
             self.answers.put((job, None))  # begun
             try:
@@ -159,21 +180,25 @@ class Pool:
 
 
 def run(jobs: Sequence[Job], *, workers: int, env: Mapping[str, str], measure: bool = False,
-        cache: Path | None = None, progress: Callable[[Sequence[str], int], None] = lambda labels, done: None,
+        cache: Path | None = None, progress: Progress = lambda labels, done: None,
         ) -> tuple[dict[str, dict[str, Any]], bool]:
+    """As `ask`, by workers of its own: `workers` of them at most, with the environment `env`."""
+    with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
+        return ask(pool, jobs, cache=cache, progress=progress)
+
+
+def ask(pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None,
+        progress: Progress = lambda labels, done: None) -> tuple[dict[str, dict[str, Any]], bool]:
     """Answers by `Job.name`, and whether Ctrl-C came first.
 
     Args:
-        workers: how many processes at most. env: their environment.
         cache: the folder of finished rows, None for no reading and no writing.
         progress: is told the labels of jobs under way and how many are done.
     """
     answers = {job.name: found for job in jobs if cache and (found := compare_cache.read(cache, job.name))}
-    left = [job for job in jobs if job.name not in answers]
+    left, begun = [job for job in jobs if job.name not in answers], {}
     progress((), len(answers))
-    if not left:
-        return answers, False
-    pool, begun = Pool(left, min(workers, len(left)), env=env, measure=measure), {}
+    pool.submit(left)
     try:
         while len(answers) < len(jobs):
             job, answer = _next(pool)
@@ -187,8 +212,6 @@ def run(jobs: Sequence[Job], *, workers: int, env: Mapping[str, str], measure: b
             progress(tuple(begun.values()), len(answers))
     except KeyboardInterrupt:
         return answers, True
-    finally:
-        pool.stop()
     return answers, False
 
 

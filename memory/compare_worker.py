@@ -46,12 +46,18 @@ def main(trainer: Trainer) -> None:
 
 
 def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """The figures of one combination: `{"config", "overrides", "target", "measure"}` -> the fields of a row."""
+    """The figures of one combination: `{"config", "overrides", "target", "measure"}` -> the fields of a row.
+
+    With `"describe"`: what `Trainer.describe` tells, nothing compiled.
+    """
     from memory import targets
     from memory.analyze import report_of
 
     target = targets.parse(job["target"])
-    program = trainer.program(job["config"], [tuple(pair) for pair in job["overrides"]], target)
+    overrides = [tuple(pair) for pair in job["overrides"]]
+    if job.get("describe"):
+        return {"status": "ok", **trainer.describe(job["config"], overrides, target)}
+    program = trainer.program(job["config"], overrides, target)
     began = time.perf_counter()
     compilation = program.compile_for_report(exact=True)
     seconds = time.perf_counter() - began

@@ -48,6 +48,11 @@ def describe_block(program: Any) -> Block:
     return block_of(program.trace_gradient(), parts, {"context": AROUND_KERNEL} if outside else {})
 
 
+def named_policies() -> dict[str, tuple[str, ...]]:
+    """Policy -> the names that it keeps on the device, of those that are no more than that."""
+    return {name: row.names for name, row in POLICIES.items() if row and row.names and not row.offloads}
+
+
 def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
     """A copy of the config with other values of some keys, as text."""
     out = ConfigDict(config.to_dict())
@@ -105,7 +110,7 @@ class Compiler:
             Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
                    rates.host_link_bytes_per_s if offload else 0.0),
             config.remat.cost, offload, target.host_memory_bytes / max(target.devices_per_host, 1) or math.inf,
-            {name: row.names for name, row in POLICIES.items() if row and row.names and not row.offloads})
+            named_policies())
 
 
 def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..., Any],
