@@ -14,15 +14,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from memory.least import Passes, Plan, solve
-from memory.patterns import Pattern, Rates, kept_under, patterns_of
+from memory.patterns import Pattern, Rates, everything, kept_under, patterns_of
 from memory.recompute import Block
 
 # Compiles of one search, and of those that are spent on checking that a plan with room left has no better one.
 MOST_COMPILES, MOST_CHECKS = 12, 2
 # A plan that leaves less of the budget than this share unused is taken as it is.
 CLOSE = 0.02
-# Costs within this share of each other are even.
-EVEN = 1e-3
+# A plan has to promise so much of its cost less to be worth a compile; predictions closer than TIE are no difference.
+EVEN, TIE = 1e-3, 3e-3
 FULL, NONE = "full", "none"
 
 
@@ -98,9 +98,10 @@ class Search:
                  tell: Callable[[Tried], None] = lambda tried: None):
         self.problem, self._compile, self._tell = problem, compile, tell
         block, rates = problem.block, problem.rates
-        self.patterns = patterns_of(block, rates, offload=problem.offload)
+        cost = "seconds" if problem.cost == "time" else "flops"
+        self.patterns = patterns_of(block, rates, offload=problem.offload, cost=cost)
         self.full = kept_under(block, rates, FULL, ())
-        self.none = Pattern(max(block.none_bytes, self.patterns[-1].bytes) + block.carry_bytes, 0.0, policy=NONE)
+        self.none = everything(block, rates, NONE)
         self.named = [kept_under(block, rates, policy, names) for policy, names in problem.policies.items()]
         self.tried: dict[str, Tried] = {}
 
@@ -180,12 +181,13 @@ class Search:
                 and tried.compiled.host_bytes <= self.problem.host_budget)
 
     def best(self, budget: float) -> Tried | None:
-        """The best compiled plan that fits, by the compiled program's own cost, then its bytes."""
-        def key(tried: Tried) -> tuple[float, float]:
-            found = tried.compiled
-            return (found.seconds if self.problem.cost == "time" else found.flops, found.allocated_bytes)
-
-        return min((tried for tried in self.tried.values() if self._fits(tried, budget)), key=key, default=None)
+        """The best compiled plan that fits, by the compiled program's own cost; among those that cost the same within
+        `TIE` the one that recomputes least, then the one of fewest bytes."""
+        fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
+        if self.problem.cost == "time" and fitting:
+            least = min(tried.compiled.seconds for tried in fitting)
+            fitting = [tried for tried in fitting if tried.compiled.seconds <= least * (1 + TIE)]
+        return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes), default=None)
 
     def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
         """The best plan within `budget` bytes.

@@ -16,6 +16,9 @@ import numpy as np
 
 from memory.recompute import CARRY, Block
 
+# Times that the memory reads or writes the bytes of a tensor because it is kept: copied into the stack of its loop
+# and out of it; in host memory, out of the device's and back. Of one made again by a kernel: it is written and read.
+STACKED, AWAY, AGAIN = 4.0, 2.0, 2.0
 # So many names are chosen freely; of more, the smallest are kept wherever the backward pass reads them.
 MOST_NAMES = 18
 
@@ -31,8 +34,8 @@ class Rates(NamedTuple):
 @dataclasses.dataclass(frozen=True, order=True)
 class Pattern:
     """What one block keeps, sorted by name: `bytes` on the device, `host_bytes` in host memory, its input included
-    in one of them; `flops` over all devices and `seconds` of what it makes again. `policy`: a row of the trainer's
-    policies that is no choice of names, "" for one that is."""
+    in one of them; `flops` over all devices of what it makes again; `seconds` of that and of moving what it keeps.
+    `policy`: a row of the trainer's policies, "" for a choice of names."""
 
     bytes: int
     seconds: float
@@ -47,11 +50,11 @@ class Pattern:
         return self.policy or "+".join([*self.save, *(name + on_host for name in self.offload)]) or "full"
 
 
-def patterns_of(block: Block, rates: Rates, *, offload: bool = False) -> list[Pattern]:
+def patterns_of(block: Block, rates: Rates, *, offload: bool = False, cost: str = "seconds") -> list[Pattern]:
     """The patterns of a block that none beats, fewest bytes first.
 
     Args:
-        offload: whether tensors may go to host memory.
+        offload: whether tensors may go to host memory. cost: the field of a pattern that is to be small.
     """
     table = _Table(block, rates)
     found: dict[tuple[str, ...], tuple[float, int]] = {}
@@ -64,9 +67,14 @@ def patterns_of(block: Block, rates: Rates, *, offload: bool = False) -> list[Pa
     for names, (seconds, flops) in found.items():
         sizes = {name: table.bytes[name] for name in names}
         total = block.carry_bytes + sum(sizes.values())
-        out += [Pattern(total - moved, seconds, moved, flops, tuple(n for n in names if n not in away), away)
+        out += [Pattern(total - moved, seconds + _kept_seconds(total - moved, moved, rates), moved, flops,
+                        tuple(n for n in names if n not in away), away)
                 for away, moved in _moves(block, sizes, offload)]
-    return undominated(out)
+    return undominated(out, cost)
+
+
+def _kept_seconds(here: int, away: int, rates: Rates) -> float:
+    return (STACKED * here + AWAY * away) / rates.memory
 
 
 def _moves(block: Block, sizes: Mapping[str, int], offload: bool) -> list[tuple[tuple[str, ...], int]]:
@@ -81,15 +89,18 @@ def _moves(block: Block, sizes: Mapping[str, int], offload: bool) -> list[tuple[
     return [(names, total) for total, names in sums.items()]
 
 
-def undominated(patterns: list[Pattern]) -> list[Pattern]:
-    """Those that no other equals or beats in bytes, seconds and host bytes at once; one of each set of equals."""
-    ordered = sorted(patterns, key=lambda p: (p.bytes, p.seconds, p.host_bytes, len(p.offload), p.text()))
+def undominated(patterns: list[Pattern], cost: str = "seconds") -> list[Pattern]:
+    """Those that no other equals or beats in bytes, cost and host bytes at once; one of each set of equals."""
+    def costs(pattern: Pattern) -> float:
+        return getattr(pattern, cost)
+
+    ordered = sorted(patterns, key=lambda p: (p.bytes, costs(p), p.host_bytes, p.seconds, len(p.offload), p.text()))
     out: list[Pattern] = []
-    seconds, host = np.empty(0), np.empty(0)
+    least, host = np.empty(0), np.empty(0)
     for pattern in ordered:
-        if not np.any((seconds <= pattern.seconds) & (host <= pattern.host_bytes)):
+        if not np.any((least <= costs(pattern)) & (host <= pattern.host_bytes)):
             out.append(pattern)
-            seconds, host = np.append(seconds, pattern.seconds), np.append(host, pattern.host_bytes)
+            least, host = np.append(least, costs(pattern)), np.append(host, pattern.host_bytes)
     return out
 
 
@@ -158,7 +169,7 @@ class _Table:
         if step.all_flops:
             self.seconds += made / (rates.flops[step.dtype] * rates.devices)
         if step.name or step.all_flops:
-            self.seconds += sum(row * (2.0 * size / rates.memory) for row, size in zip(wanted, step.bytes))
+            self.seconds += sum(row * (AGAIN * size / rates.memory) for row, size in zip(wanted, step.bytes))
 
 
 def _bound_makers(block: Block) -> dict[tuple[int, ...], str]:
@@ -192,5 +203,12 @@ def kept_under(block: Block, rates: Rates, policy: str, wanted: Collection[str])
     """What a block keeps and makes again under a policy that keeps these names."""
     table = _Table(block, rates, wanted)
     held = tuple(name for name, row in zip(table.names, table.kept) if row[0])
-    return Pattern(block.carry_bytes + sum(table.bytes[name] for name in held), float(table.seconds[0]), 0,
-                   int(table.flops[0]), held, policy=policy)
+    size = block.carry_bytes + sum(table.bytes[name] for name in held)
+    return Pattern(size, float(table.seconds[0]) + _kept_seconds(size, 0, rates), 0, int(table.flops[0]), held,
+                   policy=policy)
+
+
+def everything(block: Block, rates: Rates, policy: str) -> Pattern:
+    """What a block keeps without any checkpoint: all that its backward pass reads, each kernel's own way."""
+    size = block.carry_bytes + block.none_bytes
+    return Pattern(size, _kept_seconds(size, 0, rates), policy=policy)

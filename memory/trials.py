@@ -1,0 +1,149 @@
+"""Configs of one search, compiled by workers: each once, cached, in parallel, until the search or its user is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memory import compare_cache, compare_run, roofline
+from memory.auto import FULL, Compiled, Problem, Search, Tried
+from memory.errors import ReportError
+from memory.least import Passes, Plan
+from memory.patterns import Rates
+from memory.recompute import Block
+from memory.targets import Target
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
+
+# Keys as the command line gives them: dotted key -> text.
+Keys = Mapping[str, str]
+
+
+class Stopped(Exception):
+    """The search ends with what it has: Ctrl-C, its time or its compiles are over. The reason is its argument."""
+
+
+class NoLink(ReportError):
+    """A target without rates: there is no roofline to judge by."""
+
+
+@dataclasses.dataclass
+class Trials:
+    """Compiles variants of a config on a target.
+
+    Fields:
+        config, overrides: as the command line gives them; they hold in every variant but where it sets the same key.
+        pool: the workers. cache: the folder of finished rows, None for none.
+        progress: is told what is under way. most, seconds: after so many compiles (cached ones aside), or so many
+            seconds, `Stopped` is raised instead of another one.
+    """
+
+    config: str
+    target: Target
+    overrides: Sequence[tuple[str, str]]
+    trainer: Trainer
+    pool: compare_run.Pool
+    cache: Path | None
+    progress: compare_run.Progress = lambda labels, done: None
+    most: float = math.inf
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        from memory.compiler import versions
+
+        self.compiles, self._began = 0, time.monotonic()
+        self._stated, self._sources = versions(), compare_cache.source_digest(self.trainer.sources())
+        self._done: dict[str, dict[str, Any]] = {}
+        rates = roofline.figures(self.target)
+        if rates is None:
+            raise NoLink(f"target {self.target.name}: nothing is known of its rates, so no time can be predicted")
+        self.rates = rates
+
+    def flat(self, keys: Keys) -> dict[str, Any]:
+        """The whole config of a variant, dotted key -> value. Raises the trainer's errors."""
+        return self.trainer.config(self.config, [*self.overrides, *keys.items()])
+
+    def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
+        """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
+        return self._ask([self._job(keys) for keys in variants])
+
+    def describe(self, keys: Keys) -> dict[str, Any]:
+        """What `Trainer.describe` tells of a variant. Raises ReportError where it cannot run; Stopped."""
+        answer = self._ask([self._job(keys, describe=True)])[0]
+        if answer["status"] != "ok":
+            raise ReportError(answer["status"])
+        return answer
+
+    def _job(self, keys: Keys, describe: bool = False) -> compare_run.Job:
+        flat = self.flat(keys)
+        name = compare_cache.key(flat, self.target.name, self._stated, self._sources, False)
+        pairs = (*self.overrides, *keys.items())
+        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
+        return compare_run.Job(self.config, self.target.name, pairs, {}, name + "-block" * describe, label[:60], flat,
+                               describe)
+
+    def _ask(self, jobs: Sequence[compare_run.Job]) -> list[dict[str, Any]]:
+        new = list({job.name: job for job in jobs if job.name not in self._done}.values())
+        cached = {job.name: found for job in new if self.cache and (found := compare_cache.read(self.cache, job.name))}
+        self._done |= cached
+        left = [job for job in new if job.name not in cached]
+        if left and self.compiles >= self.most:
+            raise Stopped(f"{self.compiles} programs were compiled, and more are not allowed")
+        if left and time.monotonic() - self._began > self.seconds:
+            raise Stopped(f"{self.seconds:g} s are over")
+        if left:
+            answers, interrupted = compare_run.ask(self.pool, left, cache=self.cache, progress=self.progress)
+            self._done |= answers
+            self.compiles += sum(not job.describe for job in left if job.name in answers)
+            if interrupted:
+                raise Stopped("Ctrl-C")
+        return [self._done[job.name] for job in jobs]
+
+    # ---- the least recomputation of a variant ------------------------------------------------------------------
+
+    def search(self, keys: Keys, *, cost: str = "time", offload: bool = False,
+               tell: Callable[[Tried], None] = lambda tried: None) -> Search:
+        """The search for the least recomputation of a variant. Raises ReportError for one that cannot run; Stopped."""
+        told = self.describe({**keys, **_whole(FULL)})
+        full = self.compile([{**keys, **_whole(FULL)}])[0]
+        if full["status"] != "ok":
+            raise ReportError(full["status"])
+        by_phase = roofline.seconds(full["work"], self.rates).by_phase
+        rates = Rates({unit: self.rates.flops_per_s(unit) for unit in roofline.UNITS}, self.rates.hbm_bytes_per_s,
+                      self.target.n_devices)
+        passes = Passes(by_phase["forward"] / told["micro_steps"], by_phase["backward"] / told["micro_steps"],
+                        self.rates.host_link_bytes_per_s if offload else 0.0)
+        problem = Problem(Block.from_json(told["block"]), rates, passes, cost, offload, self.host_budget,
+                          told["policies"])
+
+        def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
+            return [self.compiled(answer) for answer in self.compile([{**keys, **plan_keys(plan)} for plan in plans])]
+
+        return Search(problem, compile_plans, tell)
+
+    @property
+    def host_budget(self) -> float:
+        """Bytes of host memory for one device."""
+        return self.target.host_memory_bytes / max(self.target.devices_per_host, 1) or math.inf
+
+    def compiled(self, answer: Mapping[str, Any]) -> Compiled:
+        """A worker's answer as a search takes it; seconds are of one update."""
+        if answer["status"] != "ok":
+            return Compiled(status=answer["status"])
+        once = roofline.seconds(answer["work"], self.rates).total
+        return Compiled(answer["allocated_bytes"], answer["host_bytes"], once * answer["calls_per_update"],
+                        answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"])
+
+
+def plan_keys(plan: Plan) -> dict[str, str]:
+    """A plan as keys of a config, with what would contradict it set back."""
+    return {"remat.save": "()", "remat.offload": "()", **plan.keys()}
+
+
+def _whole(policy: str) -> dict[str, str]:
+    return {"remat.save": "()", "remat.offload": "()", "remat.policy": policy, "remat.layers": "()"}
