@@ -109,8 +109,8 @@ class Trials:
     def search(self, keys: Keys, *, cost: str = "time", offload: bool = False,
                tell: Callable[[Tried], None] = lambda tried: None) -> Search:
         """The search for the least recomputation of a variant. Raises ReportError for one that cannot run; Stopped."""
-        told = self.describe({**keys, **_whole(FULL)})
-        full = self.compile([{**keys, **_whole(FULL)}])[0]
+        told = self.describe({**keys, **policy_keys(FULL)})
+        full = self.compile([{**keys, **policy_keys(FULL)}])[0]
         if full["status"] != "ok":
             raise ReportError(full["status"])
         by_phase = roofline.seconds(full["work"], self.rates).by_phase
@@ -145,5 +145,6 @@ def plan_keys(plan: Plan) -> dict[str, str]:
     return {"remat.save": "()", "remat.offload": "()", **plan.keys()}
 
 
-def _whole(policy: str) -> dict[str, str]:
+def policy_keys(policy: str) -> dict[str, str]:
+    """One policy for every layer, as keys of a config."""
     return {"remat.save": "()", "remat.offload": "()", "remat.policy": policy, "remat.layers": "()"}

@@ -1,0 +1,281 @@
+"""From a budget to the configuration to run: the tuning flow, walked by compiling.
+
+A bf16 baseline; where it does not fit, the least recomputation; where that does not, tensors and then state in host
+memory; last, if allowed, a narrower arithmetic. Of what fits, the micro-batch is raised while that is predicted to pay,
+and micro-batches are accumulated to the asked batch. Meshes are judged by the step that recomputes everything: its
+predicted time without the recomputation is what no plan on that mesh can beat.
+
+The JSON of a fit has these keys (sizes are bytes on ONE device):
+
+- `best`: null where nothing fits, else a row of `memory.compare` with `flags`, what to add to the command line.
+- `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_step_seconds`,
+  `recompute_flops_fraction`, `fits` and `verdict`; null where a variant cannot run.
+- `certificate`: null where something fits, else the tightest variant: `keys`, `flags`, `what`, `allocated_bytes`,
+  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`.
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `target`, `versions`; `programs`: compiled, cached ones aside;
+  `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memory import roofline
+from memory.auto import EVEN, FULL, NONE, TIE, Search, Tried
+from memory.compare import Row
+from memory.fit_space import Keys, Space, Squeeze, words
+from memory.least import Plan
+from memory.patterns import Pattern, kept_under
+from memory.text import human
+from memory.trials import Stopped, Trials, plan_keys, policy_keys
+
+# Compiles of one search for a plan, and of neighbours of the choice that are looked at.
+MOST_PLANS, MOST_NEIGHBOURS = 6, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One variant of the walk: `stage` and `what` in words, its keys, and the worker's answer."""
+
+    stage: str
+    what: str
+    keys: Mapping[str, str]
+    answer: Mapping[str, Any]
+    fits: bool
+    verdict: str
+    seconds: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.answer["status"] == "ok"
+
+    @property
+    def allocated(self) -> int:
+        return self.answer.get("allocated_bytes", 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
+                **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
+                "predicted_step_seconds": self.seconds, "fits": self.fits, "verdict": self.verdict}
+
+
+class Walk:
+    """The search. `run` walks to the end or until it is stopped; `best` is then the choice.
+
+    Args:
+        trials: compiles. space: what may be tried. budget: bytes on one device. tell: is told each step as it is done.
+    """
+
+    def __init__(self, trials: Trials, space: Space, budget: int, tell: Callable[[Step], None] = lambda step: None):
+        self.trials, self.space, self.budget, self._tell = trials, space, budget, tell
+        self.steps: list[Step] = []
+        self.best: Step | None = None
+        self.tightest: Step | None = None
+        self.stopped = ""
+        self._search: Search | None = None
+        self._plan: Plan | None = None
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        """Walks; `stopped` says why it ended early."""
+        try:
+            self._walk()
+        except Stopped as reason:
+            self.stopped = str(reason)
+        self.seconds = time.monotonic() - self._began
+
+    # ---- one variant -------------------------------------------------------------------------------------------
+
+    def note(self, stage: str, keys: Mapping[str, str], answer: Mapping[str, Any], plan: str = "") -> Step:
+        """Writes a variant into the walk, and down as the best or the tightest if it is."""
+        known = next((step for step in self.steps if step.keys == keys), None)
+        if known is not None:
+            return known
+        what = ", ".join(filter(None, (words(keys, self.space), plan)))
+        if answer["status"] != "ok":
+            step = Step(stage, what, keys, answer, False, f"cannot run: {answer['status']}")
+        else:
+            step = self._judged(stage, what, keys, answer)
+        self.steps.append(step)
+        self._tell(step)
+        return step
+
+    def _judged(self, stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any]) -> Step:
+        over = answer["allocated_bytes"] - self.budget
+        host = answer["host_bytes"] - self.trials.host_budget
+        seconds = Row.of({}, answer).predicted_step_seconds
+        fits = over <= 0 and host <= 0
+        verdict = f"{human(over)} too much" if over > 0 else ""
+        verdict = verdict or (f"{human(int(host))} too much on the host" if host > 0 else "")
+        step = Step(stage, what, keys, answer, fits, verdict, seconds)
+        if fits:
+            better = self.best is None or seconds < self.best.seconds
+            step = dataclasses.replace(step, verdict="fits, fastest so far" if better else "fits")
+            self.best = step if better else self.best
+        if self.tightest is None or max(over, 0) + max(host, 0) < self._missing(self.tightest):
+            self.tightest = step
+        return step
+
+    def _missing(self, step: Step) -> float:
+        return (max(step.allocated - self.budget, 0)
+                + max(step.answer["host_bytes"] - self.trials.host_budget, 0))
+
+    def _try(self, stage: str, variants: Sequence[Mapping[str, str]], plan: str = "") -> list[Step]:
+        answers = self.trials.compile(variants)
+        return [self.note(stage, keys, answer, plan) for keys, answer in zip(variants, answers)]
+
+    # ---- the walk ----------------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        space, base = self.space, self.space.baseline()
+        meshes = space.meshes()
+        first = {**base, **meshes[0], **space.batch(meshes[0], space.micros(meshes[0])[0])}
+        if "remat" not in space.levers:
+            self._without_remat(base, meshes)
+            return
+        least = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
+        self.trials.compile([{**first, **policy_keys(NONE)}, *({**keys, **policy_keys(FULL)} for keys in least)])
+        self._try("baseline", [{**first, **policy_keys(NONE)}], NONE)
+        for squeeze in space.squeezes():
+            self._squeezed(squeeze, base, meshes)
+            if self.best is not None:
+                self._neighbours()
+                return
+
+    def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
+        """Looks for plans under a squeeze, on each mesh that can still win, the most promising first."""
+        stage = "mesh" if squeeze is self.space.squeezes()[0] else "squeeze"
+        starts = []
+        for mesh in meshes:
+            sizes = self._sizes(squeeze, mesh)
+            if sizes:
+                starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
+        steps = self._try(stage, [{**keys, **policy_keys(FULL)} for _, keys in starts], FULL)
+        ranked = sorted(((self._bound(step), number) for number, step in enumerate(steps)
+                         if step.ok and (step.fits or squeeze.activations)))
+        for bound, number in ranked:
+            if self.best is None or bound < self.best.seconds * (1 - TIE):
+                self._raise(squeeze, base, starts[number][0])
+
+    def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
+        sizes = self.space.micros(mesh)
+        return [size for size in sizes if self.space.sequences == size * self.space.ranks(mesh)] \
+            if squeeze.whole else sizes
+
+    def _bound(self, step: Step) -> float:
+        """Seconds of an update that no plan on the same mesh with the same micro-batch beats: nothing recomputed."""
+        by_phase = roofline.seconds(step.answer["work"], self.trials.rates).by_phase
+        return step.seconds - by_phase["recompute"] * step.answer["calls_per_update"]
+
+    def _raise(self, squeeze: Squeeze, base: Keys, mesh: Keys) -> None:
+        """The least recomputation for one micro-batch after the other, while the larger one pays."""
+        before: float | None = None
+        for size in self._sizes(squeeze, mesh):
+            keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
+            full = self._try("micro", [{**keys, **policy_keys(FULL)}], FULL)[0]
+            lost = self.best is not None and full.ok and self._bound(full) >= self.best.seconds * (1 - TIE)
+            if not full.ok or lost or not (full.fits or squeeze.activations):
+                return
+            seconds = self._least(keys, squeeze.activations)
+            if seconds is None or (before is not None and seconds >= before * (1 - TIE)):
+                return
+            before = seconds
+
+    def _least(self, keys: Keys, activations: bool) -> float | None:
+        """Predicted seconds of the least recomputation of a variant, None where no plan fits."""
+        def tell(tried: Tried) -> None:
+            asked = {**keys, **plan_keys(tried.plan)}
+            self.note("remat", asked, self.trials.compile([asked])[0], str(tried.plan))
+
+        search = self.trials.search(keys, offload=activations, tell=tell)
+        found = search.run(self.budget, most=MOST_PLANS, at_once=2).best
+        if found is None:
+            return None
+        chosen = {**keys, **plan_keys(found.plan)}
+        # Predictions within TIE are even: the search prefers the plan that recomputes less, and so do we.
+        step = next(step for step in self.steps if step.keys == chosen)
+        if self.best is not None and step.seconds <= self.best.seconds * (1 + TIE) and _same(self.best.keys, keys):
+            self.best = step
+        if self.best is not None and self.best.keys == chosen:
+            self._search, self._plan = search, found.plan
+        return step.seconds
+
+    def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
+        """The same with the policy of the config: meshes and micro-batches alone."""
+        for squeeze in self.space.squeezes():
+            for mesh in meshes:
+                before: float | None = None
+                for size in self._sizes(squeeze, mesh):
+                    keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
+                    step = self._try("micro", [keys])[0]
+                    if not step.fits or (before is not None and step.seconds >= before * (1 - TIE)):
+                        break
+                    before = step.seconds
+            if self.best is not None:
+                return
+
+    def _neighbours(self) -> None:
+        """Looks whether one name more, or the next micro-batch, would fit and be faster; goes on from there if so."""
+        for _ in range(MOST_NEIGHBOURS):
+            before = self.best
+            if self._search is None:
+                return
+            self._one_name_more(self._search, self._plan)
+            if self.best is before:
+                return
+
+    def _one_name_more(self, search: Search, plan: Plan) -> None:
+        keys = {key: text for key, text in self.best.keys.items() if not key.startswith("remat.")}
+        block, rates = search.problem.block, search.problem.rates
+        more = []
+        for name in block.names:
+            ranges = tuple((_with(pattern, name, block, rates), count) for pattern, count in plan.ranges)
+            other = Plan(ranges)
+            if other.bytes > plan.bytes and search.cost(other) < search.cost(plan) * (1 - EVEN):
+                more.append(other)
+        more = [other for other in sorted(more, key=search.cost) if search.predict(other) <= self.budget]
+        variants = [{**keys, **plan_keys(other)} for other in more[:MOST_NEIGHBOURS]]
+        for other, asked, answer in zip(more, variants, self.trials.compile(variants)):
+            if self.note("neighbour", asked, answer, str(other)) is self.best:
+                self._plan = other
+
+    # ---- what it came to ---------------------------------------------------------------------------------------
+
+    def to_json(self, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
+                measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The fit as JSON values (see the module). `flags`: the words of the command line for some keys."""
+        best, certificate = None, None
+        if self.best is not None:
+            row = Row.of(dict(self.best.keys), self.best.answer)
+            best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
+                "flags": flags(self.best.keys), "what": self.best.what}
+        elif self.tightest is not None:
+            tight = self.tightest
+            certificate = {
+                "keys": dict(tight.keys), "flags": flags(tight.keys), "what": tight.what,
+                "allocated_bytes": tight.allocated, "missing_bytes": max(tight.allocated - self.budget, 0),
+                "host_bytes": tight.answer["host_bytes"],
+                "host_missing_bytes": max(int(tight.answer["host_bytes"] - self.trials.host_budget), 0)
+                if self.trials.host_budget != float("inf") else 0,
+                "breakdown": dict(tight.answer["breakdown"])}
+        return {
+            "best": best, "walk": [step.to_json() for step in self.steps], "certificate": certificate,
+            "budget_bytes": self.budget, "host_budget_bytes": self.trials.target.host_memory_bytes or None,
+            "batch_tokens": self.space.tokens, "target": self.trials.target.to_json(), "versions": dict(versions),
+            "programs": self.trials.compiles, "seconds": getattr(self, "seconds", 0.0), "stopped": self.stopped,
+        }
+
+
+def _with(pattern: Pattern, name: str, block: Any, rates: Any) -> Pattern:
+    """The pattern with one more name on the device; one that moves tensors to the host stays as it is."""
+    if pattern.offload or name in pattern.save:
+        return pattern
+    return dataclasses.replace(kept_under(block, rates, "", (*pattern.save, name)), policy="")
+
+
+def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
+    """Whether two sets of keys differ in recomputation alone."""
+    return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
