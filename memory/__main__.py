@@ -28,10 +28,12 @@ examples:
       --remat=none,full --target=h100:8 --html=growth.html      growth charts; again: it resumes
   python -m memory levers --config=llama_8b --target=h200 --html=levers.html
                                                                 what each memory saving saves, and costs
+  python -m memory fit --config=llama_8b --target=h100:8 --batch-tokens=4194304
+                                                                the fastest way to train this there, by compiling
   python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
   python -m memory estimate --params=7e9                        formulas only, at once
 
-exit codes: 0 done, 1 grew above --fail-above, 2 a mistake in the command or its files,
+exit codes: 0 done, 1 grew above --fail-above, 2 a mistake in the command or its files, 3 nothing fits,
 130 stopped by Ctrl-C"""
 
 # Subcommand -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does).
@@ -39,6 +41,7 @@ COMMANDS = {
     "report": ("memory.report_command", "peak, composition, ledger, timeline and findings of one program"),
     "compare": ("memory.compare_command", "policies and any other keys of a config against each other, in parallel"),
     "levers": ("memory.levers_command", "the staircase: fp32, bf16, chunked loss, flash attention, remat ... in bytes"),
+    "fit": ("memory.fit_command", "from a budget to the configuration to run: remat, micro-batch, mesh, offload"),
     "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
     "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),

@@ -70,21 +70,22 @@ class Trials:
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
         """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
-        return self._ask([self._job(keys) for keys in variants])
+        return self._ask([self.job(keys) for keys in variants])
 
     def describe(self, keys: Keys) -> dict[str, Any]:
         """What `Trainer.describe` tells of a variant. Raises ReportError where it cannot run; Stopped."""
-        answer = self._ask([self._job(keys, describe=True)])[0]
+        answer = self._ask([self.job(keys, describe=True)])[0]
         if answer["status"] != "ok":
             raise ReportError(answer["status"])
         return answer
 
-    def _job(self, keys: Keys, describe: bool = False) -> compare_run.Job:
-        flat = self.flat(keys)
-        name = compare_cache.key(flat, self.target.name, self._stated, self._sources, False)
+    def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> compare_run.Job:
+        """What compiles a variant, for another target than the search's where one is given."""
+        flat, target = self.flat(keys), target or self.target.name
+        name = compare_cache.key(flat, target, self._stated, self._sources, measure)
         pairs = (*self.overrides, *keys.items())
         label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
-        return compare_run.Job(self.config, self.target.name, pairs, {}, name + "-block" * describe, label[:60], flat,
+        return compare_run.Job(self.config, target, pairs, {}, name + "-block" * describe, label[:60], flat,
                                describe)
 
     def _ask(self, jobs: Sequence[compare_run.Job]) -> list[dict[str, Any]]:
