@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from memory import estimate, formulas, kept
 from memory.errors import ReportError
+from memory.state import PRECISIONS, state_bytes
 from memory.traffic import accumulation
 
 # Policies whose tensors are names, and those that keep the products with weights: on the device, on the host.
@@ -25,8 +26,8 @@ class Formula:
     """A step by formula: bytes on one device, FLOPs of one call over all; None where no formula has a word.
 
     accumulator_bytes: summed gradients, 0 without accumulation. residual_bytes: what all layers keep; host_bytes: what
-    they keep in host memory. peak_bytes: all of it, one layer made again, embedding, head and logits. notes: why the
-    compiler may differ.
+    they keep in host memory; state_host_bytes: state that lies there. peak_bytes: all of it on the device, one layer
+    made again, embedding, head and logits. notes: why the compiler may differ.
     """
 
     params_bytes: float
@@ -39,6 +40,7 @@ class Formula:
     model_flops: float
     hardware_flops: float | None
     notes: tuple[str, ...] = ()
+    state_host_bytes: float = 0.0
 
 
 class Kept(NamedTuple):
@@ -60,8 +62,6 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         platform: of the target; on "cpu" there is no other memory to offload to.
     """
     segments, resolved = settled["segments"], {**config, **settled}
-    if config.get("model.mlp_chunk"):
-        return "model.mlp_chunk: the published formulas hold the MLP's tensors whole"
     try:
         asked = estimate.question_of(resolved)
     except ReportError as error:
@@ -73,15 +73,17 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     # Devices of a ring hold their share of every sequence.
     asked = dataclasses.replace(asked, batch=micro / resolved["mesh.context"])
     state, copy = _state(asked, config, micro_steps)
-    shape = {"attention": asked.attention, "itemsize": _itemsize(asked)}
-    whole = formulas.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch, **shape)
+    precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
+    whole = formulas.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
+                                 tile=asked.mlp_tokens, **precision)
+    tile = formulas.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
     parts = [_kept(asked, segment, resolved, platform, whole) for segment in segments]
     model_flops = formulas.model_flops(asked.model, asked.sequence, sequences)
     residuals = host = peak = hardware = None
     if None not in parts:
         residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
         again = max(whole - part.layer for part in parts)
-        peak = (sum(state.values()) + copy + residuals + max(again, 0.0)
+        peak = (sum(state.values()) - state["state_host"] + copy + residuals + max(again, 0.0) + tile
                 + formulas.outside_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
                                          itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
         hardware = model_flops + sum(part.again for part in parts) * sequences * asked.sequence
@@ -101,19 +103,19 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
     """
     def spread(zero: int) -> dict[str, float]:
         layout = dataclasses.replace(asked.layout, zero=zero)
-        each = formulas.state_bytes_per_parameter(asked.precision, asked.optimizer, layout)
-        return {role: size * asked.parameters for role, size in each.items()}
+        return state_bytes(asked.parameters, estimate.fused_parameters(asked.model), precision=asked.precision,
+                           optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused)
 
     stage, summed = asked.layout.zero, micro_steps > 1
     state = spread(3 if stage else 0)
     state["gradients"] = spread(stage)["gradients"]
     like = state["gradients" if config["batch.mode"] == "scan" else "params"]
     copy = asked.parameters * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
-    return {**state, "accumulator": like if summed else 0.0}, copy
+    return {"state_host": state.pop("host"), **state, "accumulator": like if summed else 0.0}, copy
 
 
 def _itemsize(asked: estimate.Question) -> int:
-    return formulas.PRECISIONS[asked.precision].activation
+    return PRECISIONS[asked.precision].activation
 
 
 def _kernel_flops(model: formulas.Model, sequence: int, sequences: int) -> float:
@@ -125,18 +127,22 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
           whole: float) -> Kept | None:
     """What one segment keeps and makes again, None where its policy has no formula; `whole`: one layer's tensors."""
     policy, layers, groups, model = segment["policy"], segment["layers"], segment["groups"], asked.model
+    tiled = asked.mlp_tokens > 0
     if policy == "none":
-        return Kept(layers * whole, 0.0, whole, 0.0)
+        return Kept(layers * whole, 0.0, whole, layers * kept.tiles_flops(model, asked.sequence) if tiled else 0.0)
     if policy not in NAMES + PRODUCTS:
         return None
     save, offload = set(segment["save"]), set(segment["offload"])
     if policy in PRODUCTS:
         (offload if policy == "offload_dots" else save).update(kept.WEIGHT_PRODUCTS)
-    stay = _outside(config, save | offload)
+    stay = _outside(config, save | offload) | (frozenset(("mid",)) if tiled else frozenset())
+    if tiled:
+        save, offload = save - kept.TILED, offload - kept.TILED
     path = kept.walk(model, asked.attention, save | offload | stay)
     moved = path.kept & offload - stay if platform != "cpu" else frozenset()
     device, host = (kept.bytes_of(names, model, asked.layout, asked.sequence, asked.sequence * asked.batch,
-                                  _itemsize(asked)) for names in (path.kept - moved, moved))
+                                  _itemsize(asked), PRECISIONS[asked.precision].operand)
+                    for names in (path.kept - moved, moved))
     again = layers * kept.made_again_flops(model, asked.attention, path.again, asked.sequence)
     if groups == 1:
         return Kept(device * layers, host * layers, device, again)
@@ -163,6 +169,7 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
         (unknown, f"{', '.join(unknown)}: no formula says which tensors such a policy keeps"),
         ("none" in policies, "none: plain autodiff keeps more than the tensors that the papers count"),
         (platform == "cpu" and asked.precision == "bf16", "the CPU widens 16-bit tensors to float32"),
+        (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
         (asked.layout.zero in (1, 2), "total: the formula has a whole copy of the parameters, made once a step"),
         (config["model.attention"] == "chunked",
          "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
@@ -202,8 +209,9 @@ def share(compiler: float | None, formula: float | None) -> float | None:
 
 
 def lines(formula: Formula, peak_bytes: int, breakdown: Mapping[str, int],
-          flops: Mapping[str, float | None]) -> list[Line]:
+          flops: Mapping[str, float | None], host_bytes: int = 0) -> list[Line]:
     """A report's figures beside the formulas'; `flops` holds `model_flops` and `hardware_flops`."""
+    host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [("parameters", "params", formula.params_bytes), ("gradients", "gradients", formula.gradients_bytes),
             ("optimizer state", "optimizer", formula.optimizer_bytes),
             ("accumulated gradients", "accumulator", formula.accumulator_bytes),
@@ -211,5 +219,6 @@ def lines(formula: Formula, peak_bytes: int, breakdown: Mapping[str, int],
     out = [Line(title, "bytes", breakdown.get(name, 0), by_formula) for title, name, by_formula in rows
            if name != "accumulator" or by_formula or breakdown.get(name)]
     return [*out, Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
+            *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
             Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
             Line("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops)]

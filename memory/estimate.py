@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from memory import formulas
+from memory import formulas, state
 from memory.errors import ReportError
 from memory.formulas import Layout, Model
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
-ROLES = ("params", "gradients", "optimizer")
 
 NOTES = (
     "Formulas only: kernels' workspace, gathered parameters, fragmentation and what the compiler keeps besides are "
@@ -27,7 +26,9 @@ class Question:
     Fields:
         parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
         logit_tokens: tokens of a replica that have logits at once, None for all.
-        attention, precision, optimizer: rows of the tables in memory/formulas.py.
+        attention, precision, optimizer, offload: rows of the tables in memory/formulas.py and memory/state.py.
+        mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
+        the backward pass.
     """
 
     parameters: float
@@ -39,6 +40,9 @@ class Question:
     optimizer: str = "adamw"
     attention: str = "naive"
     logit_tokens: int | None = None
+    mlp_tokens: int = 0
+    offload: str = "none"
+    fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +66,12 @@ class Activations:
 class Estimate:
     """`state`: bytes on a device by role; `activations` and `hardware_flops` by recomputation policy.
 
-    FLOPs are of one micro-step over all replicas.
+    `host`: bytes of state in host memory, in no total. FLOPs are of one micro-step over all replicas.
     """
 
     question: Question
     state: Mapping[str, float]
+    host: float
     activations: Mapping[str, Activations]
     model_flops: float
     hardware_flops: Mapping[str, float]
@@ -77,25 +82,29 @@ class Estimate:
         return sum(self.state.values()) + self.activations[policy].total
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: `question`, `per_parameter` (bytes), `policies` {policy: {role: bytes, ..., total}}, FLOPs."""
+        """Plain values: `question`, `per_parameter` (bytes), `policies` {policy: {role: bytes, ..., host, total}},
+        FLOPs."""
         q = self.question
         policies = {policy: {**self.state, **dataclasses.asdict(found), "activations": found.total,
-                             "total": self.total(policy), "hardware_flops": self.hardware_flops[policy]}
+                             "host": self.host, "total": self.total(policy),
+                             "hardware_flops": self.hardware_flops[policy]}
                     for policy, found in self.activations.items()}
         return {"question": dataclasses.asdict(q), "model_flops": self.model_flops, "policies": policies,
-                "per_parameter": formulas.state_bytes_per_parameter(q.precision, q.optimizer, q.layout),
+                "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
                 "notes": list(self.notes)}
 
 
 def estimate(question: Question) -> Estimate:
     """The formulas of memory/formulas.py, put together for one device (the first stage's, of a pipeline)."""
     q, layout = question, question.layout
-    per_parameter = formulas.state_bytes_per_parameter(q.precision, q.optimizer, layout)
-    itemsize = formulas.PRECISIONS[q.precision].activation
+    held = state.state_bytes(q.parameters, fused_parameters(q.model), precision=q.precision, optimizer=q.optimizer,
+                             layout=layout, offload=q.offload, fused=q.fused)
+    itemsize = state.PRECISIONS[q.precision].activation
     layers = formulas.layers_in_flight(q.model.layers, layout)
     outside = formulas.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=itemsize,
                                      logit_tokens=q.logit_tokens)
-    shape = {"attention": q.attention, "itemsize": itemsize}
+    shape = {"attention": q.attention, "itemsize": itemsize, "operand": state.PRECISIONS[q.precision].operand,
+             "tile": q.mlp_tokens}
     found = {}
     for policy in formulas.RECOMPUTE:
         kept, again = (rule(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
@@ -105,10 +114,19 @@ def estimate(question: Question) -> Estimate:
     notes = NOTES
     if q.attention == "flash":
         notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
-    return Estimate(q, {role: per_parameter[role] * q.parameters for role in ROLES}, found,
+    return Estimate(q, {role: held[role] for role in state.ROLES}, held["host"], found,
                     formulas.model_flops(q.model, q.sequence, sequences),
-                    {policy: formulas.hardware_flops(q.model, q.sequence, sequences, _again(policy, q.attention))
+                    {policy: formulas.hardware_flops(q.model, q.sequence, sequences, _again(policy, q.attention),
+                                                     q.mlp_tokens > 0)
                      for policy in formulas.RECOMPUTE}, notes)
+
+
+def fused_parameters(model: Model) -> int:
+    """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
+    update until the layers have theirs, and one layer's or an untied token table's."""
+    table = model.vocabulary * model.width
+    layer = (formulas.parameter_count(model) - table * (1 if model.tied else 2)) // model.layers
+    return table + max(layer, 0 if model.tied else table)
 
 
 def _again(policy: str, attention: str) -> str:
@@ -154,6 +172,9 @@ KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
 # The trainer's sharding strategies -> ZeRO stages.
 STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
+# (offload.optimizer, offload.params) -> row of the formulas.
+OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
+
 
 def question_of(config: Mapping[str, Any]) -> Question:
     """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
@@ -164,7 +185,7 @@ def question_of(config: Mapping[str, Any]) -> Question:
     Raises:
       ReportError: a config that names what the formulas do not know.
     """
-    for key, table in (("precision.preset", formulas.PRECISIONS), ("optimizer.name", formulas.OPTIMIZERS),
+    for key, table in (("precision.preset", state.PRECISIONS), ("optimizer.name", state.OPTIMIZERS),
                        ("model.attention", KERNELS), ("mesh.strategy", STAGES)):
         if config[key] not in table:
             raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
@@ -182,6 +203,8 @@ def question_of(config: Mapping[str, Any]) -> Question:
     # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences in float32.
     short = config["precision.preset"] == "fp32" and config["data.seq_len"] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
+    offload = OFFLOADS[config["offload.optimizer"], config["offload.params"]]
     return Question(formulas.parameter_count(model), model, layout, config["data.seq_len"], config["batch.micro"],
                     config["precision.preset"], config["optimizer.name"], attention,
-                    config["loss.chunk"] if config["loss.kind"] == "chunked" else None)
+                    config["loss.chunk"] if config["loss.kind"] == "chunked" else None,
+                    m["mlp_chunk"] * config["batch.micro"], offload, config["optimizer.fused_backward"])

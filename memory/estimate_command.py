@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memory import formulas
+from memory import formulas, state
 from memory.errors import ReportError
 from memory.estimate import Estimate, Question, check, estimate, question_of, shape_for
 
@@ -29,7 +29,7 @@ SHAPE = {
 # Row -> (title, whether it is one of the parts of the total).
 ROWS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer and master copy",
         "kept": "activations of the layers", "recomputed": "one layer recomputed",
-        "outside": "embedding, head and logits", "total": "total"}
+        "outside": "embedding, head and logits", "total": "total", "host": "in host memory"}
 
 # Least total of a unit -> its name and size, and those of its binary neighbour: GB wherever they fit the columns.
 UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "MB", 1e6, "MiB", 2**20))
@@ -43,13 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
-    parser.add_argument("--zero", type=int, choices=formulas.ZERO, help="ZeRO stage over the data-parallel ranks")
+    parser.add_argument("--zero", type=int, choices=state.ZERO, help="ZeRO stage over the data-parallel ranks")
     parser.add_argument("--data", type=int, metavar="N", help="data-parallel ranks")
     parser.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel ranks")
     parser.add_argument("--sequence-parallel", action="store_true", help="norms and residual stream split as well")
-    parser.add_argument("--optimizer", choices=formulas.OPTIMIZERS)
-    parser.add_argument("--precision", choices=formulas.PRECISIONS)
+    parser.add_argument("--optimizer", choices=state.OPTIMIZERS)
+    parser.add_argument("--precision", choices=state.PRECISIONS)
     parser.add_argument("--attention", choices=formulas.ATTENTION)
+    parser.add_argument("--offload", choices=state.OFFLOAD, help="what lies in host memory")
+    parser.add_argument("--fused", action="store_true", help="layers updated one by one in the backward pass")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with inputs, opens offline")
 
@@ -126,7 +128,10 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
     layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
     if args.sequence_parallel:
         layout["sequence"] = True
-    rest = {name: value for name in ("optimizer", "precision", "attention") if (value := getattr(args, name))}
+    rest = {name: value for name in ("optimizer", "precision", "attention", "offload")
+            if (value := getattr(args, name))}
+    if args.fused:
+        rest["fused"] = True
     return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
 
 
@@ -153,6 +158,8 @@ def show(found: Estimate, console: Any = None) -> None:
         table.add_column(f"{policy}, {unit}", justify="right")
         table.add_column(binary, justify="right", style="dim")
     for row, title in ROWS.items():
+        if row == "host" and not found.host:
+            continue
         each = document["per_parameter"].get(row)
         sizes = [document["policies"][policy][row] for policy in found.activations]
         table.add_row(title, "" if each is None else f"{each:.4g}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from memory import formulas
+from memory import formulas, state
 from memory.estimate import ASPECT, NOTES, Question
 from memory.page import fill
 
@@ -23,14 +23,15 @@ def render(question: Question) -> str:
 def page_data(question: Question) -> dict[str, Any]:
     """What the script works with: the tables of the formulas, and the inputs' first values."""
     return {
-        "inputs": inputs(question), "aspect": ASPECT, "zero": formulas.ZERO,
+        "inputs": inputs(question), "aspect": ASPECT, "zero": state.ZERO,
         "layer": [row._asdict() for row in formulas.LAYER],
         "flash": formulas.FLASH._asdict(), "block_input": formulas.BLOCK_INPUT._asdict(),
         "outside": [row._asdict() for row in (formulas.EMBEDDING_MASK, *formulas.HEAD)],
         "logits": formulas.LOGITS._asdict(),
-        "precisions": {name: row._asdict() for name, row in formulas.PRECISIONS.items()},
-        "optimizers": {name: row._asdict() for name, row in formulas.OPTIMIZERS.items()},
-        "recompute": formulas.RECOMPUTE, "attention": formulas.ATTENTION,
+        "precisions": {name: row._asdict() for name, row in state.PRECISIONS.items()},
+        "optimizers": {name: row._asdict() for name, row in state.OPTIMIZERS.items()},
+        "offloads": state.OFFLOAD, "parts": state.ROLES, "recompute": formulas.RECOMPUTE,
+        "attention": formulas.ATTENTION,
     }
 
 
@@ -41,7 +42,8 @@ def inputs(question: Question) -> dict[str, Any]:
         "parameters": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
         "kv_heads": model.kv_heads, "head_width": model.head_width, "mlp_width": model.mlp_width,
         "vocabulary": model.vocabulary, "gated": model.gated, "tied": model.tied, "dropout": model.dropout,
-        "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0, "attention": q.attention,
+        "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0,
+        "mlp_tokens": q.mlp_tokens, "offload": q.offload, "fused": q.fused, "attention": q.attention,
         "recompute": "none", "precision": q.precision, "optimizer": q.optimizer, "tensor": layout.tensor,
         "sequence_parallel": layout.sequence, "data": layout.data, "zero": layout.zero, "memory": 80,
     }

@@ -65,7 +65,8 @@ class Tensor(NamedTuple):
 
     name; size: what a token holds of it, a key of `token_sizes`; split: "tensor" is divided by t always, "sequence"
     only with sequence parallelism; itemsize: bytes, 0 for the activations' own; core: part of the attention core;
-    only: the Model field without which it does not exist.
+    only: the Model field without which it does not exist; operand: kept for products alone, in their dtype; tiled:
+    exists for a tile of positions at a time where the MLP is taken in tiles.
     """
 
     name: str
@@ -74,6 +75,8 @@ class Tensor(NamedTuple):
     itemsize: int = 0
     core: bool = False
     only: str = ""
+    operand: bool = False
+    tiled: bool = False
 
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1: with dropout, a GELU MLP of 4h and 16-bit activations this
@@ -81,9 +84,10 @@ class Tensor(NamedTuple):
 # with sequence parallelism all of it by t. Grouped keys (Ainslie et al. 2023, arXiv 2305.13245) and the third matrix
 # of SwiGLU (Shazeer 2020, arXiv 2002.05202) follow from the shapes. Left out: statistics of norms (two numbers a
 # token) and whatever else plain autodiff keeps: 46.4 sbh in the place of 26.3 on the paper's 22B layer, under XLA.
+# The context is an operand too, but a fused core reads it wide in its own gradient.
 LAYER = (
     Tensor("attention norm input", "width", "sequence"),
-    Tensor("qkv input", "width", "sequence"),
+    Tensor("qkv input", "width", "sequence", operand=True),
     Tensor("queries", "queries", "tensor"),
     Tensor("keys", "keys", "tensor"),
     Tensor("values", "keys", "tensor"),
@@ -93,10 +97,10 @@ LAYER = (
     Tensor("context", "queries", "tensor"),
     Tensor("attention dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("mlp norm input", "width", "sequence"),
-    Tensor("mlp input", "width", "sequence"),
-    Tensor("gate", "mlp", "tensor", only="gated"),
-    Tensor("up", "mlp", "tensor"),
-    Tensor("down input", "mlp", "tensor"),
+    Tensor("mlp input", "width", "sequence", operand=True, tiled=True),
+    Tensor("gate", "mlp", "tensor", only="gated", tiled=True),
+    Tensor("up", "mlp", "tensor", tiled=True),
+    Tensor("down input", "mlp", "tensor", operand=True, tiled=True),
     Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
 )
 
@@ -127,16 +131,24 @@ def token_sizes(model: Model, sequence: int) -> dict[str, int]:
             "vocabulary": model.vocabulary}
 
 
-def tensor_bytes(tensor: Tensor, model: Model, layout: Layout, sequence: int, tokens: int, itemsize: int) -> float:
-    """Bytes of one tensor on a device for `tokens` of sequences of `sequence`; `itemsize`: of the activations."""
+def tensor_bytes(tensor: Tensor, model: Model, layout: Layout, sequence: int, tokens: float, itemsize: int,
+                 operand: float = 0.0) -> float:
+    """Bytes of one tensor on a device for `tokens` of sequences of `sequence`; `itemsize`: of the activations,
+    `operand`: of those that are kept for products alone, 0 for the same."""
     if tensor.only and not getattr(model, tensor.only):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or layout.sequence else 1
-    return token_sizes(model, sequence)[tensor.size] * tokens * (tensor.itemsize or itemsize) / split
+    return token_sizes(model, sequence)[tensor.size] * tokens * (
+        tensor.itemsize or (tensor.operand and operand) or itemsize) / split
 
 
-def kept_by_layer(recompute: str, attention: str = "naive") -> tuple[Tensor, ...]:
-    """The tensors a layer keeps; under `flash` there is no core to recompute, and `selective` equals `none`."""
+def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[Tensor, ...]:
+    """The tensors a layer keeps; under `flash` there is no core to recompute, and `selective` equals `none`.
+
+    tiled: of an MLP in tiles only the input is kept, whatever the policy (Bekman et al. 2025, arXiv 2506.13996).
+    """
+    if tiled:
+        return tuple(tensor for tensor in kept_by_layer(recompute, attention) if not tensor.tiled)
     if recompute == "full":
         return (BLOCK_INPUT,)
     if attention == "flash":
@@ -145,10 +157,17 @@ def kept_by_layer(recompute: str, attention: str = "naive") -> tuple[Tensor, ...
 
 
 def layer_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str = "none",
-                attention: str = "naive", itemsize: int = 2) -> float:
-    """Bytes one layer keeps for the backward pass of one micro-batch."""
-    return sum(tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize)
-               for tensor in kept_by_layer(recompute, attention))
+                attention: str = "naive", itemsize: int = 2, operand: float = 0.0, tile: float = 0.0) -> float:
+    """Bytes one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a tile of the MLP, 0: all."""
+    return sum(tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
+               for tensor in kept_by_layer(recompute, attention, tile > 0))
+
+
+def tile_bytes(model: Model, layout: Layout, sequence: int, tokens: float, *, itemsize: int = 2,
+               operand: float = 0.0) -> float:
+    """Bytes of the MLP's tensors for the `tokens` of one tile."""
+    return sum(tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand)
+               for tensor in LAYER if tensor.tiled)
 
 
 def layers_in_flight(layers: int, layout: Layout) -> float:
@@ -177,84 +196,15 @@ def outside_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, it
 
 
 def recomputed_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str,
-                     attention: str = "naive", itemsize: int = 2) -> float:
-    """What comes back while one layer is recomputed: all it keeps under `none`, less what it had kept.
+                     attention: str = "naive", itemsize: int = 2, operand: float = 0.0, tile: float = 0.0) -> float:
+    """What comes back while one layer is recomputed: all it keeps under `none`, less what it had kept, and one tile.
 
     The papers leave it out: their figures are what lives through the forward pass.
     """
-    both = [layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, itemsize=itemsize)
+    shape = {"itemsize": itemsize, "operand": operand}
+    both = [layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, tile=tile, **shape)
             for policy in ("none", recompute)]
-    return both[0] - both[1]
-
-
-# ---- state of the optimizer ----------------------------------------------------------------------------------
-
-class Precision(NamedTuple):
-    """Bytes of each role for a parameter, and of an activation. master: a second, wider copy of the parameters."""
-
-    summary: str
-    params: int
-    gradients: int
-    master: int
-    state: int
-    activation: int
-
-
-# 16 bytes with Adam: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: 2 + 2 + (4 + 4 + 4). Keeping gradients
-# in float32 besides makes the 20 bytes of Megatron-style runs. Gradient accumulators of other kinds are left out.
-PRECISIONS = {
-    "fp32": Precision("everything float32", 4, 4, 0, 4, 4),
-    "bf16": Precision("float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
-    "mixed": Precision("16-bit parameters and gradients, float32 master copy", 2, 2, 4, 4, 2),
-    "mixed_fp32_grads": Precision("mixed, with float32 gradients besides", 2, 6, 4, 4, 2),
-    "pure_bf16": Precision("everything 16-bit", 2, 2, 0, 2, 2),
-    "bf16_params": Precision("16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2),
-    "fp16": Precision("float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),
-}
-# The trainer's names for two of them.
-PRECISIONS |= {"bf16_grads": PRECISIONS["mixed"], "fp32_grads": PRECISIONS["mixed_fp32_grads"]}
-
-
-class Optimizer(NamedTuple):
-    """states: numbers kept for each parameter; itemsize: bytes of one, 0 for the precision's own."""
-
-    summary: str
-    states: int
-    itemsize: float = 0.0
-
-
-OPTIMIZERS = {
-    "sgd": Optimizer("no state", 0),
-    "momentum": Optimizer("one velocity", 1),
-    "adamw": Optimizer("two moments (Kingma & Ba 2015, arXiv 1412.6980)", 2),
-    "adamw_bf16": Optimizer("two moments, the first in bfloat16", 2, (2 + 4) / 2),
-    # 8-bit moments with a float32 scale for each 128 of them (64 in heads of 64); norms and biases in float32 left out.
-    "adamw_8bit": Optimizer("two 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861)", 2, 1 + 4 / 128),
-    # Rows and columns of each matrix are left out: a few parts in a thousand of its elements.
-    "adafactor": Optimizer("factored second moment (Shazeer & Stern 2018, arXiv 1804.04235)", 0),
-    "adagrad": Optimizer("one sum of squares (Duchi et al. 2011)", 1),
-    "rmsprop": Optimizer("one second moment (Tieleman & Hinton 2012)", 1),
-    "lion": Optimizer("one moment (Chen et al. 2023, arXiv 2302.06675)", 1),
-    # AdamW's second moment of tables, norms and biases is left out.
-    "muon": Optimizer("one momentum (Jordan et al. 2024)", 1),
-}
-
-# Stage -> which roles the data-parallel ranks share (Rajbhandari et al. 2020, section 5). With Adam in `mixed`, bytes a
-# parameter over N ranks: 16; 4 + 12/N; 2 + 14/N; 16/N.
-ZERO = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "params")}
-
-
-def state_bytes_per_parameter(precision: str = "mixed", optimizer: str = "adamw",
-                              layout: Layout = Layout()) -> dict[str, float]:
-    """Bytes a parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device.
-
-    Tensor and pipeline parallelism divide all of it; norms, which stay whole, are left out.
-    """
-    row, kind = PRECISIONS[precision], OPTIMIZERS[optimizer]
-    whole = {"params": row.params, "gradients": row.gradients,
-             "optimizer": row.master + kind.states * (kind.itemsize or row.state)}
-    shares = layout.tensor * layout.pipeline
-    return {role: size / shares / (layout.data if role in ZERO[layout.zero] else 1) for role, size in whole.items()}
+    return both[0] - both[1] + tile_bytes(model, layout, sequence, min(tile, sequence * batch), **shape)
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------------------
@@ -269,14 +219,16 @@ def model_flops(model: Model, sequence: int, sequences: int) -> float:
     return 3 * (_layers_forward(model, sequence, sequences) + _head_forward(model, sequence, sequences))
 
 
-def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str) -> float:
-    """Model FLOPs and the forward FLOPs done again: the core's 4 B L s^2 h, or those of all layers.
+def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, tiled: bool = False) -> float:
+    """Model FLOPs and the forward FLOPs done again: the core's 4 B L s^2 h, or those of all layers; of an MLP in tiles
+    all but its last product, whatever the policy.
 
     Leaves out that a layer's last product need not be repeated, and what FlashAttention repeats in its own gradient.
     """
     again = {"none": 0.0, "selective": _core_forward(model, sequence, sequences),
              "full": _layers_forward(model, sequence, sequences)}
-    return model_flops(model, sequence, sequences) + again[recompute]
+    tiles = 2.0 * model.width * model.mlp_width * (2 if model.gated else 1) * model.layers * sequences * sequence
+    return model_flops(model, sequence, sequences) + again[recompute] + (tiles if tiled and recompute != "full" else 0)
 
 
 def published_selective_flops(model: Model, sequence: int, sequences: int) -> float:

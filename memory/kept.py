@@ -18,7 +18,7 @@ from memory.formulas import Model, Tensor
 # Checkpoint name -> what it holds. Names of no layer (embed, final_norm) are none of these: no policy moves them.
 NAMED = {tensor.name: tensor for tensor in (
     Tensor("block_in", "width", "sequence"),
-    Tensor("attn_norm", "width", "sequence"),
+    Tensor("attn_norm", "width", "sequence", operand=True),
     Tensor("q", "queries", "tensor"),
     Tensor("k", "keys", "tensor"),
     Tensor("v", "keys", "tensor"),
@@ -32,10 +32,10 @@ NAMED = {tensor.name: tensor for tensor in (
     Tensor("attn_out", "width", "sequence"),
     Tensor("attn_out_mask", "width", "sequence", 1, only="dropout"),
     Tensor("mid", "width", "sequence"),
-    Tensor("mlp_norm", "width", "sequence"),
+    Tensor("mlp_norm", "width", "sequence", operand=True),
     Tensor("gate", "mlp", "tensor", only="gated"),
     Tensor("up", "mlp", "tensor"),
-    Tensor("act", "mlp", "tensor"),
+    Tensor("act", "mlp", "tensor", operand=True),
     Tensor("mlp_out", "width", "sequence"),
     Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
 )}
@@ -69,6 +69,8 @@ LAYER = {
 UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
 # What jax.checkpoint's policies for products with weights keep.
 WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
+# Names inside an MLP that is taken in tiles: none of them is kept.
+TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
 # A fused kernel outside of the checkpoint keeps what its own gradient reads.
 AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
@@ -113,6 +115,11 @@ def made_again_flops(model: Model, attention: str, again: Collection[str], seque
     return sum(flops[table[name].product] for name in again)
 
 
+def tiles_flops(model: Model, sequence: int) -> float:
+    """FLOPs of one token and layer that an MLP in tiles makes again: all but the last product."""
+    return made_again_flops(model, "flash", [name for name in ("gate", "up") if _exists(name, model)], sequence)
+
+
 def forward_flops(model: Model, attention: str, sequence: int) -> float:
     """FLOPs of one token and layer in the forward pass."""
     names = [name for name in (*LAYER, *CORES[attention]) if _exists(name, model)]
@@ -120,9 +127,9 @@ def forward_flops(model: Model, attention: str, sequence: int) -> float:
 
 
 def bytes_of(names: Collection[str], model: Model, layout: formulas.Layout, sequence: int, tokens: int,
-             itemsize: int) -> float:
+             itemsize: int, operand: float = 0.0) -> float:
     """Bytes on a device of a layer's tensors of these names, for `tokens` of sequences of `sequence`."""
-    return sum(formulas.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize)
+    return sum(formulas.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
                for name in names if name in NAMED)
 
 

@@ -26,16 +26,20 @@
     scores: q.heads * q.sequence, heads: q.heads, mlp: q.mlp_width, vocabulary: q.vocabulary });
   const tensorBytes = (tensor, q, tokens) => {
     if (tensor.only && !q[tensor.only]) return 0;
+    const row = data.precisions[q.precision];
     const split = tensor.split === "tensor" || q.sequence_parallel ? q.tensor : 1;
-    return tokenSizes(q)[tensor.size] * tokens * (tensor.itemsize || data.precisions[q.precision].activation) / split;
+    return tokenSizes(q)[tensor.size] * tokens * (tensor.itemsize || (tensor.operand && row.operand) || row.activation)
+      / split;
   };
   const keptByLayer = (policy, q) => {
     if (policy === "full") return [data.block_input];
     if (q.attention === "flash") return [...data.layer.filter((tensor) => !tensor.core), data.flash];
     return data.layer.filter((tensor) => policy === "none" || !tensor.core);
   };
-  const layerBytes = (policy, q) =>
-    sum(keptByLayer(policy, q).map((tensor) => tensorBytes(tensor, q, q.sequence * q.batch)));
+  const layerBytes = (policy, q) => sum(keptByLayer(policy, q).filter((tensor) => !(q.mlp_tokens && tensor.tiled))
+    .map((tensor) => tensorBytes(tensor, q, q.sequence * q.batch)));
+  const tileBytes = (q) => sum(data.layer.filter((tensor) => tensor.tiled)
+    .map((tensor) => tensorBytes(tensor, q, Math.min(q.mlp_tokens, q.sequence * q.batch))));
   const outsideBytes = (q) => {
     const tokens = q.sequence * q.batch;
     return sum(data.outside.map((tensor) => tensorBytes(tensor, q, tokens)))
@@ -43,12 +47,23 @@
   };
   const perParameter = (q) => {
     const row = data.precisions[q.precision], kind = data.optimizers[q.optimizer];
-    const whole = { params: row.params, gradients: row.gradients,
-      optimizer: row.master + kind.states * (kind.itemsize || row.state) };
-    for (const role of Object.keys(whole)) {
-      whole[role] /= q.tensor * (data.zero[q.zero].includes(role) ? q.data : 1);
+    const whole = { params: row.params, gradients: row.gradients, master: row.master,
+      moments: kind.states * (kind.itemsize || row.state) }, out = { host: 0 };
+    if (q.fused) {
+      const one = q.vocabulary * q.width;
+      whole.gradients *= (one + Math.max(layerMatrices(q), q.tied ? 0 : one)) / q.parameters;
     }
-    return whole;
+    const wide = whole.master ? "master" : "params";
+    const away = data.offloads[q.offload].filter((part) => !(q.fused && part === "gradients"))
+      .map((part) => (part === "master" ? wide : part));
+    for (const [role, parts] of Object.entries(data.parts)) {
+      out[role] = 0;
+      for (const part of parts) {
+        const size = whole[part] / (q.tensor * (data.zero[q.zero].includes(role) ? q.data : 1));
+        out[away.includes(part) ? "host" : role] += size;
+      }
+    }
+    return out;
   };
   const layerMatrices = (q) => q.width * q.head_width * 2 * (q.heads + q.kv_heads)
     + q.width * q.mlp_width * (q.gated ? 3 : 2);
@@ -57,16 +72,19 @@
     const core = 4 * q.layers * tokens * q.sequence * q.heads * q.head_width;
     const layers = 2 * layerMatrices(q) * q.layers * tokens + core;
     const model = 3 * (layers + 2 * q.width * q.vocabulary * tokens);
-    return { model, none: model, selective: model + (q.attention === "flash" ? 0 : core), full: model + layers };
+    const tiles = q.mlp_tokens ? 2 * q.width * q.mlp_width * (q.gated ? 2 : 1) * q.layers * tokens : 0;
+    return { model, none: model + tiles, selective: model + (q.attention === "flash" ? 0 : core) + tiles,
+      full: model + layers };
   };
   const estimate = (q) => {
-    const state = perParameter(q), all = flops(q), policies = {};
+    const { host, ...state } = perParameter(q), all = flops(q), policies = {};
     for (const policy of Object.keys(data.recompute)) {
       const kept = layerBytes(policy, q), out = {};
       for (const role of Object.keys(state)) out[role] = state[role] * q.parameters;
-      Object.assign(out, { kept: q.layers * kept, recomputed: layerBytes("none", q) - kept, outside: outsideBytes(q) });
+      Object.assign(out, { kept: q.layers * kept, recomputed: layerBytes("none", q) - kept + tileBytes(q),
+        outside: outsideBytes(q) });
       out.total = sum(Object.values(out));
-      policies[policy] = { ...out, hardware_flops: all[policy] };
+      policies[policy] = { ...out, host: host * q.parameters, hardware_flops: all[policy] };
     }
     return { per_parameter: state, policies, model_flops: all.model };
   };
@@ -94,11 +112,11 @@
     if (node.type === "checkbox") return node.checked;
     return COUNTS.includes(name) ? parse(node.value) : node.value;
   };
-  const least = (name) => (name === "logit_tokens" || name === "zero" ? 0 : 1);
+  const least = (name) => (["logit_tokens", "mlp_tokens", "zero"].includes(name) ? 0 : 1);
   const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
     q.heads % q.kv_heads ? ["kv_heads"] : [], q.kv_heads % q.tensor ? ["tensor"] : []);
   const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
-    precision: Object.keys(data.precisions), optimizer: Object.keys(data.optimizers) };
+    offload: Object.keys(data.offloads), precision: Object.keys(data.precisions), optimizer: Object.keys(data.optimizers) };
   const summaries = { recompute: data.recompute, precision: data.precisions, optimizer: data.optimizers };
   for (const [name, values] of Object.entries(options)) {
     for (const value of values) {
@@ -124,7 +142,8 @@
     const policies = Object.keys(data.recompute), head = make("tr"), body = [];
     head.append(make("th", ""), make("th", "bytes a parameter"));
     for (const policy of policies) head.append(make("th", policy, policy === chosen ? "chosen" : ""));
-    for (const [role, title, hue] of [...ROWS, ["total", "total", ""]]) {
+    for (const [role, title, hue] of [...ROWS, ["total", "total", ""], ["host", "in host memory", ""]]) {
+      if (role === "host" && !found.policies[chosen].host) continue;
       const row = make("tr", undefined, role === "total" ? "total" : ""), name = make("th"), dot = make("i", "", "dot");
       if (hue) { dot.style.background = `var(--c-${hue})`; name.append(dot); }
       name.append(title);

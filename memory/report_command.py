@@ -76,7 +76,7 @@ def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any]
         return {"formula": None}
     counted = flops.count(jaxpr)
     beside_text.show_report(found, beside.lines(found, report.peak_bytes, report.breakdown, {
-        "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops}))
+        "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops}, report.host_bytes))
     return {"formula": dataclasses.asdict(found)}
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from rich.console import Console
+from test_sharding import described
 from toy import small_config, small_program
 
 from memory import beside, beside_text, flops, kept
@@ -18,6 +19,7 @@ from memory.records import load
 from model.names import NAMES
 from model.remat import POLICIES, QUANTIZED
 from train.config import flatten
+from train.program import build
 
 LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 GPT = gpt(12, 768, 12, 50304)
@@ -116,6 +118,32 @@ def test_residuals_equal_the_compilers_to_the_byte(overrides):
     norms = (2 * 8 + 1) * 32 * 4  # which the count of parameters leaves out
     assert report.breakdown["params"] == formula.params_bytes + norms
     assert formula.gradients_bytes == formula.params_bytes == formula.optimizer_bytes / 2
+
+
+WIDE = {"model.d_model": 128, "model.d_head": 64, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_ff": 256,
+        "model.n_layers": 4, "model.vocab_size": 640, "data.seq_len": 64, "batch.micro": 2}
+
+
+@pytest.mark.parametrize("keys", [
+    {"precision.preset": "fp8", "remat.policy": "selective"},
+    {"model.mlp_chunk": 16, "remat.policy": "selective", "precision.preset": "bf16"},
+    {"optimizer.fused_backward": True, "optimizer.clip_norm": 0, "offload.optimizer": True, "remat.policy": "full",
+     "precision.preset": "bf16"}], ids=["fp8", "tiles", "fused, offloaded"])
+def test_levers_have_formulas(keys):
+    """On a described H200: activations within 3 % of the compiler's, state and host bytes 1 % (norms and biases), a
+    fused backward pass holds no more gradients than the formula."""
+    config = small_config({**WIDE, "model.attention": "cudnn", **keys})
+    program = build(config, described("h200"))
+    found = beside.formula_of(flatten(config), Trainer().settled(program), "cuda")
+    report = report_of(program.compile_for_report(), names=NAMES)
+    lines = {line.title: line for line in beside.lines(found, report.peak_bytes, report.breakdown, {},
+                                                       report.host_bytes)}
+    assert abs(lines["activations kept"].share) < 0.03 and abs(lines["parameters"].share) < 0.01
+    moments = lines["host memory" if "offload.optimizer" in keys else "optimizer state"]
+    assert moments.formula and abs(moments.share) < 0.01
+    if "optimizer.fused_backward" in keys:
+        assert 0 < lines["gradients"].compiler <= 1.01 * lines["gradients"].formula
+        assert lines["gradients"].formula < 0.5 * lines["parameters"].formula
 
 
 def settled(program, **changes):

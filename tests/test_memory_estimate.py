@@ -160,7 +160,36 @@ def test_the_page_is_one_file_and_says_what_it_was_asked():
     assert {name if name != "data" else "data_ranks" for name in estimate_html.inputs(DROPOUT)} <= ids
 
 
-@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT], ids=["llama", "gpt"])
+LEVERS = dataclasses.replace(LLAMA_8B, precision="fp8", mlp_tokens=1000, offload="both", fused=True)
+
+
+def test_levers_by_hand():
+    """Masters and moments on the host, gradients of head and token table on the device, a tile of the MLP."""
+    found, plain = estimate(LEVERS), estimate(LLAMA_8B)
+    assert found.state == {"params": 0, "gradients": 4 * 2 * 128256 * 4096 / 8, "optimizer": 0}
+    assert found.host == 12 * LLAMA_8B.parameters / 8
+    none = found.activations["none"]
+    tokens, mlp = 8192, 1.03125 * 4096 + 2 * 2 * 14336 + 1.03125 * 14336
+    assert plain.activations["none"].kept - none.kept == 32 * tokens * ((2 - 1.03125) * 4096 + 2 * 4096 + 6 * 14336)
+    assert none.recomputed == 1000 * mlp
+    assert found.hardware_flops["none"] - found.model_flops == 32 * 8 * tokens * 2 * 2 * 4096 * 14336
+    assert found.hardware_flops["full"] == plain.hardware_flops["full"]
+    moments = estimate(dataclasses.replace(DROPOUT, offload="optimizer"))
+    assert moments.host == 2 * (1 + 4 / 128) * 1e9 / 4 / 2 and moments.state["optimizer"] == 4e9 / 4 / 2  # master stays
+    masters = estimate(dataclasses.replace(DROPOUT, offload="params", fused=True))
+    assert masters.host == 4e9 / 4 / 2 and masters.state["params"] == 2e9 / 4  # the copy that is computed with stays
+
+
+def test_a_config_says_its_levers(capsys):
+    keys = [("precision.preset", "fp8"), ("model.mlp_chunk", "1000"), ("offload.optimizer", "true"),
+            ("offload.params", "true"), ("optimizer.fused_backward", "true"), ("mesh.fsdp", "8")]
+    keys += [("optimizer.clip", "layer")]
+    assert question_of(Trainer().config("llama_8b", keys)) == LEVERS
+    _, out, _ = run(capsys, "--params=7b", "--offload=both", "--fused", "--precision=fp8")
+    assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
+
+
+@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS], ids=["llama", "gpt", "levers"])
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
     assert same(found, question) and list(found["policies"]) == list(formulas.RECOMPUTE)

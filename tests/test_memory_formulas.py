@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memory import formulas
+from memory import formulas, state
 from memory.formulas import Layout, gpt
 
 S, V, A100 = 2048, 51200, 312e12
@@ -90,12 +90,12 @@ def test_dropout_is_what_its_masks_cost():
 
 
 def test_published_sizes_of_states():
-    adam = formulas.state_bytes_per_parameter("mixed", "adamw")
+    adam = state.state_bytes_per_parameter("mixed", "adamw")
     assert sum(adam.values()) * 7e9 == 112e9
-    assert sum(formulas.state_bytes_per_parameter("mixed_fp32_grads", "adamw").values()) == 20
+    assert sum(state.state_bytes_per_parameter("mixed_fp32_grads", "adamw").values()) == 20
     gpt3 = gpt(96, 12288, 96, 50257)
     assert formulas.parameter_count(gpt3) == pytest.approx(175e9, rel=0.005)
-    assert formulas.PRECISIONS["fp32"].params * 175e9 == 700e9
+    assert state.PRECISIONS["fp32"].params * 175e9 == 700e9
 
 
 @pytest.mark.parametrize("stage, closed", [(0, lambda n: 16), (1, lambda n: 4 + 12 / n), (2, lambda n: 2 + 14 / n),
@@ -103,12 +103,12 @@ def test_published_sizes_of_states():
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_zero_stages(stage, closed, ranks):
     layout = Layout(data=ranks, zero=stage)
-    assert sum(formulas.state_bytes_per_parameter("mixed", "adamw", layout).values()) == pytest.approx(closed(ranks))
-    halved = formulas.state_bytes_per_parameter("mixed", "adamw", dataclasses.replace(layout, tensor=2))
+    assert sum(state.state_bytes_per_parameter("mixed", "adamw", layout).values()) == pytest.approx(closed(ranks))
+    halved = state.state_bytes_per_parameter("mixed", "adamw", dataclasses.replace(layout, tensor=2))
     assert sum(halved.values()) == pytest.approx(closed(ranks) / 2)
 
 
 @pytest.mark.parametrize("optimizer, size", [("sgd", 0), ("momentum", 4), ("lion", 4), ("adamw", 8),
                                              ("adamw_8bit", 2 + 8 / 128), ("adafactor", 0)])
 def test_optimizers(optimizer, size):
-    assert formulas.state_bytes_per_parameter("fp32", optimizer)["optimizer"] == size
+    assert state.state_bytes_per_parameter("fp32", optimizer)["optimizer"] == size

@@ -10,7 +10,8 @@ import optax
 import pytest
 from toy import fixed_batches, small_program
 
-from memory import formulas
+from memory.state import OPTIMIZERS as FORMULAS
+from memory.state import state_bytes_per_parameter
 from train import matrices
 from train.checkpoint import Checkpoints, Position
 from train.config import load
@@ -168,8 +169,8 @@ def test_8bit_moments_take_a_quarter(config, ratio):
 
 
 def test_every_row_has_a_formula():
-    assert set(OPTIMIZERS) <= set(formulas.OPTIMIZERS)
-    shown = {name: formulas.state_bytes_per_parameter("fp32", name)["optimizer"] for name in OPTIMIZERS}
+    assert set(OPTIMIZERS) <= set(FORMULAS)
+    shown = {name: state_bytes_per_parameter("fp32", name)["optimizer"] for name in OPTIMIZERS}
     assert shown == {**BYTES, "adamw_8bit": 2 + 8 / 128, "adafactor": 0, "muon": 4}
 
 
