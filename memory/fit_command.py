@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError(f"--measure on {target.name}, which is not here: leave --target out to run on this machine")
     budget = budget_of(args.budget, target.limit_bytes, "--budget")
     space = fit_space.space_of(flat, [key for key, _ in overrides], fit_space.choose(args.levers), target.n_devices,
-                               target.devices_per_host, args.batch_tokens)
+                               target.devices_per_host, args.batch_tokens, target.platform != "cpu")
     place = None if args.no_cache else compare_cache.folder()
     workers = compare_run.worker_count(2**10, args.jobs)
     env = compare_run.environment([target.name]) | ({"JAX_PLATFORMS": "cpu"} if target.is_described else {})

@@ -62,6 +62,7 @@ class Space:
     Fields:
         flat: the config as given, dotted key -> value. given: keys of the command line; they hold everywhere.
         levers: names of LEVERS. n_devices, per_host: of the target. tokens: of one update, over all devices.
+        narrow: whether the target has units for 16-bit products.
     """
 
     flat: Mapping[str, Any]
@@ -70,6 +71,7 @@ class Space:
     n_devices: int
     per_host: int
     tokens: int
+    narrow: bool = True
 
     @property
     def sequences(self) -> int:
@@ -141,7 +143,7 @@ class Space:
     def baseline(self) -> Keys:
         """bf16 compute over float32 masters, where the config asks for float32 throughout and precision is free."""
         wide = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
-        return {"precision.preset": "bf16"} if wide and "precision" in self.levers else {}
+        return {"precision.preset": "bf16"} if wide and self.narrow and "precision" in self.levers else {}
 
 
 def _steps(flat: Mapping[str, Any]) -> int:
@@ -170,7 +172,7 @@ def choose(text: str | None) -> frozenset[str]:
 
 
 def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[str], n_devices: int, per_host: int,
-             tokens: int | None) -> Space:
+             tokens: int | None, narrow: bool = True) -> Space:
     """The space of a config on a target. Raises ReportError for a batch that no mesh of it can have."""
     if flat["batch.accumulation_schedule"]:
         raise ReportError("batch.accumulation_schedule: a fit looks for one batch; fit the largest with "
@@ -179,7 +181,7 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
         raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
-    space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens)
+    space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, narrow)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
         ranks = space.ranks({})
         fixed = [name for name in ("micro", "accumulation") if name not in levers]

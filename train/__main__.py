@@ -13,6 +13,7 @@ examples:
   python -m train                                        tiny model, Python's standard library, two minutes
   python -m train --config=char --config.train.steps=500
   python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
+  python -m train --config=char --fit --budget=600MiB    the fastest way to train within that, found by compiling
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
 The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
@@ -37,6 +38,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key, such as batch.micro")
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
+    parser.add_argument("--fit", action="store_true", help="look for remat, micro-batch, mesh and offload first "
+                        "(python -m memory fit), then train with them")
+    parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
@@ -59,8 +63,19 @@ def main(argv: Sequence[str]) -> int:
 def command(argv: Sequence[str]) -> int:
     """The command itself; raises UserError for what the user can mend."""
     args = parse(argv)
+    if args.budget and not args.fit:
+        raise UserError(f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
+                        f"--config.remat.budget={args.budget}")
     from train.config import load
 
+    if args.fit:
+        from train.distributed import find
+        from train.fit import fitted
+
+        if find(args) is not None:
+            raise UserError("--fit is for one process: run python -m memory fit once, and give its flags to all")
+        load(args.config, args.overrides)  # its mistakes are told before anything is compiled
+        args.overrides = fitted(args.config, args.overrides, args.budget)
     config = load(args.config, args.overrides)
     from train.runtime import prepare
 

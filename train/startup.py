@@ -54,7 +54,7 @@ def show_program(console: Console, program: Program, data: str) -> None:
         ("data", data),
         ("model", f"{total:,} parameters: {shares}"),
         ("program", f"{program.config.precision.preset} precision, products {matmul} ({how}), "
-                    f"remat {program.config.remat.policy}, "
+                    f"remat {', '.join((*program.config.remat.layers, program.config.remat.policy))}, "
                     f"attention {kernel} ({why}), loss {program.config.loss.kind}"),
         ("remat", program.decided),
         ("batch", str(program.batch)),
