@@ -34,6 +34,8 @@ from memory.trials import Stopped, Trials, plan_keys, policy_keys
 
 # Compiles of one search for a plan, and of neighbours of the choice that are looked at.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4
+# Meshes that are squeezed further where recomputation is not enough on any.
+MOST_MESHES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,10 @@ class Walk:
             if self.best is not None:
                 self._neighbours()
                 return
+            # What a squeeze saves is least where least is held: the other meshes need not be tried again.
+            held = [step for step in self.steps if step.ok and step.stage == "mesh"]
+            small = sorted(held, key=lambda step: step.allocated)[:MOST_MESHES]
+            meshes = [mesh for mesh in meshes if any(mesh.items() <= step.keys.items() for step in small)] or meshes
 
     def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
         """Looks for plans under a squeeze, on each mesh that can still win, the most promising first."""
@@ -154,11 +160,17 @@ class Walk:
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
         steps = self._try(stage, [{**keys, **policy_keys(FULL)} for _, keys in starts], FULL)
-        ranked = sorted(((self._bound(step), number) for number, step in enumerate(steps)
-                         if step.ok and (step.fits or squeeze.activations)))
+        ranked = sorted((self._bound(step), number) for number, step in enumerate(steps)
+                        if step.ok and self._can_fit(step, squeeze))
         for bound, number in ranked:
             if self.best is None or bound < self.best.seconds * (1 - TIE):
                 self._raise(squeeze, base, starts[number][0])
+
+    def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
+        """Whether a plan may fit where this one, which recomputes everything, is: it does, or what it keeps can go."""
+        over = step.allocated - self.budget
+        room = self.trials.host_budget - step.answer["host_bytes"]
+        return step.fits or (squeeze.activations and over <= step.answer["residual_bytes"] and max(over, 0) <= room)
 
     def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
         sizes = self.space.micros(mesh)
@@ -177,7 +189,7 @@ class Walk:
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
             full = self._try("micro", [{**keys, **policy_keys(FULL)}], FULL)[0]
             lost = self.best is not None and full.ok and self._bound(full) >= self.best.seconds * (1 - TIE)
-            if not full.ok or lost or not (full.fits or squeeze.activations):
+            if not full.ok or lost or not self._can_fit(full, squeeze):
                 return
             seconds = self._least(keys, squeeze.activations)
             if seconds is None or (before is not None and seconds >= before * (1 - TIE)):

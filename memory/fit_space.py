@@ -35,23 +35,24 @@ class Squeeze:
     whole: bool = False
 
 
-_OPTIMIZER = {"offload.optimizer": "true"}
-_STATE = {**_OPTIMIZER, "offload.params": "true"}
+_MOMENTS = {"offload.optimizer": "true"}
+_STATE = {**_MOMENTS, "offload.params": "true"}
+_BYTES = {"optimizer.name": "adamw_8bit"}
 _NARROW = {"precision.preset": "bf16_params"}
-_SMALL = {**_NARROW, "optimizer.name": "adamw_8bit"}
 _FUSED = {"optimizer.fused_backward": "true", "optimizer.clip": "layer"}
 # In the order in which they are tried: what costs transfers before what changes the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
     Squeeze("activations on the host", ("offload",), {}, True),
-    Squeeze("optimizer state on the host", ("offload",), _OPTIMIZER, True),
+    Squeeze("optimizer state on the host", ("offload",), _MOMENTS, True),
     Squeeze("optimizer state and parameters on the host", ("offload",), _STATE, True, True),
-    Squeeze("16-bit parameters", ("precision",), _NARROW),
-    Squeeze("16-bit parameters, 8-bit moments", ("precision",), _SMALL),
-    Squeeze("16-bit parameters, 8-bit moments on the host", ("precision", "offload"), {**_SMALL, **_OPTIMIZER}, True),
-    Squeeze("the same, updated inside the backward pass", ("precision",), {**_SMALL, **_FUSED}, False, True),
-    Squeeze("the same, with 8-bit moments on the host", ("precision", "offload"),
-            {**_SMALL, **_FUSED, **_OPTIMIZER}, True, True),
+    Squeeze("8-bit moments", ("precision",), _BYTES),
+    Squeeze("8-bit moments and parameters on the host", ("precision", "offload"), {**_BYTES, **_STATE}, True, True),
+    Squeeze("16-bit parameters, 8-bit moments", ("precision",), {**_NARROW, **_BYTES}),
+    Squeeze("16-bit parameters updated inside the backward pass, moments on the host", ("precision", "offload"),
+            {**_NARROW, **_FUSED, **_MOMENTS}, True, True),
+    Squeeze("16-bit parameters updated inside the backward pass, Adafactor", ("precision",),
+            {**_NARROW, **_FUSED, "optimizer.name": "adafactor"}, False, True),
 )
 
 

@@ -1,6 +1,6 @@
 """What a fit promises on this machine's CPU, and what training then holds: peak resident memory of the steps.
 
-    python -m tests.bench.fit --budgets=120MiB,200MiB,400MiB [--config=tiny] [--batch-tokens=16384] [--json=F] [--assert]
+    python -m tests.bench.fit --budgets=100MiB,200MiB,400MiB [--config=tiny] [--batch-tokens=16384] [--assert]
 
 For each budget `python -m memory fit --target=local` finds a configuration; a fresh process compiles it, gives back
 what compiling held, and notes its resident memory before the state is made (`before`); then it makes the state and
