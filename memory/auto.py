@@ -172,6 +172,12 @@ class Search:
             found.append(none)
         return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
 
+    @property
+    def host_room(self) -> float:
+        """Bytes of host memory that tensors of blocks may take: what is there without them stays."""
+        full = self.tried.get(str(self.whole(self.full)))
+        return self.problem.host_budget - (full.compiled.host_bytes if full and full.ok else 0)
+
     def cost(self, plan: Plan) -> float:
         """By the model: seconds of the passes, or FLOPs recomputed."""
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops

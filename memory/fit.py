@@ -110,8 +110,7 @@ class Walk:
         host = answer["host_bytes"] - self.trials.host_budget
         seconds = Row.of({}, answer).predicted_step_seconds
         fits = over <= 0 and host <= 0
-        verdict = f"{human(over)} too much" if over > 0 else ""
-        verdict = verdict or (f"{human(int(host))} too much on the host" if host > 0 else "")
+        verdict = f"{human(over)} over" if over > 0 else f"host {human(int(host))} over" if host > 0 else ""
         step = Step(stage, what, keys, answer, fits, verdict, seconds)
         if fits:
             better = self.best is None or seconds < self.best.seconds

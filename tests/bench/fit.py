@@ -2,11 +2,10 @@
 
     python -m tests.bench.fit --budgets=100MiB,200MiB,400MiB [--config=tiny] [--batch-tokens=16384] [--assert]
 
-For each budget `python -m memory fit --target=local` finds a configuration; a fresh process compiles it, gives back
-what compiling held, and notes its resident memory before the state is made (`before`); then it makes the state and
-runs some steps. Held: the highest resident memory while it did (VmHWM, reset before) less `before`. With --assert held
-must stay within the budget and MARGIN_BYTES, for what the allocator keeps beside the buffers, XLA's threads and their
-stacks.
+For each budget `python -m memory fit --target=local` finds a configuration; a fresh process compiles it, makes the
+state, and gives back what compiling held. `before` is its resident memory then, less the state. Held: the highest
+resident memory during the steps (VmHWM, reset before them) less `before`. With --assert held must stay within the
+budget and MARGIN_BYTES: what the allocator keeps beside the buffers, XLA's threads and their stacks.
 """
 
 import argparse
@@ -24,7 +23,7 @@ def fit(config: str, budget: str, tokens: int) -> dict:
     """The fit's JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "fit.json"
-        subprocess.run([sys.executable, "-m", "memory", "fit", f"--config={config}", "--target=local", "--no-cache",
+        subprocess.run([sys.executable, "-m", "memory", "fit", f"--config={config}", "--target=local",
                         f"--budget={budget}", f"--batch-tokens={tokens}", f"--json={out}"], check=False,
                        stdout=sys.stderr)
         return json.loads(out.read_text())
@@ -54,13 +53,13 @@ def run(config: str, keys: list) -> dict:
     program = build(load(config, [tuple(pair) for pair in keys]))
     compilation = program.compile_for_report()
     allocated, compiled = report_of(compilation).allocated_bytes, compilation.compiled
-    jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(4))())  # threads and arenas of the runtime
+    state = jax.block_until_ready(program.init())
     del compilation
+    jax.clear_caches()
     gc.collect()
     return_freed_memory()
-    before = _status("VmRSS")
+    before = _status("VmRSS") - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
-    state = program.init()
     for step in range(STEPS):
         batch = {name: np.full(array.shape, step, array.dtype) for name, array in program.batch_shapes.items()}
         for _ in range(program.calls_per_update):
