@@ -23,7 +23,7 @@ LAYOUT = 3
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
-# Modules of this package that only show results: a change there leaves rows valid.
+# Modules of this package that search or show results: a change there leaves rows valid.
 _SHOWING = ("html", "page_data", "text", "diff", "export", "guard", "live", "compare_html", "compare_map",
             "compare_text", "compare_run", "compare", "estimate", "estimate_html", "formulas", "kept", "beside",
             "beside_text", "roofline", "levers", "levers_text", "levers_html")
