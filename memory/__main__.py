@@ -126,15 +126,17 @@ class Trainer:
         """What the search for the least recomputation has to know of a config on a target, nothing compiled.
 
         `block`: a `memory.recompute.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches of one call;
-        `policies`: policy -> names that it keeps, of those that keep names; `tokens_per_update`.
+        `policies`: policy -> names that it keeps, null where that is the compiler's to say, and `moving`: the same of
+        those that move tensors to host memory; `tokens_per_update`.
         """
         from memory.compare_worker import tokens_of
-        from train.auto import describe_block, named_policies
+        from train.auto import describe_block, fixed_policies
 
         program = self.program(name, (*overrides, ("model.scan", "true")), target)
         micro_steps = program.batch.accumulation if program.scanned else 1
         return {"block": dataclasses.asdict(describe_block(program)), "micro_steps": micro_steps,
-                "policies": named_policies(), "tokens_per_update": tokens_of(program)}
+                "policies": fixed_policies(), "moving": fixed_policies(moving=True),
+                "tokens_per_update": tokens_of(program)}
 
     def choices(self, program: Any) -> str:
         """What a program chose for its devices, and why."""
