@@ -28,6 +28,8 @@ examples:
       --remat=none,full --target=h100:8 --html=growth.html      growth charts; again: it resumes
   python -m memory levers --config=llama_8b --target=h200 --html=levers.html
                                                                 what each memory saving saves, and costs
+  python -m memory front --config=llama_8b --target=h100:8 --html=front.html
+                                                                the least recomputation at every budget
   python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
   python -m memory estimate --params=7e9                        formulas only, at once
 
@@ -39,6 +41,7 @@ COMMANDS = {
     "report": ("memory.report_command", "peak, composition, ledger, timeline and findings of one program"),
     "compare": ("memory.compare_command", "policies and any other keys of a config against each other, in parallel"),
     "levers": ("memory.levers_command", "the staircase: fp32, bf16, chunked loss, flash attention, remat ... in bytes"),
+    "front": ("memory.front_command", "at each of ten budgets, from full to none, the least recomputation that fits"),
     "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
     "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),

@@ -173,12 +173,13 @@ class Search:
         return self.run_all([budget], most=most, at_once=at_once)[0]
 
     def run_all(self, budgets: Sequence[float], *, most: int = MOST_COMPILES, at_once: int = 1,
-                together: int | None = None, settled: Callable[[float], None] = lambda budget: None) -> list[Outcome]:
+                together: float = math.inf, settled: Callable[[float, int], None] = lambda budget, compiled: None,
+                ) -> list[Outcome]:
         """The best plan within each of several budgets, which advance together and learn from each other.
 
         Args:
             most, at_once: as in `run`, for each budget. together: plans of all budgets that are compiled together.
-            settled: is told each budget whose best plan is found.
+            settled: is told each budget whose best plan is found, and how many plans were compiled for it.
         """
         courses = [_Course(budget) for budget in budgets]
         before = set(self.tried)
@@ -191,14 +192,14 @@ class Search:
             batch: dict[str, Plan] = {}
             # Those furthest apart first: what one learns helps its neighbours in the next round.
             for course in spread(left):
-                if together is not None and len(batch) >= together:
+                if len(batch) >= together:
                     break
                 plans = self._next(course)[:at_once] if len(course.asked) < most else []
                 course.asked += [str(plan) for plan in plans]
                 batch |= {str(plan): plan for plan in plans}
                 if not plans:
                     left.remove(course)
-                    settled(course.budget)
+                    settled(course.budget, len(course.asked))
             self.compile(list(batch.values()))
         return [Outcome(self.best(course.budget), tuple(self.tried[name] for name in dict.fromkeys(course.asked)))
                 for course in courses]
