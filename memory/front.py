@@ -55,9 +55,9 @@ class Point:
     programs: int = 0
 
 
-def budgets_of(full: int, most: int, points: int) -> list[int]:
-    """Even steps from the bytes of `full` to the most that is of use, both among them, smallest first."""
-    low, high = sorted((full, most))
+def budgets_of(first: int, last: int, points: int) -> list[int]:
+    """Even steps from one number of bytes to another, both among them, smallest first."""
+    low, high = sorted((first, last))
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
 

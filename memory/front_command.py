@@ -15,6 +15,7 @@ from memory.compare_command import INTERRUPTED, check, progress, shares_accelera
 from memory.errors import ReportError
 from memory.front import Fixed, Point
 from memory.least import COSTS
+from memory.limits import parse_bytes
 
 if TYPE_CHECKING:
     from memory.__main__ import Trainer
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
     parser.add_argument("--points", metavar="N", type=int, default=10,
                         help="budgets, in even steps from what full allocates to what none does (default: 10)")
+    parser.add_argument("--from", metavar="SIZE", dest="first", help="the smallest budget instead: 20GiB")
+    parser.add_argument("--to", metavar="SIZE", dest="last", help="the largest budget instead: 40GiB")
     parser.add_argument("--cost", choices=COSTS, default="time", help="what is least at each budget: the predicted "
                         "time of an update, or the FLOPs that are recomputed (default: time)")
     parser.add_argument("--offload", action="store_true", help="tensors may go to pinned host memory too")
@@ -46,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
-    target = _checked(args, overrides)
-    trainer.config(args.config, overrides)
+    target, ends = _checked(args, overrides)
+    trainer.config(args.config, overrides)  # its mistakes come before the first worker
     from memory import targets
     from memory.platform import choose_platform, simulate_devices
     from memory.trials import Trials
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         trials = Trials(args.config, targets.parse(target), overrides, trainer, pool,
                         None if args.no_cache else compare_cache.folder(),
                         lambda labels, done: tell(labels, trials.compiles + done))
-        found = Front(trials, args.points, args.cost, args.offload, workers)
+        found = Front(trials, args.points, ends, args.cost, args.offload, workers)
         found.fill()
     _finish(args, found)
     return INTERRUPTED if found.stopped else 0
@@ -75,9 +78,10 @@ class Front:
     that are not. stopped: whether it ended early.
     """
 
-    def __init__(self, trials: Trials, points: int, cost: str, offload: bool, workers: int):
+    def __init__(self, trials: Trials, points: int, ends: tuple[int | None, int | None], cost: str, offload: bool,
+                 workers: int):
         self.trials, self.cost, self.offload = trials, cost, offload
-        self._count, self._workers = points, workers
+        self._count, self._ends, self._workers = points, ends, workers
         self.search: Search | None = None
         self.points: list[Point] = []
         self.fixed: list[Fixed] = []
@@ -92,7 +96,8 @@ class Front:
         try:
             self.search = search = self.trials.search({}, cost=self.cost, offload=self.offload)
             search.compile(search.fixed)
-            budgets = front.budgets_of(*front.ends_of(search), self._count)
+            first, last = (given or found for given, found in zip(self._ends, front.ends_of(search)))
+            budgets = front.budgets_of(first, last, self._count)
             self.missing = len(budgets)
             search.run_all(budgets, at_once=1, together=2 * self._workers, settled=programs.__setitem__)
         except Stopped:
@@ -118,8 +123,12 @@ class Front:
         return Fixed(words or str(tried.plan), flags, Row.of(keys, answer))
 
 
-def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> str:
-    """The target's name. Raises ReportError for what cannot be, before anything is compiled."""
+def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
+             ) -> tuple[str, tuple[int | None, int | None]]:
+    """The target's name, and the smallest and largest budget where they are given.
+
+    Raises ReportError for what cannot be, before anything is compiled.
+    """
     if not args.config:
         raise ReportError("no config: give --config=FILE")
     if args.points < 2:
@@ -133,7 +142,22 @@ def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> 
     if shares_accelerator([target]):
         raise ReportError("--target=local would open this machine's accelerator in several processes: name what it is, "
                           "such as --target=h100")
-    return target
+    first, last = ends = _size("--from", args.first), _size("--to", args.last)
+    if first and last and first > last:
+        raise ReportError(f"--from={args.first} is more than --to={args.last}")
+    return target, ends
+
+
+def _size(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise ReportError(f"{flag}: {error}") from error
+    if size <= 0:
+        raise ReportError(f"{flag}={text}: give more than nothing")
+    return size
 
 
 def _finish(args: argparse.Namespace, found: Front) -> None:

@@ -23,7 +23,7 @@ LESS = (("flops", "recomputes", ("fewer", "more"), "FLOPs"), ("seconds", "takes"
 COLUMNS = (
     ("alloc", lambda row: row.allocated_bytes, ""),
     ("host", lambda row: row.host_bytes or None, ""),
-    ("predicted s", lambda row: row.predicted_step_seconds, "{:.4g}"),
+    ("predicted s", lambda row: row.predicted_step_seconds, "{:#.4g}"),
     ("recomp", lambda row: row.recompute_flops_fraction, "{:.2%}"),
 )
 
@@ -42,8 +42,8 @@ def render(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
     stated = " ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib") if name in versions)
     head = Text.assemble((f"{len(points)} budgets", "bold"), f" on {target.get('name')}",
                          f", limit {human(limit)}" if limit else "", (f"  {stated}", "dim"),
-                         f"\n{unit} on each device; the plan of least {LEAST[about['cost']]} at each budget, and the best "
-                         "policy for all layers:")
+                         f"\n{unit} on each device; the plan of least {LEAST[about['cost']]} at each budget, "
+                         "and the best policy\nfor all layers:")
     return Group(head, _points(points, size), Text(), _fixed(fixed, size), Text(), *_plans(points),
                  *_below(points, about))
 
@@ -112,4 +112,5 @@ def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
               + (f" ({cached} of them before)" if cached > 0 else ""))
     less = [f"{verb} {abs(share):.1%} {words[share < 0]} {what}" for key, verb, words, what in LESS
             if (share := about["less"][key]) is not None]
-    return Text(counts + ("; " + ", ".join(less) + "\nthan the best fixed policy on average") * bool(less), style="bold")
+    more = f";\n{', '.join(less)} than the best fixed policy on average" if less else ""
+    return Text(counts + more, style="bold")
