@@ -23,7 +23,7 @@ LESS = (("flops", "recomputes", ("fewer", "more"), "FLOPs"), ("seconds", "takes"
 COLUMNS = (
     ("alloc", lambda row: row.allocated_bytes, ""),
     ("host", lambda row: row.host_bytes or None, ""),
-    ("predicted s", lambda row: row.predicted_step_seconds, "{:#.4g}"),
+    ("pred. s", lambda row: row.predicted_step_seconds, "{:#.4g}"),
     ("recomp", lambda row: row.recompute_flops_fraction, "{:.2%}"),
 )
 
@@ -52,7 +52,7 @@ def _points(points: Sequence[Point], size: int) -> RenderableType:
     numbers = {point.plan: number for number, point in enumerate(plans_of(points), 1)}
     titles = [title for title, read, _ in COLUMNS if any(read(point.row) is not None for point in points)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("budget", "plan", *titles, "programs"):
+    for title in ("budget", "plan", *titles, "tried"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("best policy", no_wrap=True)
     for title in ("its s", "its recomp", ""):
@@ -62,7 +62,7 @@ def _points(points: Sequence[Point], size: int) -> RenderableType:
         row = point.fixed.row if point.fixed else Row({})
         table.add_row(f"{point.budget_bytes / size:,.2f}", str(numbers[point.plan]), *_cells(point.row, titles, size),
                       str(point.programs), point.fixed.policy if point.fixed else "",
-                      *_cells(row, ("predicted s", "recomp"), size), Text(word, style))
+                      *_cells(row, ("pred. s", "recomp"), size), Text(word, style))
     return table
 
 
