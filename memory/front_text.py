@@ -44,8 +44,9 @@ def render(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
                          f", limit {human(limit)}" if limit else "", (f"  {stated}", "dim"),
                          f"\n{unit} on each device; the plan of least {LEAST[about['cost']]} at each budget, "
                          "and the best policy\nfor all layers:")
-    return Group(head, _points(points, size), Text(), _fixed(fixed, size), Text(), *_plans(points),
-                 *_below(points, about))
+    tables = [part for rows, table in ((points, _points), (fixed, _fixed)) if rows
+              for part in (table(rows, size), Text())]
+    return Group(head, *tables, *_plans(points), *_below(points, about))
 
 
 def _points(points: Sequence[Point], size: int) -> RenderableType:
