@@ -30,6 +30,8 @@ examples:
                                                                 what each memory saving saves, and costs
   python -m memory fit --config=llama_8b --target=h100:8 --batch-tokens=4194304
                                                                 the fastest way to train this there, by compiling
+  python -m memory front --config=llama_8b --target=h100:8 --html=front.html
+                                                                the least recomputation at every budget
   python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
   python -m memory estimate --params=7e9                        formulas only, at once
 
@@ -42,6 +44,7 @@ COMMANDS = {
     "compare": ("memory.compare_command", "policies and any other keys of a config against each other, in parallel"),
     "levers": ("memory.levers_command", "the staircase: fp32, bf16, chunked loss, flash attention, remat ... in bytes"),
     "fit": ("memory.fit_command", "from a budget to the configuration to run: remat, micro-batch, mesh, offload"),
+    "front": ("memory.front_command", "at each of ten budgets, from full to none, the least recomputation that fits"),
     "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
     "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),
@@ -129,15 +132,17 @@ class Trainer:
         """What the search for the least recomputation has to know of a config on a target, nothing compiled.
 
         `block`: a `memory.recompute.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches of one call;
-        `policies`: policy -> names that it keeps, of those that keep names; `tokens_per_update`.
+        `policies`: policy -> names that it keeps, null where that is the compiler's to say, and `moving`: the same of
+        those that move tensors to host memory; `tokens_per_update`.
         """
         from memory.compare_worker import tokens_of
-        from train.auto import describe_block, named_policies
+        from train.auto import describe_block, fixed_policies
 
         program = self.program(name, (*overrides, ("model.scan", "true")), target)
         micro_steps = program.batch.accumulation if program.scanned else 1
         return {"block": dataclasses.asdict(describe_block(program)), "micro_steps": micro_steps,
-                "policies": named_policies(), "tokens_per_update": tokens_of(program)}
+                "policies": fixed_policies(), "moving": fixed_policies(moving=True),
+                "tokens_per_update": tokens_of(program)}
 
     def choices(self, program: Any) -> str:
         """What a program chose for its devices, and why."""

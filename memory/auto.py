@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from memory.least import Passes, Plan, solve
-from memory.patterns import Pattern, Rates, everything, kept_under, patterns_of
-from memory.recompute import Block
+from memory.candidates import Compiled, Outcome, Problem, Tried
+from memory.least import Plan, solve
+from memory.patterns import Pattern, everything, kept_under, patterns_of
 
 # Compiles of one search, and of those that are spent on checking that a plan with room left has no better one.
 MOST_COMPILES, MOST_CHECKS = 12, 2
@@ -23,67 +24,18 @@ MOST_COMPILES, MOST_CHECKS = 12, 2
 CLOSE = 0.02
 # A plan has to promise so much of its cost less to be worth a compile; predictions closer than TIE are no difference.
 EVEN, TIE = 1e-3, 3e-3
+# So far the seconds of a model may be off: fixed policies this near to the best plan are compiled too.
+NEAR = 0.03
 FULL, NONE = "full", "none"
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is to be decided.
+@dataclasses.dataclass
+class _Course:
+    """How far the search for one budget is: `asked`, the plans compiled for it; `checks` that were spent."""
 
-    Fields:
-        block: of one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
-        cost: a row of `memory.least.COSTS`. offload: whether tensors may go to host memory.
-        host_budget: bytes of host memory for one device.
-        policies: policies that keep names -> those names; they are candidates too.
-    """
-
-    block: Block
-    rates: Rates
-    passes: Passes
-    cost: str = "time"
-    offload: bool = False
-    host_budget: float = math.inf
-    policies: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the compiler said of a plan: bytes on one device and its host share, seconds of an update by the roofline,
-    FLOPs recomputed; `status`: "ok", or why there are no figures."""
-
-    allocated_bytes: int = 0
-    host_bytes: int = 0
-    seconds: float = 0.0
-    flops: float = 0.0
-    status: str = "ok"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tried:
-    """A plan, what was predicted for it (0: nothing could be yet), and what the compiler said."""
-
-    plan: Plan
-    predicted_bytes: int
-    compiled: Compiled
-
-    @property
-    def ok(self) -> bool:
-        return self.compiled.status == "ok"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """best: the plan to run, None where none fits. tried: all that was compiled, in order; the tightest of them is
-    the least that the step can be brought to by recomputation (and offload, where it is allowed)."""
-
-    best: Tried | None
-    tried: tuple[Tried, ...]
-
-    @property
-    def tightest(self) -> Tried | None:
-        """The compiled plan of fewest bytes."""
-        done = [tried for tried in self.tried if tried.ok]
-        return min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
+    budget: float
+    asked: list[str] = dataclasses.field(default_factory=list)
+    checks: int = 0
 
 
 class Search:
@@ -102,7 +54,13 @@ class Search:
         self.patterns = patterns_of(block, rates, offload=problem.offload, cost=cost)
         self.full = kept_under(block, rates, FULL, ())
         self.none = everything(block, rates, NONE)
-        self.named = [kept_under(block, rates, policy, names) for policy, names in problem.policies.items()]
+        held = [kept_under(block, rates, policy, names) for policy, names in problem.policies.items()
+                if names is not None]
+        # Of policies that come to the same tensors, the first; none for those that come to the ones of `full`.
+        self.named = [first for first in {pattern.save: pattern for pattern in reversed(held)}.values() if first.save]
+        # Their figures stand for no prediction: only what the compiler says of them counts.
+        self.unknown = [Pattern(block.carry_bytes, 0.0, policy=policy) for policy in problem.policies
+                        if problem.policies[policy] is None]
         self.tried: dict[str, Tried] = {}
 
     # ---- compiling ---------------------------------------------------------------------------------------------
@@ -120,12 +78,28 @@ class Search:
         """Every block under one pattern."""
         return Plan(((pattern, self.problem.block.layers),))
 
+    @property
+    def fixed(self) -> list[Plan]:
+        """Every block under one policy, for each policy that comes to tensors of its own."""
+        return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
+
+    def least_fixed(self, budget: float) -> Tried | None:
+        """The best of the fixed policies that are compiled and fit."""
+        done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
+        return min((tried for tried in done if self._fits(tried, budget)), key=self.paid, default=None)
+
+    def paid(self, tried: Tried) -> tuple[float, float, int]:
+        """What a compiled plan costs, by the compiler's figures: less is better."""
+        found = tried.compiled
+        first = (found.seconds, found.flops) if self.problem.cost == "time" else (found.flops, found.seconds)
+        return (*first, found.allocated_bytes)
+
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
         """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
         there are none."""
-        done = [tried for tried in self.tried.values() if tried.ok and not _is_none(tried.plan)]
+        done = [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
         same = [tried for tried in done if _kind(tried.plan) == kind] or done
         most: dict[int, int] = {}
         for tried in same:
@@ -135,8 +109,8 @@ class Search:
 
     def predict(self, plan: Plan) -> int:
         """Bytes that the compiler would allocate: what the blocks keep, and beside it as much as in the compiled
-        plans that keep about as much. 0 before anything is compiled."""
-        points = self._points(_kind(plan))
+        plans that keep about as much. 0 before anything is compiled, and where nothing is known of what they keep."""
+        points = self._points(_kind(plan)) if self._known(plan) else []
         return round(plan.bytes + _between([(x, y - x) for x, y in points], plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
@@ -166,7 +140,7 @@ class Search:
         found = sorted(filter(None, plans), key=self.cost)
         fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
         least = min(map(self.cost, found), default=math.inf)
-        found += [plan for plan in fixed if self.cost(plan) <= least * (1 + EVEN)]
+        found += [plan for plan in fixed if self.cost(plan) <= least * (1 + NEAR)]
         none = self.whole(self.none)
         if none.bytes <= room or (str(none) in self.tried and self._fits(self.tried[str(none)], budget)):
             found.append(none)
@@ -179,7 +153,9 @@ class Search:
         return self.problem.host_budget - (full.compiled.host_bytes if full and full.ok else 0)
 
     def cost(self, plan: Plan) -> float:
-        """By the model: seconds of the passes, or FLOPs recomputed."""
+        """By the model: seconds of the passes, or FLOPs recomputed; infinite where it knows nothing."""
+        if any(pattern in self.unknown for pattern, _ in plan.ranges):
+            return math.inf
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
 
     def _fits(self, tried: Tried, budget: float) -> bool:
@@ -188,11 +164,12 @@ class Search:
 
     def best(self, budget: float) -> Tried | None:
         """The best compiled plan that fits, by the compiled program's own cost; among those that cost the same within
-        `TIE` the one that recomputes least, then the one of fewest bytes."""
+        `TIE`, and no more than the best fixed policy, the one that recomputes least, then the one of fewest bytes."""
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
-            least = min(tried.compiled.seconds for tried in fitting)
-            fitting = [tried for tried in fitting if tried.compiled.seconds <= least * (1 + TIE)]
+            least, fixed = min(tried.compiled.seconds for tried in fitting), self.least_fixed(budget)
+            most = min(least * (1 + TIE), fixed.compiled.seconds if fixed else math.inf)
+            fitting = [tried for tried in fitting if tried.compiled.seconds <= most]
         return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes), default=None)
 
     def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
@@ -201,27 +178,61 @@ class Search:
         Args:
             most: compiles at most. at_once: plans that are compiled together.
         """
-        before, checks = set(self.tried), 0
+        return self.run_all([budget], most=most, at_once=at_once)[0]
+
+    def run_all(self, budgets: Sequence[float], *, most: int = MOST_COMPILES, at_once: int = 1,
+                together: float = math.inf, settled: Callable[[float, int], None] = lambda budget, compiled: None,
+                ) -> list[Outcome]:
+        """The best plan within each of several budgets, which advance together and learn from each other.
+
+        Args:
+            most, at_once: as in `run`, for each budget. together: plans of all budgets that are compiled together.
+            settled: is told each budget whose best plan is found, and how many plans were compiled for it.
+        """
+        courses = [_Course(budget) for budget in budgets]
+        before = set(self.tried)
         self.compile([self.whole(self.full)])
-        while len(self.tried) - len(before) < most:
-            best = self.best(budget)
-            plans = self._better(self.wanted(budget), best)
-            if not plans and best is None:
-                plans = self._better([self.whole(min(self.patterns))], best)  # the least that there is
-            elif not plans and best is not None and checks < MOST_CHECKS and self._slack(best, budget) > CLOSE:
-                checks += 1
-                plans = self._better(self.wanted(budget, above=self._next_tensor()), best)
-            if not plans:
-                break
-            self.compile(plans[:at_once])
-        done = [tried for name, tried in self.tried.items() if name not in before]
-        return Outcome(self.best(budget), tuple(done))
+        if str(full := self.whole(self.full)) not in before:
+            for course in courses:
+                course.asked.append(str(full))
+        left = list(courses)
+        while left:
+            batch: dict[str, Plan] = {}
+            # Those furthest apart first: what one learns helps its neighbours in the next round.
+            for course in spread(left):
+                if len(batch) >= together:
+                    break
+                plans = self._next(course)[:at_once] if len(course.asked) < most else []
+                course.asked += [str(plan) for plan in plans]
+                batch |= {str(plan): plan for plan in plans}
+                if not plans:
+                    left.remove(course)
+                    settled(course.budget, len(course.asked))
+            self.compile(list(batch.values()))
+        return [Outcome(self.best(course.budget), tuple(self.tried[name] for name in dict.fromkeys(course.asked)))
+                for course in courses]
+
+    def _next(self, course: _Course) -> list[Plan]:
+        """What is to be compiled next for a budget, cheapest first; none when it is settled."""
+        best = self.best(course.budget)
+        plans = self._better(self.wanted(course.budget), best)
+        if not plans and best is None:
+            return self._better([self.whole(min(self.patterns))], best)  # the least that there is
+        if (not plans and best is not None and course.checks < MOST_CHECKS
+                and self._slack(best, course.budget) > CLOSE):
+            course.checks += 1
+            plans = self._better(self.wanted(course.budget, above=self._next_tensor()), best)
+        return plans
 
     def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
         """Plans that were not compiled yet, and by the model cost less than the best that was."""
         most = math.inf if best is None else self.cost(best.plan)
         return [plan for plan in plans if str(plan) not in self.tried
                 and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))]
+
+    def _known(self, plan: Plan) -> bool:
+        """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""
+        return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _slack(self, best: Tried, budget: float) -> float:
         return 1 - best.compiled.allocated_bytes / budget
@@ -238,8 +249,14 @@ def _kind(plan: Plan) -> tuple[bool, bool]:
     return len(plan.ranges) > 1, plan.host_bytes > 0
 
 
-def _is_none(plan: Plan) -> bool:
-    return any(pattern.policy == NONE for pattern, _ in plan.ranges)
+def spread(items: Sequence[Any]) -> list[Any]:
+    """The same items, each as far from those before it as can be: ends first, then what halves the gaps."""
+    out, left = [], list(range(len(items)))
+    while left:
+        far = max(left, key=lambda i: min((abs(i - j) for j in out), default=-i))
+        left.remove(far)
+        out.append(far)
+    return [items[i] for i in out]
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -169,8 +169,9 @@ def shares_accelerator(names: Sequence[str]) -> bool:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[Sequence[str], int], None]]:
-    """A bar on stderr, where that is a terminal: how many are done, which are under way."""
+def progress(total: int | None) -> Iterator[Callable[[Sequence[str], int], None]]:
+    """A bar on stderr, where that is a terminal: how many are done, of how many where that is known, which are under
+    way."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memory import compare_cache, compare_run, roofline
-from memory.auto import FULL, Compiled, Problem, Search, Tried
+from memory.auto import FULL, Search
+from memory.candidates import Compiled, Problem, Tried
 from memory.errors import ReportError
 from memory.least import Passes, Plan
 from memory.patterns import Rates
@@ -110,17 +111,18 @@ class Trials:
     def search(self, keys: Keys, *, cost: str = "time", offload: bool = False,
                tell: Callable[[Tried], None] = lambda tried: None) -> Search:
         """The search for the least recomputation of a variant. Raises ReportError for one that cannot run; Stopped."""
-        told = self.describe({**keys, **policy_keys(FULL)})
-        full = self.compile([{**keys, **policy_keys(FULL)}])[0]
-        if full["status"] != "ok":
-            raise ReportError(full["status"])
+        whole = {**keys, **policy_keys(FULL)}
+        full, told = self._ask([self.job(whole), self.job(whole, describe=True)])
+        for answer in (told, full):
+            if answer["status"] != "ok":
+                raise ReportError(answer["status"])
         by_phase = roofline.seconds(full["work"], self.rates).by_phase
         rates = Rates({unit: self.rates.flops_per_s(unit) for unit in roofline.UNITS}, self.rates.hbm_bytes_per_s,
                       self.target.n_devices)
         passes = Passes(by_phase["forward"] / told["micro_steps"], by_phase["backward"] / told["micro_steps"],
                         self.rates.host_link_bytes_per_s if offload else 0.0)
         problem = Problem(Block.from_json(told["block"]), rates, passes, cost, offload, self.host_budget,
-                          told["policies"])
+                          {**told["policies"], **(told["moving"] if offload else {})})
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
             return [self.compiled(answer) for answer in self.compile([{**keys, **plan_keys(plan)} for plan in plans])]

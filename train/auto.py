@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 
 from memory import roofline, targets
 from memory.analyze import report_of
-from memory.auto import FULL, Compiled, Problem, Search, Tried
+from memory.auto import FULL, NONE, Search
+from memory.candidates import Compiled, Problem, Tried
 from memory.least import Passes, Plan
 from memory.limits import budget_of
 from memory.patterns import Rates
@@ -48,9 +49,11 @@ def describe_block(program: Any) -> Block:
     return block_of(program.trace_gradient(), parts, {"context": AROUND_KERNEL} if outside else {})
 
 
-def named_policies() -> dict[str, tuple[str, ...]]:
-    """Policy -> the names that it keeps on the device, of those that are no more than that."""
-    return {name: row.names for name, row in POLICIES.items() if row and row.names and not row.offloads}
+def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
+    """Policy -> the names that it keeps, None where it is more than that; of those that move tensors to host memory,
+    or of those that do not."""
+    return {name: None if row.offloads or not row.names else row.names for name, row in POLICIES.items()
+            if row and row.offloads == moving and name not in (FULL, NONE)}
 
 
 def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
@@ -110,7 +113,7 @@ class Compiler:
             Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
                    rates.host_link_bytes_per_s if offload else 0.0),
             config.remat.cost, offload, target.host_memory_bytes / max(target.devices_per_host, 1) or math.inf,
-            named_policies())
+            {name: names for name, names in fixed_policies().items() if names is not None})
 
 
 def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..., Any],

@@ -1,0 +1,72 @@
+"""What a search for the least recomputation is asked, and what comes of it. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from memory.least import Passes, Plan
+from memory.patterns import Rates
+from memory.recompute import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be decided.
+
+    Fields:
+        block: of one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
+        cost: a row of `memory.least.COSTS`. offload: whether tensors may go to host memory.
+        host_budget: bytes of host memory for one device.
+        policies: policies -> the names that they keep, None where that is the compiler's to say; they are candidates
+            too.
+    """
+
+    block: Block
+    rates: Rates
+    passes: Passes
+    cost: str = "time"
+    offload: bool = False
+    host_budget: float = math.inf
+    policies: Mapping[str, Sequence[str] | None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of a plan: bytes on one device and its host share, seconds of an update by the roofline,
+    FLOPs recomputed; `status`: "ok", or why there are no figures."""
+
+    allocated_bytes: int = 0
+    host_bytes: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    status: str = "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A plan, what was predicted for it (0: nothing could be yet), and what the compiler said."""
+
+    plan: Plan
+    predicted_bytes: int
+    compiled: Compiled
+
+    @property
+    def ok(self) -> bool:
+        return self.compiled.status == "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """best: the plan to run, None where none fits. tried: all that was compiled, in order; the tightest of them is
+    the least that the step can be brought to by recomputation (and offload, where it is allowed)."""
+
+    best: Tried | None
+    tried: tuple[Tried, ...]
+
+    @property
+    def tightest(self) -> Tried | None:
+        """The compiled plan of fewest bytes."""
+        done = [tried for tried in self.tried if tried.ok]
+        return min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)

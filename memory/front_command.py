@@ -1,0 +1,178 @@
+"""python -m memory front: the least recomputation at every budget, from `full` to `none`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memory import compare_cache, compare_run, front
+from memory.compare import Row
+from memory.compare_command import INTERRUPTED, check, progress, shares_accelerator, write
+from memory.errors import ReportError
+from memory.front import Fixed, Point
+from memory.least import COSTS
+from memory.limits import parse_bytes
+
+if TYPE_CHECKING:
+    from memory.__main__ import Trainer
+    from memory.auto import Search
+    from memory.candidates import Tried
+    from memory.trials import Trials
+
+# Keys that the plans of a front set, or that a front has flags of its own for.
+OWN = ("remat.policy", "remat.layers", "remat.save", "remat.offload", "remat.budget", "remat.cost",
+       "remat.auto_offload")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key in every program")
+    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+    parser.add_argument("--points", metavar="N", type=int, default=10,
+                        help="budgets, in even steps from what full allocates to what none does (default: 10)")
+    parser.add_argument("--from", metavar="SIZE", dest="first", help="the smallest budget instead: 20GiB")
+    parser.add_argument("--to", metavar="SIZE", dest="last", help="the largest budget instead: 40GiB")
+    parser.add_argument("--cost", choices=COSTS, default="time", help="what is least at each budget: the predicted "
+                        "time of an update, or the FLOPs that are recomputed (default: time)")
+    parser.add_argument("--offload", action="store_true", help="tensors may go to pinned host memory too")
+    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
+    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the front's JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
+    parser.set_defaults(measure=False)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    target, ends = _checked(args, overrides)
+    trainer.config(args.config, overrides)  # its mistakes come before the first worker
+    from memory import targets
+    from memory.platform import choose_platform, simulate_devices
+    from memory.trials import Trials
+
+    if target.partition(":")[0] in ("local", "cpu"):  # only these ask jax here
+        if target != "local":
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        choose_platform()  # before jax is imported
+        simulate_devices([target])
+    workers = compare_run.worker_count(args.points, args.jobs)
+    with progress(None) as tell, compare_run.Pool(workers, env=compare_run.environment([target])) as pool:
+        trials = Trials(args.config, targets.parse(target), overrides, trainer, pool,
+                        None if args.no_cache else compare_cache.folder(),
+                        lambda labels, done: tell(labels, trials.compiles + done))
+        found = Front(trials, args.points, ends, args.cost, args.offload, workers)
+        found.fill()
+    _finish(args, found)
+    return INTERRUPTED if found.stopped else 0
+
+
+class Front:
+    """The points of a front, as far as they are found.
+
+    Attributes: search: None before the first program is compiled. points, fixed: what is finished. missing: points
+    that are not. stopped: whether it ended early.
+    """
+
+    def __init__(self, trials: Trials, points: int, ends: tuple[int | None, int | None], cost: str, offload: bool,
+                 workers: int):
+        self.trials, self.cost, self.offload = trials, cost, offload
+        self._count, self._ends, self._workers = points, ends, workers
+        self.search: Search | None = None
+        self.points: list[Point] = []
+        self.fixed: list[Fixed] = []
+        self.missing, self.stopped = points, False
+
+    def fill(self) -> None:
+        """Finds all points, or those that are finished when it is stopped. Raises ReportError."""
+        from memory.trials import Stopped
+
+        budgets: list[int] = []
+        programs: dict[float, int] = {}
+        try:
+            self.search = search = self.trials.search({}, cost=self.cost, offload=self.offload)
+            search.compile(search.fixed)
+            first, last = (given or found for given, found in zip(self._ends, front.ends_of(search)))
+            budgets = front.budgets_of(first, last, self._count)
+            self.missing = len(budgets)
+            search.run_all(budgets, at_once=1, together=2 * self._workers, settled=programs.__setitem__)
+        except Stopped:
+            self.stopped = True
+        if self.search is None:
+            return
+        done = [budget for budget in budgets if budget in programs]
+        self.missing -= len(done)
+        self.fixed = [self.told(self.search.tried[str(plan)]) for plan in self.search.fixed
+                      if (tried := self.search.tried.get(str(plan))) and tried.ok]
+        self.fixed.sort(key=lambda policy: policy.row.allocated_bytes or 0)
+        self.points = front.points_of(self.search, done, programs, self.told)
+
+    def told(self, tried: Tried) -> Fixed:
+        """A compiled plan with its figures; a policy for all layers goes by its name, a plan by its words."""
+        from memory.trials import plan_keys
+
+        keys = plan_keys(tried.plan)
+        answer = self.trials.compile([keys])[0]  # it is compiled: this looks it up
+        ranges = tried.plan.ranges
+        words = ranges[0][0].policy if len(ranges) == 1 else ""
+        flags = front.flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
+        return Fixed(words or str(tried.plan), flags, Row.of(keys, answer))
+
+
+def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
+             ) -> tuple[str, tuple[int | None, int | None]]:
+    """The target's name, and the smallest and largest budget where they are given.
+
+    Raises ReportError for what cannot be, before anything is compiled.
+    """
+    if not args.config:
+        raise ReportError("no config: give --config=FILE")
+    if args.points < 2:
+        raise ReportError(f"--points={args.points}: give 2 or more")
+    for key, text in overrides:
+        if key in OWN:
+            raise ReportError(f"--config.{key}={text}: the front chooses what is kept; leave it out (--cost and "
+                              "--offload say what is least and what may move)")
+    target = args.target.strip().lower()
+    check(args, [target])
+    if shares_accelerator([target]):
+        raise ReportError("--target=local would open this machine's accelerator in several processes: name what it is, "
+                          "such as --target=h100")
+    first, last = ends = _size("--from", args.first), _size("--to", args.last)
+    if first and last and first > last:
+        raise ReportError(f"--from={args.first} is more than --to={args.last}")
+    return target, ends
+
+
+def _size(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise ReportError(f"{flag}: {error}") from error
+    if size <= 0:
+        raise ReportError(f"{flag}={text}: give more than nothing")
+    return size
+
+
+def _finish(args: argparse.Namespace, found: Front) -> None:
+    """Prints the points and writes the files."""
+    from memory import front_text
+    from memory.compiler import versions
+
+    out = front.to_json(found.points, found.fixed, cost=args.cost, offload=args.offload,
+                        programs=len(found.search.tried) if found.search else 0, compiled=found.trials.compiles,
+                        missing=found.missing, target=found.trials.target.to_json(), versions=versions(),
+                        interrupted=found.stopped)
+    front_text.show(found.points, found.fixed, out)
+    if args.json:
+        write(args.json, json.dumps(out, indent=1) + "\n")
+    if args.html:
+        from memory import front_html
+
+        write(args.html, front_html.render(out, args.config))
