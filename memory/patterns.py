@@ -212,5 +212,4 @@ def kept_under(block: Block, rates: Rates, policy: str, wanted: Collection[str])
 
 def everything(block: Block, rates: Rates, policy: str) -> Pattern:
     """What a block keeps without any checkpoint: all that its backward pass reads, each kernel's own way."""
-    size = block.carry_bytes + block.none_bytes
-    return Pattern(size, _kept_seconds(size, 0, rates), policy=policy)
+    return Pattern(block.none_bytes, _kept_seconds(block.none_bytes, 0, rates), policy=policy)
