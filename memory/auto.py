@@ -23,7 +23,11 @@ MOST_COMPILES, MOST_CHECKS = 12, 2
 CLOSE = 0.02
 # A plan has to promise so much of its cost less to be worth a compile; predictions closer than TIE are no difference.
 EVEN, TIE = 1e-3, 3e-3
+# The most bytes that are taken to be allocated for a byte that blocks keep; so few that the peak is elsewhere.
+STEEPEST, FLAT = 2.0, 0.5
 FULL, NONE = "full", "none"
+# The kind of plans (`_kind`) with one pattern and no transfers.
+WHOLE = (False, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +77,13 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """best: the plan to run, None where none fits. tried: all that was compiled, in order; the tightest of them is
-    the least that the step can be brought to by recomputation (and offload, where it is allowed)."""
+    """best: the plan to run, None where none fits. tried: all that was compiled for it, in order. tightest: of all that
+    the search ever compiled the plan of fewest bytes; where none fits, the least that the step can be brought to by
+    recomputation (and offload, where it is allowed)."""
 
     best: Tried | None
     tried: tuple[Tried, ...]
-
-    @property
-    def tightest(self) -> Tried | None:
-        """The compiled plan of fewest bytes."""
-        done = [tried for tried in self.tried if tried.ok]
-        return min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
+    tightest: Tried | None = None
 
 
 class Search:
@@ -125,44 +125,54 @@ class Search:
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
         """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
         there are none."""
-        done = [tried for tried in self.tried.values() if tried.ok and not _is_none(tried.plan)]
-        same = [tried for tried in done if _kind(tried.plan) == kind] or done
-        most: dict[int, int] = {}
-        for tried in same:
-            kept = tried.plan.bytes
-            most[kept] = max(most.get(kept, 0), tried.compiled.allocated_bytes)
-        return sorted(most.items())
+        done = self._done()
+        return _most([tried for tried in done if _kind(tried.plan) == kind] or done)
+
+    def _done(self) -> list[Tried]:
+        """What was compiled, by checkpoints of blocks."""
+        return [tried for tried in self.tried.values() if tried.ok and not _is_none(tried.plan)]
 
     def predict(self, plan: Plan) -> int:
-        """Bytes that the compiler would allocate: what the blocks keep, and beside it as much as in the compiled
-        plans that keep about as much. 0 before anything is compiled."""
+        """Bytes that the compiler would allocate, from the compiled plans that keep about as much. 0 before anything is
+        compiled."""
         points = self._points(_kind(plan))
-        return round(plan.bytes + _between([(x, y - x) for x, y in points], plan.bytes)) if points else 0
+        return round(_between(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
         """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
         points = self._points(kind)
         if not points:
             return math.inf
-        over = [x for x, y in points if y > budget]
-        low, high = 0.0, float(min(over)) if over else budget
-        gaps = [(x, y - x) for x, y in points]
+        if _steepness(points) < FLAT:  # only a plan of whatever kind that is too large tells where that ends
+            points = _most(self._done())
+        low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if middle + _between(gaps, middle) <= budget else (low, middle)
-        return low
+            low, high = (middle, high) if _between(points, middle) <= budget else (low, middle)
+        return max(low, _behind_bend(points, budget))
 
     # ---- solving -----------------------------------------------------------------------------------------------
+
+    def _usable(self) -> list[Pattern]:
+        """The patterns but those that cannot be compiled: only plans that failed have them."""
+        failed, done = ({pattern for tried in self.tried.values() if tried.ok is ok for pattern, _ in tried.plan.ranges}
+                        for ok in (False, True))
+        return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
+
+    def _host_room(self) -> float:
+        """Bytes of host memory for what blocks keep: the step may have other uses for it."""
+        beside = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
+        return self.problem.host_budget - max(beside, default=0)
 
     def wanted(self, budget: float, above: float = 0.0) -> list[Plan]:
         """The plans that the model asks for under a budget, cheapest first: with one pattern, with several, and
         policies that cost about the same. `above`: bytes given to each beyond its room."""
-        problem, plans = self.problem, []
+        problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         for most, moved in itertools.product((1, 2), (False, True) if problem.offload else (False,)):
-            patterns = [p for p in self.patterns if moved or not p.host_bytes]
+            patterns = [p for p in usable if moved or not p.host_bytes]
             plans.append(solve(patterns, problem.block.layers, self.room(budget, (most > 1, moved)) + above,
-                               problem.passes, cost=problem.cost, host_budget=problem.host_budget, most=most))
-        room = self.room(budget, (False, False)) + above
+                               problem.passes, cost=problem.cost, host_budget=host_room, most=most))
+        room = self.room(budget, WHOLE) + above
         found = sorted(filter(None, plans), key=self.cost)
         fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
         least = min(map(self.cost, found), default=math.inf)
@@ -201,15 +211,17 @@ class Search:
             best = self.best(budget)
             plans = self._better(self.wanted(budget), best)
             if not plans and best is None:
-                plans = self._better([self.whole(min(self.patterns))], best)  # the least that there is
-            elif not plans and best is not None and checks < MOST_CHECKS and self._slack(best, budget) > CLOSE:
+                plans = self._better([self.whole(pattern) for pattern in sorted(self._usable())[:1]], best)  # the least
+            elif not plans and best is not None and checks < MOST_CHECKS and self._open(best, budget):
                 checks += 1
                 plans = self._better(self.wanted(budget, above=self._next_tensor()), best)
             if not plans:
                 break
-            self.compile(plans[:at_once])
-        done = [tried for name, tried in self.tried.items() if name not in before]
-        return Outcome(self.best(budget), tuple(done))
+            self.compile(plans[:min(at_once, most - len(self.tried) + len(before))])
+        new = [tried for name, tried in self.tried.items() if name not in before]
+        done = [tried for tried in self.tried.values() if tried.ok]
+        return Outcome(self.best(budget), tuple(new),
+                       min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None))
 
     def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
         """Plans that were not compiled yet, and by the model cost less than the best that was."""
@@ -217,8 +229,9 @@ class Search:
         return [plan for plan in plans if str(plan) not in self.tried
                 and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))]
 
-    def _slack(self, best: Tried, budget: float) -> float:
-        return 1 - best.compiled.allocated_bytes / budget
+    def _open(self, best: Tried, budget: float) -> bool:
+        """Whether one tensor more is worth a compile: room is left, or nothing tells yet what a tensor takes of it."""
+        return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
         """Bytes of the smallest step between two patterns, of one layer."""
@@ -236,11 +249,38 @@ def _is_none(plan: Plan) -> bool:
     return any(pattern.policy == NONE for pattern, _ in plan.ranges)
 
 
+def _most(done: Sequence[Tried]) -> list[tuple[int, int]]:
+    """(bytes that blocks keep, the most bytes allocated), fewest first."""
+    most: dict[int, int] = {}
+    for tried in done:
+        most[tried.plan.bytes] = max(most.get(tried.plan.bytes, 0), tried.compiled.allocated_bytes)
+    return sorted(most.items())
+
+
+def _steepness(points: Sequence[tuple[float, float]]) -> float:
+    """Bytes allocated for a byte kept, of the last two points; 1 for a single one."""
+    if len(points) < 2:
+        return 1.0
+    (x0, y0), (x1, y1) = points[-2:]
+    return min(max((y1 - y0) / (x1 - x0), 0.0), STEEPEST)
+
+
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Piecewise linear between points sorted by their first number, level beyond them."""
-    if x <= points[0][0]:
-        return points[0][1]
+    """Piecewise linear between points sorted by their first number; as steep as 1 before them, and beyond them as the
+    last two are: less than that where the peak is elsewhere, in the update of the parameters, say."""
+    (first, lowest), (last, highest) = points[0], points[-1]
+    if x <= first:
+        return lowest + x - first
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
+    return highest + _steepness(points) * (x - last)
+
+
+def _behind_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
+    """Bytes kept at which the budget is reached if the last plan beyond it is where each byte kept is one allocated;
+    0 where nothing tells of such a bend: plans within the budget that keep more and take hardly more."""
+    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
+        if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):
+            return x2 - (y2 - budget)
+    return 0.0
