@@ -26,7 +26,11 @@ CLOSE = 0.02
 EVEN, TIE = 1e-3, 3e-3
 # So far the seconds of a model may be off: fixed policies this near to the best plan are compiled too.
 NEAR = 0.03
+# The most bytes that are taken to be allocated for a byte that blocks keep; so few that the peak is elsewhere.
+STEEPEST, FLAT = 2.0, 0.5
 FULL, NONE = "full", "none"
+# The kind of plans (`_kind`) with one pattern and no transfers.
+WHOLE = (False, False)
 
 
 @dataclasses.dataclass
@@ -99,44 +103,54 @@ class Search:
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
         """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
         there are none."""
-        done = [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
-        same = [tried for tried in done if _kind(tried.plan) == kind] or done
-        most: dict[int, int] = {}
-        for tried in same:
-            kept = tried.plan.bytes
-            most[kept] = max(most.get(kept, 0), tried.compiled.allocated_bytes)
-        return sorted(most.items())
+        done = self._done()
+        return _most([tried for tried in done if _kind(tried.plan) == kind] or done)
+
+    def _done(self) -> list[Tried]:
+        """What was compiled, of plans that the model knows."""
+        return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: Plan) -> int:
-        """Bytes that the compiler would allocate: what the blocks keep, and beside it as much as in the compiled
-        plans that keep about as much. 0 before anything is compiled, and where nothing is known of what they keep."""
+        """Bytes that the compiler would allocate, from the compiled plans that keep about as much. 0 before anything is
+        compiled, and where nothing is known of what they keep."""
         points = self._points(_kind(plan)) if self._known(plan) else []
-        return round(plan.bytes + _between([(x, y - x) for x, y in points], plan.bytes)) if points else 0
+        return round(_between(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
         """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
         points = self._points(kind)
         if not points:
             return math.inf
-        over = [x for x, y in points if y > budget]
-        low, high = 0.0, float(min(over)) if over else budget
-        gaps = [(x, y - x) for x, y in points]
+        if _steepness(points) < FLAT:  # only a plan of whatever kind that is too large tells where that ends
+            points = _most(self._done())
+        low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if middle + _between(gaps, middle) <= budget else (low, middle)
-        return low
+            low, high = (middle, high) if _between(points, middle) <= budget else (low, middle)
+        return max(low, _behind_bend(points, budget))
 
     # ---- solving -----------------------------------------------------------------------------------------------
+
+    def _usable(self) -> list[Pattern]:
+        """The patterns but those that cannot be compiled: only plans that failed have them."""
+        failed, done = ({pattern for tried in self.tried.values() if tried.ok is ok for pattern, _ in tried.plan.ranges}
+                        for ok in (False, True))
+        return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
+
+    def _host_room(self) -> float:
+        """Bytes of host memory for what blocks keep: the step may have other uses for it."""
+        beside = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
+        return self.problem.host_budget - max(beside, default=0)
 
     def wanted(self, budget: float, above: float = 0.0) -> list[Plan]:
         """The plans that the model asks for under a budget, cheapest first: with one pattern, with several, and
         policies that cost about the same. `above`: bytes given to each beyond its room."""
-        problem, plans = self.problem, []
+        problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         for most, moved in itertools.product((1, 2), (False, True) if problem.offload else (False,)):
-            patterns = [p for p in self.patterns if moved or not p.host_bytes]
+            patterns = [p for p in usable if moved or not p.host_bytes]
             plans.append(solve(patterns, problem.block.layers, self.room(budget, (most > 1, moved)) + above,
-                               problem.passes, cost=problem.cost, host_budget=problem.host_budget, most=most))
-        room = self.room(budget, (False, False)) + above
+                               problem.passes, cost=problem.cost, host_budget=host_room, most=most))
+        room = self.room(budget, WHOLE) + above
         found = sorted(filter(None, plans), key=self.cost)
         fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
         least = min(map(self.cost, found), default=math.inf)
@@ -145,12 +159,6 @@ class Search:
         if none.bytes <= room or (str(none) in self.tried and self._fits(self.tried[str(none)], budget)):
             found.append(none)
         return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
-
-    @property
-    def host_room(self) -> float:
-        """Bytes of host memory that tensors of blocks may take: what is there without them stays."""
-        full = self.tried.get(str(self.whole(self.full)))
-        return self.problem.host_budget - (full.compiled.host_bytes if full and full.ok else 0)
 
     def cost(self, plan: Plan) -> float:
         """By the model: seconds of the passes, or FLOPs recomputed; infinite where it knows nothing."""
@@ -202,24 +210,25 @@ class Search:
             for course in spread(left):
                 if len(batch) >= together:
                     break
-                plans = self._next(course)[:at_once] if len(course.asked) < most else []
+                plans = self._next(course)[:max(min(at_once, most - len(course.asked)), 0)]
                 course.asked += [str(plan) for plan in plans]
                 batch |= {str(plan): plan for plan in plans}
                 if not plans:
                     left.remove(course)
                     settled(course.budget, len(course.asked))
             self.compile(list(batch.values()))
-        return [Outcome(self.best(course.budget), tuple(self.tried[name] for name in dict.fromkeys(course.asked)))
-                for course in courses]
+        done = [tried for tried in self.tried.values() if tried.ok]
+        tightest = min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
+        return [Outcome(self.best(course.budget), tuple(self.tried[name] for name in dict.fromkeys(course.asked)),
+                        tightest) for course in courses]
 
     def _next(self, course: _Course) -> list[Plan]:
         """What is to be compiled next for a budget, cheapest first; none when it is settled."""
         best = self.best(course.budget)
         plans = self._better(self.wanted(course.budget), best)
         if not plans and best is None:
-            return self._better([self.whole(min(self.patterns))], best)  # the least that there is
-        if (not plans and best is not None and course.checks < MOST_CHECKS
-                and self._slack(best, course.budget) > CLOSE):
+            return self._better([self.whole(pattern) for pattern in sorted(self._usable())[:1]], best)  # the least
+        if not plans and best is not None and course.checks < MOST_CHECKS and self._open(best, course.budget):
             course.checks += 1
             plans = self._better(self.wanted(course.budget, above=self._next_tensor()), best)
         return plans
@@ -234,8 +243,9 @@ class Search:
         """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
-    def _slack(self, best: Tried, budget: float) -> float:
-        return 1 - best.compiled.allocated_bytes / budget
+    def _open(self, best: Tried, budget: float) -> bool:
+        """Whether one tensor more is worth a compile: room is left, or nothing tells yet what a tensor takes of it."""
+        return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
         """Bytes of the smallest step between two patterns, of one layer."""
@@ -259,11 +269,38 @@ def spread(items: Sequence[Any]) -> list[Any]:
     return [items[i] for i in out]
 
 
+def _most(done: Sequence[Tried]) -> list[tuple[int, int]]:
+    """(bytes that blocks keep, the most bytes allocated), fewest first."""
+    most: dict[int, int] = {}
+    for tried in done:
+        most[tried.plan.bytes] = max(most.get(tried.plan.bytes, 0), tried.compiled.allocated_bytes)
+    return sorted(most.items())
+
+
+def _steepness(points: Sequence[tuple[float, float]]) -> float:
+    """Bytes allocated for a byte kept, of the last two points; 1 for a single one."""
+    if len(points) < 2:
+        return 1.0
+    (x0, y0), (x1, y1) = points[-2:]
+    return min(max((y1 - y0) / (x1 - x0), 0.0), STEEPEST)
+
+
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Piecewise linear between points sorted by their first number, level beyond them."""
-    if x <= points[0][0]:
-        return points[0][1]
+    """Piecewise linear between points sorted by their first number; as steep as 1 before them, and beyond them as the
+    last two are: less than that where the peak is elsewhere, in the update of the parameters, say."""
+    (first, lowest), (last, highest) = points[0], points[-1]
+    if x <= first:
+        return lowest + x - first
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
+    return highest + _steepness(points) * (x - last)
+
+
+def _behind_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
+    """Bytes kept at which the budget is reached if the last plan beyond it is where each byte kept is one allocated;
+    0 where nothing tells of such a bend: plans within the budget that keep more and take hardly more."""
+    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
+        if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):
+            return x2 - (y2 - budget)
+    return 0.0

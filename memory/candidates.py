@@ -59,14 +59,10 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """best: the plan to run, None where none fits. tried: all that was compiled, in order; the tightest of them is
-    the least that the step can be brought to by recomputation (and offload, where it is allowed)."""
+    """best: the plan to run, None where none fits. tried: all that was compiled for it, in order. tightest: of all that
+    the search ever compiled the plan of fewest bytes; where none fits, the least that the step can be brought to by
+    recomputation (and offload, where it is allowed)."""
 
     best: Tried | None
     tried: tuple[Tried, ...]
-
-    @property
-    def tightest(self) -> Tried | None:
-        """The compiled plan of fewest bytes."""
-        done = [tried for tried in self.tried if tried.ok]
-        return min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
+    tightest: Tried | None = None

@@ -9,6 +9,7 @@ cost what the passes do not hide.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,9 @@ from memory.patterns import Pattern
 COSTS = ("time", "flops")
 # Ranges of layers with patterns of their own: each is compiled apart.
 MOST_RANGES = 2
+# Units of the largest pattern in which bytes are counted: many more, and the solver's tolerance for whole numbers of
+# layers is one of them.
+FINEST = 10**5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,25 +109,25 @@ def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, pa
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     many = len(patterns)
-    sizes = np.array([pattern.bytes for pattern in patterns], float)
+    sizes, room = _whole([pattern.bytes for pattern in patterns], budget)
+    away, host_room = _whole([pattern.host_bytes for pattern in patterns], host_budget)
     host = np.array([pattern.host_bytes for pattern in patterns], float)
     again = np.array([pattern.seconds if cost == "time" else pattern.flops for pattern in patterns], float)
     forward, backward, link = (passes.forward, passes.backward, passes.host_link) if cost == "time" else (0.0, 0.0, 0.0)
     # Numbers near 1: the solver's tolerances are absolute.
     scale = max(forward + backward, float(again.max()) * layers) or 1.0
-    unit = max(float(sizes.max()), 1.0)
     moved = host / link / scale if link else np.zeros(many)
     none = np.zeros(many)
     rows = [
         (np.concatenate([np.ones(many), none, [0, 0]]), layers, layers),
-        (np.concatenate([sizes / unit, none, [0, 0]]), -np.inf, budget / unit),
+        (np.concatenate([sizes, none, [0, 0]]), -np.inf, room),
         (np.concatenate([none, np.ones(many), [0, 0]]), -np.inf, most),
         (np.concatenate([moved, none, [-1, 0]]), -np.inf, 0),
         (np.concatenate([moved, none, [0, -1]]), -np.inf, 0),
         (np.concatenate([again / scale, none, [0, -1]]), -np.inf, -backward / scale),
     ]
     if np.isfinite(host_budget):
-        rows.append((np.concatenate([host / unit, none, [0, 0]]), -np.inf, host_budget / unit))
+        rows.append((np.concatenate([away, none, [0, 0]]), -np.inf, host_room))
     matrix, lower, upper = (np.array(column) for column in zip(*rows))
     used = np.hstack([np.eye(many), -layers * np.eye(many), np.zeros((many, 2))])
     found = milp(
@@ -133,3 +137,12 @@ def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, pa
         constraints=[LinearConstraint(matrix, lower, upper), LinearConstraint(used, -np.inf, 0)],
         options={"mip_rel_gap": 1e-7, "time_limit": 20.0})
     return None if found.x is None else [round(value) for value in found.x[:many]]
+
+
+def _whole(sizes: Sequence[int], budget: float) -> tuple[np.ndarray, float]:
+    """Sizes and budget in whole units: one beyond the budget is more than the solver's tolerance.
+
+    Sizes that have no large divisor in common are rounded up: by a part in FINEST of the largest.
+    """
+    unit = max(math.gcd(*sizes), -(-max(sizes) // FINEST), 1)
+    return np.array([-(-size // unit) for size in sizes], float), np.floor(budget / unit)

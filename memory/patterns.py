@@ -164,7 +164,9 @@ class _Table:
     def _charge(self, step, rates: Rates, wanted: list[np.ndarray]) -> None:
         """Adds the step's cost where any of its values is wanted: products at the units' rate, and a named value
         written and read once; elementwise work between names is taken as part of the kernels around it."""
-        made = np.minimum(sum(row * float(flops) for row, flops in zip(wanted, step.flops)), float(step.all_flops))
+        made = sum(row * float(flops) for row, flops in zip(wanted, step.flops))
+        for which, flops in step.shared:
+            made = made - float(flops) * np.maximum(sum(wanted[number].astype(int) for number in which) - 1, 0)
         self.flops += made
         if step.all_flops:
             self.seconds += made / (rates.flops[step.dtype] * rates.devices)
@@ -210,5 +212,4 @@ def kept_under(block: Block, rates: Rates, policy: str, wanted: Collection[str])
 
 def everything(block: Block, rates: Rates, policy: str) -> Pattern:
     """What a block keeps without any checkpoint: all that its backward pass reads, each kernel's own way."""
-    size = block.carry_bytes + block.none_bytes
-    return Pattern(size, _kept_seconds(size, 0, rates), policy=policy)
+    return Pattern(block.none_bytes, _kept_seconds(block.none_bytes, 0, rates), policy=policy)

@@ -9,6 +9,7 @@ graph itself is plain data: it crosses processes as JSON.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from memory.errors import ReportError
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # The name of what the loop hands a block: it is kept whatever a policy says.
 CARRY = "block_in"
+# Results of one equation whose FLOPs are told apart, by looking at each set of them.
+MOST_RESULTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Step:
 
     outs, ins: values it makes and reads, inputs of the block left out. flops: over all devices, of making each of
     `outs` alone; all_flops: of making all of them. dtype: the unit that does it (a key of `Target.peak_flops`), "" for
-    no FLOPs. bytes: of each of `outs`, on one device.
+    no FLOPs. bytes: of each of `outs`, on one device. shared: (numbers of results in `outs`, FLOPs): they are in the
+    `flops` of each of these, and done once for all of them.
     """
 
     outs: tuple[int, ...]
@@ -38,6 +42,7 @@ class Step:
     all_flops: int = 0
     dtype: str = ""
     bytes: tuple[int, ...] = ()
+    shared: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +71,16 @@ class Block:
         def size(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(round(value * times) for value in values)
 
-        steps = tuple(dataclasses.replace(step, flops=size(step.flops), all_flops=round(step.all_flops * times),
-                                          bytes=size(step.bytes)) for step in self.steps)
+        steps = tuple(dataclasses.replace(
+            step, flops=size(step.flops), all_flops=round(step.all_flops * times), bytes=size(step.bytes),
+            shared=tuple((which, round(flops * times)) for which, flops in step.shared)) for step in self.steps)
         return dataclasses.replace(self, steps=steps, carry_bytes=round(self.carry_bytes * times),
                                    none_bytes=round(self.none_bytes * times))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Block:
         """The block of `dataclasses.asdict`, read back from JSON."""
-        steps = tuple(Step(**{key: tuple(value) if isinstance(value, list) else value for key, value in step.items()})
-                      for step in values["steps"])
+        steps = tuple(Step(**{key: _tuples(value) for key, value in step.items()}) for step in values["steps"])
         bound = {name: tuple(names) for name, names in values["bound"].items()}
         return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
 
@@ -174,22 +179,46 @@ def _step(equation: Any, outs: Sequence[Any], ins: Sequence[Any], name: str, num
           near: int) -> Step:
     counted = flops.of_equation(equation)
     every = counted.total
-    each = (every,) if len(outs) == 1 else tuple(_alone(equation, which) for which in range(len(outs)))
+    each, shared = _by_result(equation, every)
     dtype = max(counted.by, key=counted.by.get)[1] if every else ""
     return Step(tuple(numbers[v] for v in outs), tuple(sorted({numbers[v] for v in ins if v in numbers})), name,
-                each, every, dtype, tuple(_size(v.aval) // near for v in outs))
+                each, every, dtype, tuple(_size(v.aval) // near for v in outs), shared)
 
 
-def _alone(equation: Any, which: int) -> int:
-    """FLOPs of one result of an equation: of a call, only of what makes it."""
+def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
+    """FLOPs of each result alone, and those that several share, as in `Step`.
+
+    Of more than MOST_RESULTS all that is done is taken as done for each.
+    """
+    count = len(equation.outvars)
+    everything = tuple(range(count))
+    if not every or count == 1:
+        return (every,) * count, ()
+    if count > MOST_RESULTS:
+        return (every,) * count, ((everything, every),)
+    sets = [which for size in range(1, count + 1) for which in itertools.combinations(everything, size)]
+    # What no other result needs, then what these alone share: all that is done without them, and less, taken off.
+    own: dict[tuple[int, ...], int] = {}
+    for which in sets:
+        others = tuple(number for number in everything if number not in which)
+        inside = every - (_live(equation, others) if others else 0)
+        own[which] = inside - sum(done for part, done in own.items() if set(part) < set(which))
+    each = tuple(sum(done for which, done in own.items() if number in which) for number in everything)
+    return each, tuple((which, done) for which, done in own.items() if done and len(which) > 1)
+
+
+def _live(equation: Any, which: Sequence[int]) -> int:
+    """FLOPs of an equation of which these results alone are wanted: of a call or a loop, of what makes them."""
     from jax.interpreters import partial_eval
 
-    bodies = [body for value in equation.params.values() if hasattr(body := getattr(value, "jaxpr", value), "eqns")]
-    if equation.primitive.name not in (*_INLINED, "custom_vjp_call", "custom_jvp_call") or len(bodies) != 1:
-        return flops.of_equation(equation).total
-    wanted = [number == which for number in range(len(equation.outvars))]
-    live, _ = partial_eval.dce_jaxpr(bodies[0], wanted)
-    return sum(flops.of_equation(inner).total for inner in live.eqns)
+    rule = partial_eval.dce_rules.get(equation.primitive)
+    live = rule([number in which for number in range(len(equation.outvars))], equation)[1] if rule else equation
+    return flops.of_equation(live).total if live else 0
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, and those in them, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _size(aval: Any) -> int:

@@ -68,13 +68,16 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-# The letters of shape suffixes (model/__init__.py) as logical axes of activations.
+# The letters of shape suffixes (model/__init__.py) as logical axes of activations, and of those that have the width of
+# the model: they lie where norms and the residual stream do.
 LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab"}
+STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
 def activation_axes(suffix: str) -> tuple[str | None, ...]:
-    """Logical axes of an activation, from the letters of its shape: BLD is (batch, length, None)."""
-    return tuple(LETTERS.get(letter) for letter in suffix)
+    """Logical axes of an activation of a block, from the letters of its shape: BLD is (batch, stream, None)."""
+    letters = STREAM_LETTERS if "D" in suffix else LETTERS
+    return tuple(letters.get(letter) for letter in suffix)
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
