@@ -37,7 +37,7 @@ def plain():
     return run_losses(small_program({**KEYS, "remat.policy": "none"}), 3)
 
 
-@pytest.mark.parametrize(("overrides", "devices"), [({}, 1)], ids=str)
+@pytest.mark.parametrize(("overrides", "devices"), [({}, 1), (MESH, 8)], ids=str)
 def test_losses_equal_none_within_the_budget(overrides, devices, halfway, plain):
     keys, told = {**KEYS, **overrides}, []
     budget = halfway if overrides != MESH else between(keys, 0.5, devices)
@@ -78,6 +78,24 @@ def test_a_budget_below_full_is_three(capsys, tmp_path):
     error = capsys.readouterr().err
     assert error.startswith("error: remat.policy=auto: the least that recomputation comes to is ")
     assert "more than 2.00 MiB" in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
+    """What is recomputed changes no curve: the same run directory goes on."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text("to be or not to be, that is the question. " * 400)
+    words = ["--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.data.source={tmp_path / 'text'}",
+             "--config.model.d_model=32", "--config.model.n_layers=2", "--config.model.d_ff=64",
+             "--config.model.n_heads=2", "--config.model.n_kv_heads=1", "--config.model.d_head=16",
+             "--config.mesh.fsdp=-1", "--config.data.seq_len=32", "--config.train.sample_tokens=0",
+             "--config.train.cache_dir=none", "--config.train.eval_sequences=8", "--config.train.tensorboard=False",
+             "--config.remat.policy=auto"]
+    assert main([*words, "--config.train.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "auto: 2 x full: " in out and "programs" in out.split("devices", 1)[1]
+    assert main([*words, "--config.train.steps=3", "--config.remat.budget=64MiB", "--extend"]) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
 
 
 def test_ranges_copy_no_parameters():
