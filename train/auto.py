@@ -117,8 +117,11 @@ class Compiler:
 
 
 def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..., Any],
-           tell: Callable[[str], None]) -> tuple[ConfigDict, str]:
+           tell: Callable[[str], None], agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
     """The config with a plan in the place of `auto`, and in a line what was decided.
+
+    Processes that train together compile one program: each searches, under the budget of the first of them, and takes
+    its plan. `agree`: a JSON value -> that of the first process; all ask, in the same order.
 
     Raises:
       DoesNotFit: no plan fits the budget.
@@ -126,7 +129,7 @@ def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..
     """
     config = with_keys(config, {"remat.layers": "()", "remat.save": "()", "remat.offload": "()"})
     compiler = Compiler(config, devices, build)
-    budget = budget_of(config.remat.budget, compiler.target.limit_bytes, "remat.budget")
+    budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes), "remat.budget")
 
     def show(tried: Tried) -> None:
         found = tried.compiled
@@ -135,12 +138,15 @@ def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..
 
     search = Search(compiler.problem(), compiler, show)
     outcome = search.run(budget)
-    if outcome.best is None:
+    best, found = outcome.best, None
+    if best is not None:
+        found = best.plan.keys(), (f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
+                                   f"{len(outcome.tried)} programs compiled")
+    found = agree(found)
+    if found is None:
         least = outcome.tightest.compiled.allocated_bytes
         raise DoesNotFit(f"remat.policy=auto: the least that recomputation comes to is {human(least)} "
                          f"({outcome.tightest.plan}), {human(least - budget)} more than {human(budget)}: give a larger "
                          "remat.budget, a smaller batch.micro with more accumulation, or python -m memory fit")
-    best = outcome.best
-    return with_keys(config, best.plan.keys()), (
-        f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
-        f"{len(outcome.tried)} programs compiled")
+    keys, line = found
+    return with_keys(config, keys), line

@@ -226,7 +226,9 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
       UserError and its kinds: see train/errors.py for the exit codes.
     """
     try:
-        program = build(config)
+        program = build(config, tell=lambda line: console.print(line, soft_wrap=True), agree=processes.from_first)
+    except UserError:  # with the exit code of its kind
+        raise
     except ValueError as error:  # the remedy is in the message
         raise UserError(str(error)) from error
     data = open_data(data_config(config))

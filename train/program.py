@@ -211,10 +211,12 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
 
 
 def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
-          tell: Callable[[str], None] = lambda line: None) -> Program:
+          tell: Callable[[str], None] = lambda line: None,
+          agree: Callable[[Any], Any] = lambda value: value) -> Program:
     """The program of `config` over `devices` (default: all of this process's backend), described only.
 
-    With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line.
+    With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line. `agree` gives what
+    the first of several processes has of a value: see `train.auto.decide`.
 
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
@@ -222,8 +224,11 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
     """
     check_values(config)
     devices = jax.devices() if devices is None else list(devices)
+    if (first := agree(config.remat.policy)) != config.remat.policy:
+        raise ValueError(f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
+                         "processes the same config")
     if config.remat.policy == AUTO:
-        config, why = auto.decide(config, devices, build, tell)
+        config, why = auto.decide(config, devices, build, tell, agree)
         return dataclasses.replace(build(config, devices), decided=why)
     precision = Precision.of(config.precision)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
