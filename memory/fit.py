@@ -247,7 +247,7 @@ class Walk:
     def to_json(self, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
                 measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The fit as JSON values (see the module). `flags`: the words of the command line for some keys."""
-        best, certificate = None, None
+        best, certificate, host = None, None, self.trials.host_budget
         if self.best is not None:
             row = Row.of(dict(self.best.keys), self.best.answer)
             best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
@@ -258,12 +258,11 @@ class Walk:
                 "keys": dict(tight.keys), "flags": flags(tight.keys), "what": tight.what,
                 "allocated_bytes": tight.allocated, "missing_bytes": max(tight.allocated - self.budget, 0),
                 "host_bytes": tight.answer["host_bytes"],
-                "host_missing_bytes": max(int(tight.answer["host_bytes"] - self.trials.host_budget), 0)
-                if self.trials.host_budget != float("inf") else 0,
+                "host_missing_bytes": int(max(tight.answer["host_bytes"] - host, 0)),
                 "breakdown": dict(tight.answer["breakdown"])}
         return {
             "best": best, "walk": [step.to_json() for step in self.steps], "certificate": certificate,
-            "budget_bytes": self.budget, "host_budget_bytes": self.trials.target.host_memory_bytes or None,
+            "budget_bytes": self.budget, "host_budget_bytes": None if host == float("inf") else int(host),
             "batch_tokens": self.space.tokens, "target": self.trials.target.to_json(), "versions": dict(versions),
             "programs": self.trials.compiles, "seconds": getattr(self, "seconds", 0.0), "stopped": self.stopped,
         }
