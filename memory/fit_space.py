@@ -17,8 +17,11 @@ LEVERS: Mapping[str, str] = {
     "accumulation": "micro-batches of an update, within one step (batch.tokens, batch.mode)",
     "offload": "activations, optimizer state and parameters in host memory",
     "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: the arithmetic changes",
-    "sharding": "the mesh, unless a key of it is given",
+    "sharding": "the mesh",
 }
+
+# A key of the command line holds everywhere: the lever that would change it is none.
+HELD = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
 
 ONE_AXIS = {"mesh.data": "1", "mesh.context": "1", "mesh.tensor": "1", "mesh.sequence_parallel": "false"}
 
@@ -79,8 +82,7 @@ class Space:
     def meshes(self) -> list[Keys]:
         """The meshes to try, the config's own first: ZeRO-3 over all, hosts as replicas, the other strategies, and
         tensor parallelism within a host."""
-        free = "sharding" in self.levers and not any(key.startswith("mesh.") for key in self.given)
-        if not free or self.n_devices == 1:
+        if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, [{}]
         found.append({**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1"})
@@ -179,6 +181,7 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
         raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
+    levers -= {lever for start, lever in HELD.items() if any(key.startswith(start) for key in given)}
     space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
         ranks = space.ranks({})
