@@ -107,7 +107,7 @@ class Pool:
 
 
 def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0, broken=lambda flat: "", most=1e9,
-         given=(), told=None, **flat):
+         given=(), told=None, progress=lambda labels, done: None, **flat):
     """A finished walk within `budget` GiB. `host`: GiB of one device's share of host memory, 0 for plenty.
 
     given: pairs of the command line; flat: keys of the config with a `_` for the first dot.
@@ -116,9 +116,13 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
     if host:
         target = dataclasses.replace(target, host_memory_bytes=round(host * GIB) * target.devices_per_host)
     base = {**FLAT, **{key.replace("_", ".", 1): value for key, value in flat.items()}}
-    trainer = SimpleNamespace(config=lambda name, pairs: {**base, **dict(pairs)}, sources=lambda: [])
-    one = trials.Trials("x", target, given, trainer, Pool(target, broken), None, most=most)
-    space = fit_space.space_of({**base, **dict(given)}, [key for key, _ in given], fit_space.choose(levers),
+
+    def config(name, pairs):
+        return {**base, **{key: type(base[key])(text) for key, text in pairs}}
+
+    trainer = SimpleNamespace(config=config, sources=lambda: [])
+    one = trials.Trials("x", target, given, trainer, Pool(target, broken), None, progress, most=most)
+    space = fit_space.space_of(config("x", given), [key for key, _ in given], fit_space.choose(levers),
                                target.n_devices, target.devices_per_host, None)
     out = fit.Walk(one, space, round(budget * GIB), *([told] if told else []))
     out.run()
