@@ -19,6 +19,7 @@ The JSON of a fit has these keys (sizes are bytes on ONE device):
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,9 @@ from typing import Any
 from memory import roofline
 from memory.auto import EVEN, FULL, NONE, TIE, Search, Tried
 from memory.compare import Row
+from memory.errors import ReportError
 from memory.fit_space import Keys, Space, Squeeze, words
+from memory.fit_step import Step
 from memory.least import Plan
 from memory.patterns import Pattern, kept_under
 from memory.text import human
@@ -34,34 +37,10 @@ from memory.trials import Stopped, Trials, plan_keys, policy_keys
 
 # Compiles of one search for a plan, and of neighbours of the choice that are looked at.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4
+# A mesh may save so much more of its recomputation's time than the one that saved least.
+ALIKE = 1.05
 # Meshes that are squeezed further where recomputation is not enough on any.
 MOST_MESHES = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One variant of the walk: `stage` and `what` in words, its keys, and the worker's answer."""
-
-    stage: str
-    what: str
-    keys: Mapping[str, str]
-    answer: Mapping[str, Any]
-    fits: bool
-    verdict: str
-    seconds: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.answer["status"] == "ok"
-
-    @property
-    def allocated(self) -> int:
-        return self.answer.get("allocated_bytes", 0)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
-                **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
-                "predicted_step_seconds": self.seconds, "fits": self.fits, "verdict": self.verdict}
 
 
 class Walk:
@@ -77,9 +56,10 @@ class Walk:
         self.best: Step | None = None
         self.tightest: Step | None = None
         self.stopped = ""
+        self._saved = 1.0
         self._search: Search | None = None
         self._plan: Plan | None = None
-        self._began = time.monotonic()
+        self._began, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
         """Walks; `stopped` says why it ended early."""
@@ -87,6 +67,8 @@ class Walk:
             self._walk()
         except Stopped as reason:
             self.stopped = str(reason)
+        except KeyboardInterrupt:  # between two compiles
+            self.stopped = "Ctrl-C"
         self.seconds = time.monotonic() - self._began
 
     # ---- one variant -------------------------------------------------------------------------------------------
@@ -125,8 +107,17 @@ class Walk:
                 + max(step.answer["host_bytes"] - self.trials.host_budget, 0))
 
     def _try(self, stage: str, variants: Sequence[Mapping[str, str]], plan: str = "") -> list[Step]:
-        answers = self.trials.compile(variants)
-        return [self.note(stage, keys, answer, plan) for keys, answer in zip(variants, answers)]
+        return self._together([(stage, keys, plan) for keys in variants])
+
+    def _together(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
+        """Compiles variants at once, each with its stage and its plan in words. Of a search that is stopped, those
+        that were finished are written down too."""
+        try:
+            self.trials.compile([keys for _, keys, _ in tries])
+        finally:
+            done = [(stage, keys, self.trials.done(keys), plan) for stage, keys, plan in tries]
+            steps = [self.note(*one) for one in done if one[2] is not None]
+        return steps
 
     # ---- the walk ----------------------------------------------------------------------------------------------
 
@@ -138,8 +129,8 @@ class Walk:
             self._without_remat(base, meshes)
             return
         least = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
-        self.trials.compile([{**first, **policy_keys(NONE)}, *({**keys, **policy_keys(FULL)} for keys in least)])
-        self._try("baseline", [{**first, **policy_keys(NONE)}], NONE)
+        self._together([("baseline", {**first, **policy_keys(NONE)}, NONE),
+                        *(("mesh", {**keys, **policy_keys(FULL)}, FULL) for keys in least)])
         for squeeze in space.squeezes():
             self._squeezed(squeeze, base, meshes)
             if self.best is not None:
@@ -161,9 +152,12 @@ class Walk:
         steps = self._try(stage, [{**keys, **policy_keys(FULL)} for _, keys in starts], FULL)
         ranked = sorted((self._bound(step), number) for number, step in enumerate(steps)
                         if step.ok and self._can_fit(step, squeeze))
+        # Meshes are compared at their smallest micro-batch: a larger one pays on all of them.
+        even = math.inf if self.best is None else self.best.seconds
         for bound, number in ranked:
-            if self.best is None or bound < self.best.seconds * (1 - TIE):
-                self._raise(squeeze, base, starts[number][0])
+            mesh, start = starts[number]
+            if bound < even * (1 - TIE) or (self.best is not None and _same(self.best.keys, start)):
+                even = min(even, self._raise(squeeze, base, mesh, even))
 
     def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
         """Whether a plan may fit where this one, which recomputes everything, is: it does, or what it keeps can go."""
@@ -177,23 +171,40 @@ class Walk:
             if squeeze.whole else sizes
 
     def _bound(self, step: Step) -> float:
-        """Seconds of an update that no plan on the same mesh with the same micro-batch beats: nothing recomputed."""
-        by_phase = roofline.seconds(step.answer["work"], self.trials.rates).by_phase
-        return step.seconds - by_phase["recompute"] * step.answer["calls_per_update"]
+        """Seconds of an update that no plan on the same mesh with the same micro-batch is expected to beat: nothing
+        recomputed, what is kept moved as elsewhere."""
+        return step.seconds - min(self._saved * ALIKE, 1.0) * self._recomputed(step)
 
-    def _raise(self, squeeze: Squeeze, base: Keys, mesh: Keys) -> None:
-        """The least recomputation for one micro-batch after the other, while the larger one pays."""
-        before: float | None = None
+    def _recomputed(self, step: Step) -> float:
+        by_phase = roofline.seconds(step.answer["work"], self.trials.rates).by_phase
+        return by_phase["recompute"] * step.answer["calls_per_update"]
+
+    def _learn(self, full: Step, least: Step) -> None:
+        """Notes what share of the recomputation's time is saved where nothing is recomputed: keeping takes time too."""
+        again = self._recomputed(full)
+        if again and not least.answer["recompute_flops_fraction"]:
+            self._saved = min(self._saved, (full.seconds - least.seconds) / again)
+
+    def _raise(self, squeeze: Squeeze, base: Keys, mesh: Keys, even: float) -> float:
+        """The least recomputation for one micro-batch after the other, while the larger one pays.
+
+        even: seconds that the smallest one has to beat. Returns what that came to, infinity where nothing fits.
+        """
+        came_to: list[float] = []
         for size in self._sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
             full = self._try("micro", [{**keys, **policy_keys(FULL)}], FULL)[0]
-            lost = self.best is not None and full.ok and self._bound(full) >= self.best.seconds * (1 - TIE)
-            if not full.ok or lost or not self._can_fit(full, squeeze):
-                return
-            seconds = self._least(keys, squeeze.activations)
-            if seconds is None or (before is not None and seconds >= before * (1 - TIE)):
-                return
-            before = seconds
+            if not full.ok or not self._can_fit(full, squeeze):
+                break
+            best = self.best
+            if self._bound(full) < (even if best is None or not came_to else best.seconds) * (1 - TIE):
+                seconds = self._least(keys, squeeze.activations)
+            else:  # no plan is better, but the best may be of this very micro-batch, with nothing recomputed
+                seconds = best.seconds if best is not None and _same(best.keys, keys) else None
+            if seconds is None or (came_to and seconds >= came_to[-1] * (1 - TIE)):
+                break
+            came_to.append(seconds)
+        return came_to[0] if came_to else math.inf
 
     def _least(self, keys: Keys, activations: bool) -> float | None:
         """Predicted seconds of the least recomputation of a variant, None where no plan fits."""
@@ -201,7 +212,11 @@ class Walk:
             asked = {**keys, **plan_keys(tried.plan)}
             self.note("remat", asked, self.trials.compile([asked])[0], str(tried.plan))
 
-        search = self.trials.search(keys, offload=activations, tell=tell)
+        try:
+            search = self.trials.search(keys, offload=activations, tell=tell)
+        except ReportError as error:  # it compiles, but nothing is known of its blocks
+            self.note("remat", keys, {"status": str(error)}, "what to keep")
+            return None
         found = search.run(self.budget, most=MOST_PLANS, at_once=2).best
         if found is None:
             return None
@@ -212,6 +227,7 @@ class Walk:
             self.best = step
         if self.best is not None and self.best.keys == chosen:
             self._search, self._plan = search, found.plan
+        self._learn(next(one for one in self.steps if one.keys == {**keys, **policy_keys(FULL)}), step)
         return step.seconds
 
     def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
@@ -229,10 +245,10 @@ class Walk:
                 return
 
     def _neighbours(self) -> None:
-        """Looks whether one name more, or the next micro-batch, would fit and be faster; goes on from there if so."""
+        """Looks whether one name more would fit and be faster; goes on from there if so."""
         for _ in range(MOST_NEIGHBOURS):
             before = self.best
-            if self._search is None:
+            if self._search is None or not plan_keys(self._plan).items() <= self.best.keys.items():
                 return
             self._one_name_more(self._search, self._plan)
             if self.best is before:
@@ -258,7 +274,7 @@ class Walk:
     def to_json(self, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
                 measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The fit as JSON values (see the module). `flags`: the words of the command line for some keys."""
-        best, certificate = None, None
+        best, certificate, host = None, None, self.trials.host_budget
         if self.best is not None:
             row = Row.of(dict(self.best.keys), self.best.answer)
             best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
@@ -269,14 +285,13 @@ class Walk:
                 "keys": dict(tight.keys), "flags": flags(tight.keys), "what": tight.what,
                 "allocated_bytes": tight.allocated, "missing_bytes": max(tight.allocated - self.budget, 0),
                 "host_bytes": tight.answer["host_bytes"],
-                "host_missing_bytes": max(int(tight.answer["host_bytes"] - self.trials.host_budget), 0)
-                if self.trials.host_budget != float("inf") else 0,
+                "host_missing_bytes": int(max(tight.answer["host_bytes"] - host, 0)),
                 "breakdown": dict(tight.answer["breakdown"])}
         return {
             "best": best, "walk": [step.to_json() for step in self.steps], "certificate": certificate,
-            "budget_bytes": self.budget, "host_budget_bytes": self.trials.target.host_memory_bytes or None,
+            "budget_bytes": self.budget, "host_budget_bytes": None if host == math.inf else int(host),
             "batch_tokens": self.space.tokens, "target": self.trials.target.to_json(), "versions": dict(versions),
-            "programs": self.trials.compiles, "seconds": getattr(self, "seconds", 0.0), "stopped": self.stopped,
+            "programs": self.trials.compiles, "seconds": self.seconds, "stopped": self.stopped,
         }
 
 

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
                         args.timeout or math.inf)
         walk = fit.Walk(trials, space, budget, lines.show)
         walk.run()
-    measured = _measured(args, walk, place) if args.measure and walk.best is not None else None
+    wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
+    measured = _measured(args, walk, place) if wanted else None
     return _finish(args, walk, flat, overrides, trainer, measured)
 
 

@@ -17,8 +17,11 @@ LEVERS: Mapping[str, str] = {
     "accumulation": "micro-batches of an update, within one step (batch.tokens, batch.mode)",
     "offload": "activations, optimizer state and parameters in host memory",
     "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: the arithmetic changes",
-    "sharding": "the mesh, unless a key of it is given",
+    "sharding": "the mesh",
 }
+
+# A key of the command line holds everywhere: the lever that would change it is none.
+HELD = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
 
 ONE_AXIS = {"mesh.data": "1", "mesh.context": "1", "mesh.tensor": "1", "mesh.sequence_parallel": "false"}
 
@@ -82,8 +85,7 @@ class Space:
     def meshes(self) -> list[Keys]:
         """The meshes to try, the config's own first: ZeRO-3 over all, hosts as replicas, the other strategies, and
         tensor parallelism within a host."""
-        free = "sharding" in self.levers and not any(key.startswith("mesh.") for key in self.given)
-        if not free or self.n_devices == 1:
+        if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, [{}]
         found.append({**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1"})
@@ -95,8 +97,10 @@ class Space:
         found += [{**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1", "mesh.tensor": str(size),
                    "mesh.sequence_parallel": "true"}
                   for size in (2, 4, 8) if self.per_host % size == 0 and heads % size == 0]
-        different = {tuple(sorted(self._axes(keys).items())): keys for keys in reversed(found)}
-        return [keys for keys in different.values() if self.micros(keys)][::-1]
+        different: dict[tuple[Any, ...], Keys] = {}
+        for keys in found:
+            different.setdefault(tuple(sorted(self._axes(keys).items())), keys)
+        return [keys for keys in different.values() if self.micros(keys)]
 
     def _axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Sizes of the mesh's axes without -1, and its strategy, which is the same for any where nothing is shared."""
@@ -137,9 +141,10 @@ class Space:
         return keys if "batch.mode" in self.given or steps == 1 else {**keys, "batch.mode": "scan"}
 
     def squeezes(self) -> list[Squeeze]:
-        """Those that the levers allow and no given key contradicts."""
+        """Those that the levers allow and no given key contradicts; none swaps AdamW in for another optimizer."""
+        adam = str(self.flat["optimizer.name"]).startswith("adamw")
         return [squeeze for squeeze in SQUEEZES if set(squeeze.levers) <= self.levers
-                and not self.given.intersection(squeeze.keys)]
+                and not self.given.intersection(squeeze.keys) and (adam or "optimizer.name" not in squeeze.keys)]
 
     def baseline(self) -> Keys:
         """bf16 compute over float32 masters, where the config asks for float32 throughout and precision is free."""
@@ -182,13 +187,16 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
         raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
+    levers -= {lever for start, lever in HELD.items() if any(key.startswith(start) for key in given)}
     space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, narrow)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
         ranks = space.ranks({})
-        fixed = [name for name in ("micro", "accumulation") if name not in levers]
+        fixed = {f"batch.{name}": flat[f"batch.{name}"] for name in ("micro", "accumulation") if name not in levers}
+        kept = " and ".join(f"{key}={value}" for key, value in fixed.items())
+        least = ranks * length * math.prod(fixed.values())
         raise ReportError(f"{tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
-                          + (f" with --levers without {' and '.join(fixed)}" if fixed else "")
-                          + f": give --batch-tokens as a multiple of {ranks * length}")
+                          + f" with {kept}" * bool(kept)
+                          + f": give --batch-tokens={least}" + " or a multiple" * (len(fixed) < 2))
     return space
 
 

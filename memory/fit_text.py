@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from memory.fit import Step
 from memory.fit_space import Space
+from memory.fit_step import Step
 from memory.records import ROWS
 from memory.targets import Target
 from memory.text import WIDTH, human

@@ -73,6 +73,10 @@ class Trials:
         """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
         return self._ask([self.job(keys) for keys in variants])
 
+    def done(self, keys: Keys) -> dict[str, Any] | None:
+        """The answer for a variant that was compiled, None for one that was not."""
+        return self._done.get(self.job(keys).name)
+
     def describe(self, keys: Keys) -> dict[str, Any]:
         """What `Trainer.describe` tells of a variant. Raises ReportError where it cannot run; Stopped."""
         answer = self._ask([self.job(keys, describe=True)])[0]
@@ -95,16 +99,22 @@ class Trials:
         self._done |= cached
         left = [job for job in new if job.name not in cached]
         if left and self.compiles >= self.most:
-            raise Stopped(f"{self.compiles} programs were compiled, and more are not allowed")
+            raise Stopped(self._enough())
         if left and time.monotonic() - self._began > self.seconds:
             raise Stopped(f"{self.seconds:g} s are over")
         if left:
-            answers, interrupted = compare_run.ask(self.pool, left, cache=self.cache, progress=self.progress)
+            now = left[:int(min(self.most - self.compiles, len(left)))]
+            answers, interrupted = compare_run.ask(self.pool, now, cache=self.cache, progress=self.progress)
             self._done |= answers
-            self.compiles += sum(not job.describe for job in left if job.name in answers)
+            self.compiles += sum(not job.describe for job in now if job.name in answers)
             if interrupted:
                 raise Stopped("Ctrl-C")
+            if now != left:
+                raise Stopped(self._enough())
         return [self._done[job.name] for job in jobs]
+
+    def _enough(self) -> str:
+        return f"{self.compiles} programs were compiled, and more are not allowed"
 
     # ---- the least recomputation of a variant ------------------------------------------------------------------
 
@@ -125,7 +135,14 @@ class Trials:
                           {**told["policies"], **(told["moving"] if offload else {})})
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
-            return [self.compiled(answer) for answer in self.compile([{**keys, **plan_keys(plan)} for plan in plans])]
+            variants = [{**keys, **plan_keys(plan)} for plan in plans]
+            try:
+                return [self.compiled(answer) for answer in self.compile(variants)]
+            except Stopped:  # what was finished is told all the same
+                done = zip(plans, map(self.done, variants))
+                for one in [Tried(plan, 0, self.compiled(answer)) for plan, answer in done if answer is not None]:
+                    tell(one)
+                raise
 
         return Search(problem, compile_plans, tell)
 
