@@ -77,13 +77,6 @@ class Trials:
         """The answer for a variant that was compiled, None for one that was not."""
         return self._done.get(self.job(keys).name)
 
-    def describe(self, keys: Keys) -> dict[str, Any]:
-        """What `Trainer.describe` tells of a variant. Raises ReportError where it cannot run; Stopped."""
-        answer = self._ask([self.job(keys, describe=True)])[0]
-        if answer["status"] != "ok":
-            raise ReportError(answer["status"])
-        return answer
-
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> compare_run.Job:
         """What compiles a variant, for another target than the search's where one is given."""
         flat, target = self.flat(keys), target or self.target.name

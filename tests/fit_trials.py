@@ -55,7 +55,7 @@ def answer(flat, target):
     axes, micro, steps = space._axes({}), int(flat["batch.micro"]), int(flat["batch.accumulation"])
     shares = {"params": ("zero3",), "gradients": ("zero2", "zero3"), "optimizer": ("zero1", "zero2", "zero3")}
     small = {"params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,
-             "optimizer": 0.25 if flat["optimizer.name"] == "adamw_8bit" else 1.0,
+             "optimizer": {"adamw_8bit": 0.25, "adafactor": 0.0}.get(flat["optimizer.name"], 1.0),
              "gradients": 0.0 if flat["optimizer.fused_backward"] == "true" else 1.0}
     state = {name: gib * small[name] / axes["tensor"] / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
              for name, gib in STATE.items()}
@@ -79,7 +79,8 @@ def answer(flat, target):
             "backward": {"flops": {"bf16": 4 * LAYERS * flops}, "to_device_bytes": moving},
             "optimizer": {"to_host_bytes": round(host * GIB), "to_device_bytes": round(host * GIB)}}
     return {"status": "ok", "allocated_bytes": sum(breakdown.values()), "breakdown": breakdown,
-            "peak_bytes": sum(breakdown.values()), "host_bytes": round((away * scale + host) * GIB),
+            "peak_bytes": sum(breakdown.values()), "residual_bytes": breakdown["residuals"],
+            "host_bytes": round((away * scale + host) * GIB),
             "recompute_flops_fraction": again * FLOPS / model, "model_flops": model, "calls_per_update": 1,
             "work": work, "target": target.to_json()}
 
@@ -103,7 +104,8 @@ class Pool:
             return answer(job.flat, self._target)
         micro, tensor = int(job.flat["batch.micro"]), int(job.flat["mesh.tensor"])
         described = dataclasses.asdict(block(micro, tensor)) | {"bound": {}}
-        return {"status": "ok", "block": described, "micro_steps": int(job.flat["batch.accumulation"]), "policies": {}}
+        return {"status": "ok", "block": described, "micro_steps": int(job.flat["batch.accumulation"]), "policies": {},
+                "moving": {}}
 
 
 def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0, broken=lambda flat: "", most=1e9,

@@ -75,7 +75,7 @@ def test_the_host_has_its_own_figures():
     words = visible(as_json(walk(12, HOST, host=64)))
     assert "of 64.00 GiB on the host" in words and "host" in words
     words = visible(as_json(walk(12, HOST, host=6)))
-    assert "missing 2.00 GiB on the host" in words and "2.00 GiB too much on the host" in words
+    assert "missing 2.00 GiB on the host" in words and "host 2.00 GiB over" in words
 
 
 def test_the_table_is_the_walk(fits):
