@@ -38,12 +38,10 @@ from train.fused import FusedBackward
 from train.host import hosted_state, in_turns
 from train.loss_scale import Scaling
 from train.optimizer import make_optimizer, make_schedule, scale_by_batch
+from train.overlap import pipelined
 from train.sharding import Layout, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 from train.update import make_partwise
-
-# What lets XLA's GPU compiler start the collectives of one turn of the loop over layers in the turn before.
-PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 @contextlib.contextmanager
@@ -136,10 +134,10 @@ class Program:
             return self.step.lower(self.state, self.batch_shapes)
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | str]:
         """What the compiler is told besides the program."""
         gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return PIPELINED if gpu and self.config.mesh.prefetch else {}
+        return pipelined() if gpu and self.config.mesh.prefetch else {}
 
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
