@@ -130,8 +130,15 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The step that will run, lowered for the mesh's devices, present or described."""
-        with xla_remat_pass(self.config.remat.xla_pass):
+        with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
+
+    def _for_kernels(self) -> contextlib.AbstractContextManager:
+        """Tells Pallas which GPU the fp8 kernels are for: from jax 0.11 on it asks, and knows of no described one."""
+        if self.matmul[0] != "fp8_native":
+            return contextlib.nullcontext()
+        kind = self.mesh.abstract_mesh.abstract_device
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
 
     @property
     def compiler_options(self) -> dict[str, bool | str]:
@@ -150,7 +157,7 @@ class Program:
 
         With `exact`, one out of the persistent cache is compiled anew: a cached one keeps no heap trace.
         """
-        with xla_remat_pass(self.config.remat.xla_pass):
+        with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
