@@ -2,6 +2,8 @@
 
 As a chain of XLA's own products, one for each 128 of the contracted dimension, every partial product would go through
 memory in float32. Here a partial product lives in registers for as long as it takes to scale and add it.
+
+From jax 0.11 on Pallas announces, in a DeprecationWarning, that it will drop its Triton backend; it works there still.
 """
 
 from functools import partial

@@ -39,6 +39,7 @@ from model.chunked import (
     triangle,
 )
 from model.names import tag
+from model.order import row_major
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,8 @@ class _Rank:
         return cls(ring, n, m, -(-n // m))
 
     def blocks(self, x: jax.Array, axis: int = -2) -> jax.Array:
-        return blocks(x, self.c, 2, axis)
+        # Said once, here: else every loop over the blocks may transpose them for itself, and all copies are held.
+        return row_major(blocks(x, self.c, 2, axis))
 
     def positions(self, x: jax.Array, axis: int = -2) -> jax.Array:
         return positions(x, 2 * self.n, 2, axis)

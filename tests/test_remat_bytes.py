@@ -240,7 +240,8 @@ def test_square_root_on_a_gpu():
     reports = {policy: report_of(described("h200", {**shape, "remat.policy": policy})) for policy in ("full", "sqrt")}
     layer, inputs = 16 * 1024 * 512 * 2, {policy: report.residuals_by_name[INPUT] for policy, report in reports.items()}
     assert inputs == {"full": 64 * layer, "sqrt": 16 * layer}
-    # What the last block gives is kept for the final norm.
-    assert {report.breakdown["residuals"] - inputs[policy] for policy, report in reports.items()} == {layer}
+    # What the last block gives is kept for the final norm; XLA of 0.12 is done with it before the peak.
+    last = layer if jax.__version_info__ < (0, 12) else 0
+    assert {report.breakdown["residuals"] - inputs[policy] for policy, report in reports.items()} == {last}
     assert reports["sqrt"].breakdown["residuals"] <= reports["full"].breakdown["residuals"] / 3
     assert reports["sqrt"].peak_bytes < reports["full"].peak_bytes

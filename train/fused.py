@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from model.order import row_major
 from model.ring import zigzag
 from train.host import fetch
 from train.optimizer import clip_scale, squares
@@ -106,7 +107,7 @@ class FusedBackward:
             recipe = _Pullback()
 
             def layer(x_BLD, number, block=block, recipe=recipe):
-                own = fetch(_layer(stack, number))
+                own = jax.tree.map(row_major, fetch(_layer(stack, number)))
                 y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, own, number, key_B), x_BLD, own)
                 return y_BLD, recipe.split(pullback, jax.tree.leaves(own))
 
@@ -119,6 +120,8 @@ class FusedBackward:
                   tokens: jax.Array, rounding: jax.Array,
                   unroll: int) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
         """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
+        # What is gathered or scattered over its last dimension the compiler for GPUs transposes: without `row_major` it
+        # transposes the stacks instead, the optimizer's too, and copies of all layers are held.
         part = self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = self.update.shared(s), self._inverse(tokens)
@@ -127,9 +130,10 @@ class FusedBackward:
             d_BLD, stacks, total = carry
             kept, number = xs
             source = stacks[0] if copies is None else jax.tree.leaves(copies)
-            own = fetch([_layer(leaf, number) for leaf in source])
+            own = [row_major(fetch(_layer(leaf, number))) for leaf in source]
             d_BLD, d_own = recipe.join(kept, own)(d_BLD)
-            grads = jax.tree.leaves(self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)}))
+            grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
+            grads = [row_major(grad) for grad in jax.tree.leaves(grads)]
             with jax.named_scope("optimizer"):
                 square = squares(grads)
                 stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse),

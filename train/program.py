@@ -38,12 +38,10 @@ from train.fused import FusedBackward
 from train.host import hosted_state, in_turns
 from train.loss_scale import Scaling
 from train.optimizer import make_optimizer, make_schedule, scale_by_batch
+from train.overlap import pipelined
 from train.sharding import Layout, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 from train.update import make_partwise
-
-# What lets XLA's GPU compiler start the collectives of one turn of the loop over layers in the turn before.
-PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 @contextlib.contextmanager
@@ -132,14 +130,21 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The step that will run, lowered for the mesh's devices, present or described."""
-        with xla_remat_pass(self.config.remat.xla_pass):
+        with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
 
+    def _for_kernels(self) -> contextlib.AbstractContextManager:
+        """Tells Pallas which GPU the fp8 kernels are for: from jax 0.11 on it asks, and knows of no described one."""
+        if self.matmul[0] != "fp8_native":
+            return contextlib.nullcontext()
+        kind = self.mesh.abstract_mesh.abstract_device
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
+
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | str]:
         """What the compiler is told besides the program."""
         gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return PIPELINED if gpu and self.config.mesh.prefetch else {}
+        return pipelined() if gpu and self.config.mesh.prefetch else {}
 
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
@@ -152,7 +157,7 @@ class Program:
 
         With `exact`, one out of the persistent cache is compiled anew: a cached one keeps no heap trace.
         """
-        with xla_remat_pass(self.config.remat.xla_pass):
+        with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
