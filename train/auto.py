@@ -127,6 +127,9 @@ def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..
       DoesNotFit: no plan fits the budget.
       ValueError: a budget that is no size, or a config that cannot run.
     """
+    if config.remat.granularity != "block":
+        raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto: it chooses for a block "
+                         "as one checkpoint; set remat.granularity=block")
     config = with_keys(config, {"remat.layers": "()", "remat.save": "()", "remat.offload": "()"})
     compiler = Compiler(config, devices, build)
     budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes), "remat.budget")
