@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from memory import growth
 from memory.candidates import Compiled, Outcome, Problem, Tried
 from memory.least import Plan, solve
 from memory.patterns import Pattern, everything, kept_under, patterns_of
@@ -26,8 +27,6 @@ CLOSE = 0.02
 EVEN, TIE = 1e-3, 3e-3
 # So far the seconds of a model may be off: fixed policies this near to the best plan are compiled too.
 NEAR = 0.03
-# The most bytes that are taken to be allocated for a byte that blocks keep; so few that the peak is elsewhere.
-STEEPEST, FLAT = 2.0, 0.5
 FULL, NONE = "full", "none"
 # The kind of plans (`_kind`) with one pattern and no transfers.
 WHOLE = (False, False)
@@ -104,7 +103,7 @@ class Search:
         """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
         there are none."""
         done = self._done()
-        return _most([tried for tried in done if _kind(tried.plan) == kind] or done)
+        return growth.most([tried for tried in done if _kind(tried.plan) == kind] or done)
 
     def _done(self) -> list[Tried]:
         """What was compiled, of plans that the model knows."""
@@ -114,20 +113,20 @@ class Search:
         """Bytes that the compiler would allocate, from the compiled plans that keep about as much. 0 before anything is
         compiled, and where nothing is known of what they keep."""
         points = self._points(_kind(plan)) if self._known(plan) else []
-        return round(_between(points, plan.bytes)) if points else 0
+        return round(growth.between(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
         """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
         points = self._points(kind)
         if not points:
             return math.inf
-        if _steepness(points) < FLAT:  # only a plan of whatever kind that is too large tells where that ends
-            points = _most(self._done())
+        if growth.steepness(points) < growth.FLAT:  # only a plan that is too large, of any kind, tells where that ends
+            points = growth.most(self._done())
         low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if _between(points, middle) <= budget else (low, middle)
-        return max(low, _behind_bend(points, budget))
+            low, high = (middle, high) if growth.between(points, middle) <= budget else (low, middle)
+        return max(low, growth.behind_bend(points, budget))
 
     # ---- solving -----------------------------------------------------------------------------------------------
 
@@ -267,40 +266,3 @@ def spread(items: Sequence[Any]) -> list[Any]:
         left.remove(far)
         out.append(far)
     return [items[i] for i in out]
-
-
-def _most(done: Sequence[Tried]) -> list[tuple[int, int]]:
-    """(bytes that blocks keep, the most bytes allocated), fewest first."""
-    most: dict[int, int] = {}
-    for tried in done:
-        most[tried.plan.bytes] = max(most.get(tried.plan.bytes, 0), tried.compiled.allocated_bytes)
-    return sorted(most.items())
-
-
-def _steepness(points: Sequence[tuple[float, float]]) -> float:
-    """Bytes allocated for a byte kept, of the last two points; 1 for a single one."""
-    if len(points) < 2:
-        return 1.0
-    (x0, y0), (x1, y1) = points[-2:]
-    return min(max((y1 - y0) / (x1 - x0), 0.0), STEEPEST)
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Piecewise linear between points sorted by their first number; as steep as 1 before them, and beyond them as the
-    last two are: less than that where the peak is elsewhere, in the update of the parameters, say."""
-    (first, lowest), (last, highest) = points[0], points[-1]
-    if x <= first:
-        return lowest + x - first
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return highest + _steepness(points) * (x - last)
-
-
-def _behind_bend(points: Sequence[tuple[float, float]], budget: float) -> float:
-    """Bytes kept at which the budget is reached if the last plan beyond it is where each byte kept is one allocated;
-    0 where nothing tells of such a bend: plans within the budget that keep more and take hardly more."""
-    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:]):
-        if y1 <= budget < y2 and (y1 - y0) / (x1 - x0) < FLAT * (y2 - y1) / (x2 - x1):
-            return x2 - (y2 - budget)
-    return 0.0

@@ -27,8 +27,8 @@ _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 _SHOWING = ("html", "page_data", "text", "diff", "export", "guard", "live", "compare_html", "compare_map",
             "compare_text", "compare_run", "compare", "estimate", "estimate_html", "formulas", "kept", "beside",
             "beside_text", "roofline", "levers", "levers_text", "levers_html", "fit", "fit_html", "fit_space",
-            "fit_step", "fit_text", "trials", "front", "front_text", "front_html", "auto", "candidates", "least",
-            "patterns")
+            "fit_step", "fit_text", "trials", "front", "front_text", "front_html", "auto", "candidates", "growth",
+            "least", "patterns")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:

@@ -280,13 +280,7 @@ class Walk:
             best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
                 "flags": flags(self.best.keys), "what": self.best.what}
         elif self.tightest is not None:
-            tight = self.tightest
-            certificate = {
-                "keys": dict(tight.keys), "flags": flags(tight.keys), "what": tight.what,
-                "allocated_bytes": tight.allocated, "missing_bytes": max(tight.allocated - self.budget, 0),
-                "host_bytes": tight.answer["host_bytes"],
-                "host_missing_bytes": int(max(tight.answer["host_bytes"] - host, 0)),
-                "breakdown": dict(tight.answer["breakdown"])}
+            certificate = self.tightest.certificate(flags(self.tightest.keys), self.budget, host)
         return {
             "best": best, "walk": [step.to_json() for step in self.steps], "certificate": certificate,
             "budget_bytes": self.budget, "host_budget_bytes": None if host == math.inf else int(host),

@@ -31,3 +31,10 @@ class Step:
         return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
                 **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
                 "predicted_step_seconds": self.seconds, "fits": self.fits, "verdict": self.verdict}
+
+    def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
+        """What a fit says of its tightest variant where nothing fits: what is in it, and what is missing."""
+        return {"keys": dict(self.keys), "flags": flags, "what": self.what, "allocated_bytes": self.allocated,
+                "missing_bytes": max(self.allocated - budget, 0), "host_bytes": self.answer["host_bytes"],
+                "host_missing_bytes": int(max(self.answer["host_bytes"] - host_budget, 0)),
+                "breakdown": dict(self.answer["breakdown"])}

@@ -14,30 +14,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from memory import described
 from memory.errors import ReportError
 from memory.limits import limit_bytes, physical_bytes
-from memory.platform import accelerator
-from memory.target_table import CHIPS, Chip, target_config
-
-# The CUDA plugins of jax that can compile for a described GPU, and the CUDA version each describes.
-CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
-
-# libtpu looks for a TPU machine around it and takes a lock file; none of it matters to a compiler.
-_LIBTPU_QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-}
+from memory.target_table import CHIPS, Chip
 
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 
@@ -256,7 +241,7 @@ def _devices(name: str) -> tuple[Any, ...]:
         return tuple(here[:n])
     chip = CHIPS[base]
     shape = _SHAPES[chip.platform](name, chip, _numbers(count))
-    return tuple((_gpu_devices if chip.platform == "cuda" else _tpu_devices)(name, chip, shape))
+    return tuple((described.gpu_devices if chip.platform == "cuda" else described.tpu_devices)(name, chip, shape))
 
 
 def _ask(name: str, devices: Callable[[], list[Any]]) -> list[Any]:
@@ -266,43 +251,3 @@ def _ask(name: str, devices: Callable[[], list[Any]]) -> list[Any]:
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:160]
         raise ReportError(f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS") from error
-
-
-def _gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
-    installed = [plugin for plugin in CUDA_PLUGINS if _installed(f"jax_plugins.{plugin}")]
-    if not installed:
-        raise ReportError(f"target {name}: no CUDA compiler here; "
-                          "pip install 'headroom[cuda]' (it needs no GPU)")
-    topology = f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
-    config = target_config(chip, CUDA_PLUGINS[installed[0]])
-    return _topology(name, "cuda", topology=topology, target_config=config)
-
-
-def _tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
-    if not _installed("libtpu"):
-        raise ReportError(f"target {name}: no TPU compiler here; "
-                          "pip install 'headroom[tpu]' (it needs no TPU)")
-    if accelerator() != "tpu":  # on a TPU machine these describe the real one
-        for variable, value in _LIBTPU_QUIET.items():
-            os.environ.setdefault(variable, value)
-    bounds = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(shape) == 1 else {}
-    return _topology(name, "tpu", name=f"{chip.name}:{'x'.join(map(str, shape))}", **bounds)
-
-
-def _topology(target: str, platform: str, *, name: str | None = None, **options: Any) -> list[Any]:
-    from jax.experimental import topologies
-
-    try:
-        return topologies.get_topology_desc(name or target, platform=platform, **options).devices
-    except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and kinds of their own
-        reason = " ".join(str(error).split())[:160]
-        extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
-        raise ReportError(f"target {target}: the {platform} compiler refused it ({reason}); "
-                          f"pip install -U 'headroom[{extra}]'") from error
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would hold it is missing
-        return False

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from memory import limits, platform, target_table, targets
+from memory import described, limits, platform, target_table, targets
 from memory.errors import ReportError
 from memory.target_table import CHIPS
 
-HAS_CUDA = any(targets._installed(f"jax_plugins.{name}") for name in targets.CUDA_PLUGINS)
+HAS_CUDA = any(described.installed(f"jax_plugins.{name}") for name in described.CUDA_PLUGINS)
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="the cuda extra is not installed: no compiler for GPUs")
 needs_tpu = pytest.mark.skipif(not HAS_TPU, reason="the tpu extra is not installed: no compiler for TPUs")
@@ -95,7 +95,7 @@ def test_local_devices_and_simulated_ones():
 
 
 def test_a_missing_compiler_says_which_extra_to_install(monkeypatch):
-    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    monkeypatch.setattr(described, "installed", lambda module: False)
     targets._devices.cache_clear()
     for name, extra in (("h100", "headroom[cuda]"), ("v5e", "headroom[tpu]")):
         with pytest.raises(ReportError, match="pip install") as caught:

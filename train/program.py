@@ -235,6 +235,11 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
     if config.remat.policy == AUTO:
         config, why = auto.decide(config, devices, build, tell, agree)
         return dataclasses.replace(build(config, devices), decided=why)
+    return _describe(config, devices)
+
+
+def _describe(config: ConfigDict, devices: list[jax.Device]) -> Program:
+    """The program of a config that leaves nothing to decide."""
     precision = Precision.of(config.precision)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
                     STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
