@@ -9,6 +9,7 @@ graph itself is plain data: it crosses processes as JSON.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[
     Raises ReportError where no loop names a tensor.
     """
     loop = _loop(jaxpr)
-    body, carried = loop.params["jaxpr"].jaxpr, loop.params["num_carry"]
+    body, carried = loop.params["jaxpr"].jaxpr, _carried(loop)
     numbers: dict[Any, int] = {}
     made = list(_flat(body.eqns))
     for _, outs, _ in made:
@@ -110,7 +111,8 @@ def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[
     alias = _aliases(body, made)
     stacked = {alias.get(variable, variable) for variable in body.outvars[carried:] if not hasattr(variable, "val")}
     kept = [variable for variable in stacked if variable in numbers]
-    first = loop.params["num_consts"]
+    # Before what it stacks a loop is given constants, then what it carries.
+    first = _alike(loop.invars, body.invars) - carried
     carry = max((variable.aval for variable in body.invars[first:first + carried]), key=_size)
     share = parts(CARRY)
     return Block(loop.params["length"], tuple(steps), tuple(sorted(numbers[variable] for variable in kept)),
@@ -122,8 +124,17 @@ def _loop(jaxpr: Any) -> Any:
     found = [equation for equation in _scans(jaxpr.jaxpr) if _names(equation)]
     if not found:
         raise ReportError("no loop over layers names a tensor: set model.scan=true")
-    return max(found, key=lambda equation: sum(_size(v.aval) for v in
-                                               equation.outvars[equation.params["num_carry"]:]))
+    return max(found, key=lambda equation: sum(_size(v.aval) for v in equation.outvars[_carried(equation):]))
+
+
+def _carried(loop: Any) -> int:
+    """How many values a loop hands from one turn to the next: jax says it in other words from version to version."""
+    return _alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many values have the same shape outside of a loop and in its body; what it stacks has one dimension more."""
+    return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
 
 def _scans(jaxpr: Any) -> Iterator[Any]:
@@ -212,7 +223,10 @@ def _live(equation: Any, which: Sequence[int]) -> int:
     from jax.interpreters import partial_eval
 
     rule = partial_eval.dce_rules.get(equation.primitive)
-    live = rule([number in which for number in range(len(equation.outvars))], equation)[1] if rule else equation
+    wanted = [number in which for number in range(len(equation.outvars))]
+    # From jax 0.12 on a rule is told which operands are worth having, too.
+    operands = [[True] * len(equation.invars)] if rule and len(inspect.signature(rule).parameters) > 2 else []
+    live = rule(wanted, *operands, equation)[1] if rule else equation
     return flops.of_equation(live).total if live else 0
 
 

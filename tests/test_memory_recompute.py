@@ -174,8 +174,10 @@ def test_a_kernel_outside_of_the_checkpoint_keeps_its_operands():
     # The kernel's own result and its float32 row sums lie beside each other.
     kernel = LAYERS * tokens * (width * 2 + 8 * 4)
     tensor = LAYERS * tokens * width * 2
+    # From 0.11 on the values' stack, made by one product with the queries, is told by the queries' name.
+    values = "v" if jax.__version_info__ < (0, 11) else "q"
     assert found == {"(attention/dot_product_attention_fwd)": kernel, INPUT: tensor, "attn_out": tensor,
-                     "q_rot": tensor, "k_rot": tensor, "v": tensor}
+                     "q_rot": tensor, "k_rot": tensor, values: tensor}
     assert sum(found.values()) == kept.bytes * LAYERS
     count = flops.count(compilation.jaxpr)
     assert count.recomputed == kept.flops * LAYERS
