@@ -19,6 +19,7 @@ The JSON of a fit has these keys (sizes are bytes on ONE device):
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -259,8 +260,7 @@ class Walk:
         block, rates = search.problem.block, search.problem.rates
         more = []
         for name in block.names:
-            ranges = tuple((_with(pattern, name, block, rates), count) for pattern, count in plan.ranges)
-            other = Plan(ranges)
+            other = Plan(_joined([(_with(pattern, name, block, rates), count) for pattern, count in plan.ranges]))
             if other.bytes > plan.bytes and search.cost(other) < search.cost(plan) * (1 - EVEN):
                 more.append(other)
         more = [other for other in sorted(more, key=search.cost) if search.predict(other) <= self.budget]
@@ -287,6 +287,12 @@ class Walk:
             "batch_tokens": self.space.tokens, "target": self.trials.target.to_json(), "versions": dict(versions),
             "programs": self.trials.compiles, "seconds": self.seconds, "stopped": self.stopped,
         }
+
+
+def _joined(ranges: Sequence[tuple[Pattern, int]]) -> tuple[tuple[Pattern, int], ...]:
+    """The ranges with neighbours of one pattern made one."""
+    groups = itertools.groupby(ranges, key=lambda item: item[0])
+    return tuple((pattern, sum(count for _, count in items)) for pattern, items in groups)
 
 
 def _with(pattern: Pattern, name: str, block: Any, rates: Any) -> Pattern:
