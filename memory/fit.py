@@ -19,7 +19,6 @@ The JSON of a fit has these keys (sizes are bytes on ONE device):
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,7 @@ from memory.compare import Row
 from memory.errors import ReportError
 from memory.fit_space import Keys, Space, Squeeze, words
 from memory.fit_step import Step
-from memory.least import Plan
-from memory.patterns import Pattern, kept_under
+from memory.least import Plan, with_name
 from memory.text import human
 from memory.trials import Stopped, Trials, plan_keys, policy_keys
 
@@ -260,7 +258,7 @@ class Walk:
         block, rates = search.problem.block, search.problem.rates
         more = []
         for name in block.names:
-            other = Plan(_joined([(_with(pattern, name, block, rates), count) for pattern, count in plan.ranges]))
+            other = with_name(plan, name, block, rates)
             if other.bytes > plan.bytes and search.cost(other) < search.cost(plan) * (1 - EVEN):
                 more.append(other)
         more = [other for other in sorted(more, key=search.cost) if search.predict(other) <= self.budget]
@@ -287,19 +285,6 @@ class Walk:
             "batch_tokens": self.space.tokens, "target": self.trials.target.to_json(), "versions": dict(versions),
             "programs": self.trials.compiles, "seconds": self.seconds, "stopped": self.stopped,
         }
-
-
-def _joined(ranges: Sequence[tuple[Pattern, int]]) -> tuple[tuple[Pattern, int], ...]:
-    """The ranges with neighbours of one pattern made one."""
-    groups = itertools.groupby(ranges, key=lambda item: item[0])
-    return tuple((pattern, sum(count for _, count in items)) for pattern, items in groups)
-
-
-def _with(pattern: Pattern, name: str, block: Any, rates: Any) -> Pattern:
-    """The pattern with one more name on the device; one that moves tensors to the host stays as it is."""
-    if pattern.offload or name in pattern.save:
-        return pattern
-    return dataclasses.replace(kept_under(block, rates, "", (*pattern.save, name)), policy="")
 
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:

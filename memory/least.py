@@ -9,12 +9,14 @@ cost what the passes do not hide.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from memory.patterns import Pattern
+from memory.patterns import Pattern, Rates, kept_under
+from memory.recompute import Block
 
 COSTS = ("time", "flops")
 # Ranges of layers with patterns of their own: each is compiled apart.
@@ -73,6 +75,17 @@ class Plan:
 
     def __str__(self) -> str:
         return ", ".join(f"{count} x {pattern.text()}" for pattern, count in self.ranges)
+
+
+def with_name(plan: Plan, name: str, block: Block, rates: Rates) -> Plan:
+    """The plan with one more name kept on the device by every block; ranges that move tensors stay as they are."""
+    def more(pattern: Pattern) -> Pattern:
+        if pattern.offload or name in pattern.save:
+            return pattern
+        return dataclasses.replace(kept_under(block, rates, "", (*pattern.save, name)), policy="")
+
+    groups = itertools.groupby(((more(pattern), count) for pattern, count in plan.ranges), key=lambda item: item[0])
+    return Plan(tuple((pattern, sum(count for _, count in items)) for pattern, items in groups))
 
 
 def solve(patterns: Sequence[Pattern], layers: int, budget: float, passes: Passes = Passes(), *, cost: str = "time",
