@@ -11,7 +11,6 @@ from train.errors import UserError
 EPILOG = """\
 examples:
   python -m train                                        tiny model, Python's standard library, two minutes
-  python -m train --config=char --config.train.steps=500
   python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
   python -m train --config=char --fit --budget=600MiB    the fastest way to train within that, found by compiling
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
@@ -32,14 +31,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     from train.config import split_overrides
     from train.distributed import add_flags
 
-    parser = Parser(prog="python -m train", description=__doc__.split(": ", 1)[1], epilog=EPILOG,
+    parser = Parser(prog="python -m train", usage="%(prog)s [--config=FILE] [--config.KEY=VALUE ...] [...]",
+                    description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key, such as batch.micro")
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
-    parser.add_argument("--fit", action="store_true", help="look for remat, micro-batch, mesh and offload first "
-                        "(python -m memory fit), then train with them")
+    parser.add_argument("--fit", action="store_true", help="train as python -m memory fit finds it fastest here")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
