@@ -12,7 +12,7 @@ EPILOG = """\
 examples:
   python -m train                                        tiny model, Python's standard library, two minutes
   python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
-  python -m train --config=char --fit --budget=600MiB    the fastest way to train within that, found by compiling
+  python -m train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
 The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
