@@ -65,7 +65,7 @@ def test_unrolled_layers_with_room_make_nothing_again(plain):
     ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device may hand out"),
     ({"remat.cost": "dollars"}, "remat.cost"), ({"remat.granularity": "parts"}, "set remat.granularity=block")])
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
-    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    words = ["--config.train.cache_dir=none", *(f"--config.{key}={value}" for key, value in keys.items())]
     assert main(["--config=tiny", "--config.remat.policy=auto", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
@@ -73,7 +73,7 @@ def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
 
 def test_a_budget_below_full_is_three(capsys, tmp_path):
     words = ["--config=tiny", "--config.model.n_layers=2", "--config.remat.policy=auto", "--config.remat.budget=2MiB",
-             f"--workdir={tmp_path / 'run'}"]
+             "--config.train.cache_dir=none", f"--workdir={tmp_path / 'run'}"]
     assert main(words) == 3
     error = capsys.readouterr().err
     assert error.startswith("error: remat.policy=auto: the least that recomputation comes to is ")
