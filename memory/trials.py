@@ -29,10 +29,6 @@ class Stopped(Exception):
     """The search ends with what it has: Ctrl-C, its time or its compiles are over. The reason is its argument."""
 
 
-class NoLink(ReportError):
-    """A target without rates: there is no roofline to judge by."""
-
-
 @dataclasses.dataclass
 class Trials:
     """Compiles variants of a config on a target.
@@ -62,7 +58,7 @@ class Trials:
         self._done: dict[str, dict[str, Any]] = {}
         rates = roofline.figures(self.target)
         if rates is None:
-            raise NoLink(f"target {self.target.name}: nothing is known of its rates, so no time can be predicted")
+            raise ReportError(f"target {self.target.name}: nothing is known of its rates, so no time can be predicted")
         self.rates = rates
 
     def flat(self, keys: Keys) -> dict[str, Any]:

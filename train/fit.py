@@ -12,7 +12,7 @@ from pathlib import Path
 
 from train.errors import DoesNotFit, UserError
 
-DOES_NOT_FIT = 3
+DOES_NOT_FIT, INTERRUPTED = 3, 130
 
 
 def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> list[tuple[str, str]]:
@@ -28,10 +28,21 @@ def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> li
                  *([f"--budget={budget}"] if budget else []),
                  *(f"--config.{key}={text}" for key, text in overrides)]
         sys.stdout.flush()
-        code = subprocess.run(words, check=False).returncode
+        code = _wait(subprocess.Popen(words))
+        if code == INTERRUPTED:
+            raise UserError("the fit was stopped; what it found until then stands above, with the flags to train with it")
         if code == DOES_NOT_FIT:
             raise DoesNotFit("nothing fits, as the fit says above: give a larger --budget, or another model")
         if code or not out.exists():
             raise UserError("the fit did not come to its end, see above: mend that, or train without --fit")
         found = json.loads(out.read_text())["best"]["overrides"]
     return [*overrides, *found.items()]
+
+
+def _wait(search: subprocess.Popen) -> int:
+    """The exit code. Ctrl-C reaches the search too: it ends by itself, with the best so far."""
+    while True:
+        try:
+            return search.wait()
+        except KeyboardInterrupt:
+            continue
