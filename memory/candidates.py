@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from memory import roofline
 from memory.least import Passes, Plan
 from memory.patterns import Rates
 from memory.recompute import Block
+
+if TYPE_CHECKING:
+    from memory.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,20 @@ class Problem:
     offload: bool = False
     host_budget: float = math.inf
     policies: Mapping[str, Sequence[str] | None] = dataclasses.field(default_factory=dict)
+
+
+def problem_of(block: Block, work: Mapping[str, Mapping[str, Any]], micro_steps: int, figures: roofline.Figures,
+               target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None]) -> Problem:
+    """What is to be decided for a program on a target.
+
+    work: of one call of the program that recomputes everything, `micro_steps` micro-batches (memory/roofline.py).
+    """
+    by_phase = roofline.seconds(work, figures).by_phase
+    rates = Rates({unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s,
+                  target.n_devices)
+    passes = Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
+                    figures.host_link_bytes_per_s if offload else 0.0)
+    return Problem(block, rates, passes, cost, offload, target.host_bytes_per_device, policies)
 
 
 @dataclasses.dataclass(frozen=True)

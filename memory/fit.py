@@ -30,9 +30,9 @@ from memory.compare import Row
 from memory.errors import ReportError
 from memory.fit_space import Keys, Space, Squeeze, words
 from memory.fit_step import Step
-from memory.least import Plan, with_name
+from memory.least import Plan, remat_keys, with_name
 from memory.text import human
-from memory.trials import Stopped, Trials, plan_keys, policy_keys
+from memory.trials import Stopped, Trials
 
 # Compiles of one search for a plan, and of neighbours of the choice that are looked at.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4
@@ -128,8 +128,8 @@ class Walk:
             self._without_remat(base, meshes)
             return
         least = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
-        self._together([("baseline", {**first, **policy_keys(NONE)}, NONE),
-                        *(("mesh", {**keys, **policy_keys(FULL)}, FULL) for keys in least)])
+        self._together([("baseline", {**first, **remat_keys(NONE)}, NONE),
+                        *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in least)])
         for squeeze in space.squeezes():
             self._squeezed(squeeze, base, meshes)
             if self.best is not None:
@@ -148,7 +148,7 @@ class Walk:
             sizes = self._sizes(squeeze, mesh)
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
-        steps = self._try(stage, [{**keys, **policy_keys(FULL)} for _, keys in starts], FULL)
+        steps = self._try(stage, [{**keys, **remat_keys(FULL)} for _, keys in starts], FULL)
         ranked = sorted((self._bound(step), number) for number, step in enumerate(steps)
                         if step.ok and self._can_fit(step, squeeze))
         # Meshes are compared at their smallest micro-batch: a larger one pays on all of them.
@@ -192,7 +192,7 @@ class Walk:
         came_to: list[float] = []
         for size in self._sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
-            full = self._try("micro", [{**keys, **policy_keys(FULL)}], FULL)[0]
+            full = self._try("micro", [{**keys, **remat_keys(FULL)}], FULL)[0]
             if not full.ok or not self._can_fit(full, squeeze):
                 break
             best = self.best
@@ -208,7 +208,7 @@ class Walk:
     def _least(self, keys: Keys, activations: bool) -> float | None:
         """Predicted seconds of the least recomputation of a variant, None where no plan fits."""
         def tell(tried: Tried) -> None:
-            asked = {**keys, **plan_keys(tried.plan)}
+            asked = {**keys, **tried.plan.keys()}
             self.note("remat", asked, self.trials.compile([asked])[0], str(tried.plan))
 
         try:
@@ -219,14 +219,14 @@ class Walk:
         found = search.run(self.budget, most=MOST_PLANS, at_once=2).best
         if found is None:
             return None
-        chosen = {**keys, **plan_keys(found.plan)}
+        chosen = {**keys, **found.plan.keys()}
         # Predictions within TIE are even: the search prefers the plan that recomputes less, and so do we.
         step = next(step for step in self.steps if step.keys == chosen)
         if self.best is not None and step.seconds <= self.best.seconds * (1 + TIE) and _same(self.best.keys, keys):
             self.best = step
         if self.best is not None and self.best.keys == chosen:
             self._search, self._plan = search, found.plan
-        self._learn(next(one for one in self.steps if one.keys == {**keys, **policy_keys(FULL)}), step)
+        self._learn(next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)}), step)
         return step.seconds
 
     def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
@@ -247,7 +247,7 @@ class Walk:
         """Looks whether one name more would fit and be faster; goes on from there if so."""
         for _ in range(MOST_NEIGHBOURS):
             before = self.best
-            if self._search is None or not plan_keys(self._plan).items() <= self.best.keys.items():
+            if self._search is None or not self._plan.keys().items() <= self.best.keys.items():
                 return
             self._one_name_more(self._search, self._plan)
             if self.best is before:
@@ -262,7 +262,7 @@ class Walk:
             if other.bytes > plan.bytes and search.cost(other) < search.cost(plan) * (1 - EVEN):
                 more.append(other)
         more = [other for other in sorted(more, key=search.cost) if search.predict(other) <= self.budget]
-        variants = [{**keys, **plan_keys(other)} for other in more[:MOST_NEIGHBOURS]]
+        variants = [{**keys, **other.keys()} for other in more[:MOST_NEIGHBOURS]]
         for other, asked, answer in zip(more, variants, self.trials.compile(variants)):
             if self.note("neighbour", asked, answer, str(other)) is self.best:
                 self._plan = other

@@ -113,9 +113,7 @@ class Front:
 
     def told(self, tried: Tried) -> Fixed:
         """A compiled plan with its figures; a policy for all layers goes by its name, a plan by its words."""
-        from memory.trials import plan_keys
-
-        keys = plan_keys(tried.plan)
+        keys = tried.plan.keys()
         answer = self.trials.compile([keys])[0]  # it is compiled: this looks it up
         ranges = tried.plan.ranges
         words = ranges[0][0].policy if len(ranges) == 1 else ""

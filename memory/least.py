@@ -63,18 +63,21 @@ class Plan:
         link = self.host_bytes / passes.host_link if passes.host_link else 0.0
         return max(passes.forward, link) + max(passes.backward + self._sum("seconds"), link)
 
-    def keys(self, on_host: str = "@host") -> dict[str, str]:
+    def keys(self) -> dict[str, str]:
         """As keys of a config: one policy, or ranges of layers."""
         if len(self.ranges) == 1 and self.ranges[0][0].policy:
-            return {"remat.policy": self.ranges[0][0].policy, "remat.layers": "()"}
-        out, at = [], 0
-        for pattern, count in self.ranges:
-            out.append(f"{at}-{at + count}:{pattern.text(on_host)}")
-            at += count
-        return {"remat.policy": "full", "remat.layers": f"({','.join(out)})"}
+            return remat_keys(self.ranges[0][0].policy)
+        stops = list(itertools.accumulate(count for _, count in self.ranges))
+        return remat_keys("full", ",".join(f"{stop - count}-{stop}:{pattern.text()}"
+                                           for stop, (pattern, count) in zip(stops, self.ranges)))
 
     def __str__(self) -> str:
         return ", ".join(f"{count} x {pattern.text()}" for pattern, count in self.ranges)
+
+
+def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
+    """A policy, and ranges of layers with others, as keys of a config; what would contradict them is set back."""
+    return {"remat.save": "()", "remat.offload": "()", "remat.policy": policy, "remat.layers": f"({layers})"}
 
 
 def with_name(plan: Plan, name: str, block: Block, rates: Rates) -> Plan:

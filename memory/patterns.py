@@ -45,9 +45,9 @@ class Pattern:
     offload: tuple[str, ...] = ()
     policy: str = ""
 
-    def text(self, on_host: str = "@host") -> str:
+    def text(self) -> str:
         """As a range of layers has it: `q_rot+v+block_in@host`, or the name of a policy."""
-        return self.policy or "+".join([*self.save, *(name + on_host for name in self.offload)]) or "full"
+        return self.policy or "+".join([*self.save, *(f"{name}@host" for name in self.offload)]) or "full"
 
 
 def patterns_of(block: Block, rates: Rates, *, offload: bool = False, cost: str = "seconds") -> list[Pattern]:

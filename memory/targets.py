@@ -64,6 +64,11 @@ class Target:
         """What the runtime may hand out on one device, in bytes: see `memory.limits.limit_bytes`."""
         return limit_bytes(self)
 
+    @property
+    def host_bytes_per_device(self) -> float:
+        """Host memory that goes with one device, in bytes; infinite where nothing is known of it."""
+        return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
+
     def devices(self) -> list[Any]:
         """The jax devices, compile-only ones for a described target; the same objects at every call.
 

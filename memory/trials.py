@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from memory import compare_cache, compare_run, roofline
 from memory.auto import FULL, Search
-from memory.candidates import Compiled, Problem, Tried
+from memory.candidates import Compiled, Tried, problem_of
 from memory.errors import ReportError
-from memory.least import Passes, Plan
-from memory.patterns import Rates
+from memory.least import Plan, remat_keys
 from memory.recompute import Block
 from memory.targets import Target
 
@@ -110,21 +109,17 @@ class Trials:
     def search(self, keys: Keys, *, cost: str = "time", offload: bool = False,
                tell: Callable[[Tried], None] = lambda tried: None) -> Search:
         """The search for the least recomputation of a variant. Raises ReportError for one that cannot run; Stopped."""
-        whole = {**keys, **policy_keys(FULL)}
+        whole = {**keys, **remat_keys(FULL)}
         full, told = self._ask([self.job(whole), self.job(whole, describe=True)])
         for answer in (told, full):
             if answer["status"] != "ok":
                 raise ReportError(answer["status"])
-        by_phase = roofline.seconds(full["work"], self.rates).by_phase
-        rates = Rates({unit: self.rates.flops_per_s(unit) for unit in roofline.UNITS}, self.rates.hbm_bytes_per_s,
-                      self.target.n_devices)
-        passes = Passes(by_phase["forward"] / told["micro_steps"], by_phase["backward"] / told["micro_steps"],
-                        self.rates.host_link_bytes_per_s if offload else 0.0)
-        problem = Problem(Block.from_json(told["block"]), rates, passes, cost, offload, self.host_budget,
-                          {**told["policies"], **(told["moving"] if offload else {})})
+        problem = problem_of(Block.from_json(told["block"]), full["work"], told["micro_steps"], self.rates, self.target,
+                             cost=cost, offload=offload,
+                             policies={**told["policies"], **(told["moving"] if offload else {})})
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
-            variants = [{**keys, **plan_keys(plan)} for plan in plans]
+            variants = [{**keys, **plan.keys()} for plan in plans]
             try:
                 return [self.compiled(answer) for answer in self.compile(variants)]
             except Stopped:  # what was finished is told all the same
@@ -138,7 +133,7 @@ class Trials:
     @property
     def host_budget(self) -> float:
         """Bytes of host memory for one device."""
-        return self.target.host_memory_bytes / max(self.target.devices_per_host, 1) or math.inf
+        return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> Compiled:
         """A worker's answer as a search takes it; seconds are of one update."""
@@ -148,12 +143,3 @@ class Trials:
         return Compiled(answer["allocated_bytes"], answer["host_bytes"], once * answer["calls_per_update"],
                         answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"])
 
-
-def plan_keys(plan: Plan) -> dict[str, str]:
-    """A plan as keys of a config, with what would contradict it set back."""
-    return {"remat.save": "()", "remat.offload": "()", **plan.keys()}
-
-
-def policy_keys(policy: str) -> dict[str, str]:
-    """One policy for every layer, as keys of a config."""
-    return {"remat.save": "()", "remat.offload": "()", "remat.policy": policy, "remat.layers": "()"}

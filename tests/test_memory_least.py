@@ -13,6 +13,9 @@ from model.remat import RematPlan
 
 NAMES = ("v", "q_rot", "k_rot", "context", "mid", "up", "act", "gate")
 
+# What a plan sets back, lest it contradict.
+NAMES_BACK = {"remat.save": "()", "remat.offload": "()"}
+
 
 def patterns_drawn(chance, count, unit=1):
     """Patterns that differ in all that matters, `unit` bytes to each."""
@@ -87,7 +90,7 @@ def test_blocks_that_keep_most_come_last():
     patterns = [Pattern(9, 0.0, save=("up",)), Pattern(1, 1.0)]
     plan = solve(patterns, 8, 8 * 1 + 3 * 8)
     assert plan.ranges == ((patterns[1], 5), (patterns[0], 3))
-    assert plan.keys() == {"remat.policy": "full", "remat.layers": "(0-5:full,5-8:up)"}
+    assert plan.keys() == {"remat.policy": "full", "remat.layers": "(0-5:full,5-8:up)", **NAMES_BACK}
 
 
 def test_keys_are_read_back_as_the_same_names():
@@ -105,7 +108,7 @@ def test_keys_are_read_back_as_the_same_names():
                   segment.stop - segment.start) for segment in read.segments(layers)]
         assert found == [(set(pattern.save), set(pattern.offload), count) for pattern, count in ranges]
     assert Plan(((Pattern(1, 1.0, policy="selective"), 4),)).keys() == {
-        "remat.policy": "selective", "remat.layers": "()"}
+        "remat.policy": "selective", "remat.layers": "()", **NAMES_BACK}
 
 
 # A chain a -> b -> c beside an input; the backward pass reads b and c.

@@ -14,10 +14,9 @@ from ml_collections import ConfigDict
 from memory import roofline, targets
 from memory.analyze import report_of
 from memory.auto import FULL, NONE, Search
-from memory.candidates import Compiled, Problem, Tried
-from memory.least import Passes, Plan
+from memory.candidates import Compiled, Problem, Tried, problem_of
+from memory.least import Plan
 from memory.limits import budget_of
-from memory.patterns import Rates
 from memory.recompute import Block, block_of
 from memory.records import Report
 from memory.text import human
@@ -102,18 +101,13 @@ class Compiler:
 
     def problem(self) -> Problem:
         """What is to be decided."""
-        config, target, rates = self.config, self.target, self.rates
+        config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
-        by_phase = roofline.seconds(self.report.work, rates).by_phase
-        offload = config.remat.auto_offload and target.platform != "cpu"
-        return Problem(
-            describe_block(scanned),
-            Rates({unit: rates.flops_per_s(unit) for unit in roofline.UNITS}, rates.hbm_bytes_per_s, len(self.devices)),
-            Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
-                   rates.host_link_bytes_per_s if offload else 0.0),
-            config.remat.cost, offload, target.host_memory_bytes / max(target.devices_per_host, 1) or math.inf,
-            {name: names for name, names in fixed_policies().items() if names is not None})
+        policies = {name: names for name, names in fixed_policies().items() if names is not None}
+        return problem_of(describe_block(scanned), self.report.work, micro_steps, self.rates, self.target,
+                          cost=config.remat.cost, offload=config.remat.auto_offload and self.target.platform != "cpu",
+                          policies=policies)
 
 
 def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..., Any],
@@ -130,7 +124,10 @@ def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..
     if config.remat.granularity != "block":
         raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto: it chooses for a block "
                          "as one checkpoint; set remat.granularity=block")
-    config = with_keys(config, {"remat.layers": "()", "remat.save": "()", "remat.offload": "()"})
+    for key in ("layers", "save", "offload"):
+        if config.remat[key]:
+            raise ValueError(f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses that: "
+                             "give one of them")
     compiler = Compiler(config, devices, build)
     budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes), "remat.budget")
 

@@ -30,7 +30,7 @@ def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> li
         sys.stdout.flush()
         code = _wait(subprocess.Popen(words))
         if code == INTERRUPTED:
-            raise UserError("the fit was stopped; what it found until then stands above, with the flags to train with it")
+            raise UserError("the fit was stopped; the best that it found stands above, with the flags to train with it")
         if code == DOES_NOT_FIT:
             raise DoesNotFit("nothing fits, as the fit says above: give a larger --budget, or another model")
         if code or not out.exists():
