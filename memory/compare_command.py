@@ -23,18 +23,28 @@ INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key in every combination")
-    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+    add_subject(parser, "override a key in every combination")
     parser.add_argument("--remat", metavar="P,P", help="policies: short for --grid=remat.policy=P,P; names of one's "
                         "own in quotes: --remat='none,custom(v,context),custom(up)+offload(block_in)'")
     parser.add_argument("--grid", metavar="KEY=V,V", action="append", default=[],
                         help="values of any config key, of config (files) or target; several multiply")
     parser.add_argument("--measure", action="store_true", help="run each step on this machine's devices and time it")
     parser.add_argument("--formulas", action="store_true", help="the published formulas beside the compiler's figures")
+    add_compiling(parser, "the comparison's JSON")
+
+
+def add_subject(parser: argparse.ArgumentParser, overriding: str) -> None:
+    """What a command that compiles is about. `overriding`: what a key of the command line does."""
+    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
+    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+
+
+def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
+    """How it compiles and where the result goes."""
     parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
     parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison's JSON")
+    parser.add_argument("--json", metavar="FILE", type=Path, help=f"write {result}")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
 
 

@@ -18,11 +18,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memory import compare_cache
 from memory.limits import free_host_bytes
 from memory.platform import simulate_devices
+
+if TYPE_CHECKING:
+    from memory.targets import Target
 
 # What all workers together may hold, and what one compile takes at most in our configs (bytes).
 CEILING = 20 * 2**30
@@ -243,3 +246,8 @@ def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) ->
     if root.name not in ("site-packages", "dist-packages"):
         out["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [out.get("PYTHONPATH")])])
     return out
+
+
+def environment_for(target: Target) -> dict[str, str]:
+    """The environment of workers that compile for one target; a described one's open no card of this machine."""
+    return environment([target.name]) | ({"JAX_PLATFORMS": "cpu"} if target.is_described else {})

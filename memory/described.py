@@ -25,6 +25,15 @@ _LIBTPU_QUIET = {
 }
 
 
+def local_gpus() -> tuple[str, int]:
+    """Kind and number of this machine's NVIDIA GPUs, by NVML; a machine has one kind."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    kind = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return kind.decode() if isinstance(kind, bytes) else kind, pynvml.nvmlDeviceGetCount()
+
+
 def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
     """GPUs: `shape` is (hosts, devices per host). Raises ReportError without the extra that compiles for them."""
     found = [plugin for plugin in CUDA_PLUGINS if installed(f"jax_plugins.{plugin}")]

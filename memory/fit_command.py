@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memory import compare_cache, compare_run, fit, fit_space, fit_text, levers, targets
-from memory.compare_command import INTERRUPTED, check, progress, write
+from memory.compare_command import INTERRUPTED, add_compiling, add_subject, check, progress, write
 from memory.errors import ReportError
 from memory.limits import budget_of
-from memory.platform import accelerator, choose_platform, simulate_devices
 from memory.trials import Trials
 
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ MOST_MEASURED = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--config", metavar="FILE", required=True, help="a config file or shipped name")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="a key that holds in every variant")
-    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+    add_subject(parser, "a key that holds in every variant")
     parser.add_argument("--budget", metavar="SIZE", default="", help="of a device, such as 72GiB (default: all that it "
                         "may hand out)")
     parser.add_argument("--batch-tokens", metavar="N", type=int, help="of one update (default: the config's)")
@@ -38,17 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-compiles", metavar="N", type=int, help="programs compiled at most; cached ones are free")
     parser.add_argument("--timeout", metavar="S", type=float, help="seconds after which nothing more is compiled")
     parser.add_argument("--measure", action="store_true", help="run the finalists on this machine; the fastest wins")
-    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
-    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the fit's JSON, whatever comes of it")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
+    add_compiling(parser, "the fit's JSON, whatever comes of it")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the walk and what it came to; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
+    if not args.config:
+        raise ReportError("no config: give --config=FILE")
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
-    target = target_of(args.target)
+    target = targets.to_compile_for(args.target)
     flat = trainer.config(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
         raise ReportError(f"--measure on {target.name}, which is not here: leave --target out to run on this machine")
@@ -57,9 +53,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
                                target.devices_per_host, args.batch_tokens, target.platform != "cpu")
     place = None if args.no_cache else compare_cache.folder()
     workers = compare_run.worker_count(2**10, args.jobs)
-    env = compare_run.environment([target.name]) | ({"JAX_PLATFORMS": "cpu"} if target.is_described else {})
     lines = fit_text.Lines(target, space, budget)
-    with compare_run.Pool(workers, env=env) as pool, progress(0) as tell:
+    with compare_run.Pool(workers, env=compare_run.environment_for(target)) as pool, progress(0) as tell:
         trials = Trials(args.config, target, overrides, trainer, pool, place, tell, args.max_compiles or math.inf,
                         args.timeout or math.inf)
         walk = fit.Walk(trials, space, budget, lines.show)
@@ -74,27 +69,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and not value >= least:
             raise ReportError(f"--{flag.replace('_', '-')}={value}: give {least:g} or more")
-
-
-def target_of(name: str) -> targets.Target:
-    """The target of a name. The GPUs of this machine are described, not opened: compiling takes none of their memory.
-
-    Raises ReportError for a target that does not exist, and for local GPUs that the table does not know.
-    """
-    choose_platform()
-    if name.strip().lower() != "local" or accelerator() not in ("cuda",):
-        simulate_devices([name])
-        return targets.parse(name)
-    import pynvml
-
-    pynvml.nvmlInit()
-    count = pynvml.nvmlDeviceGetCount()
-    kind = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    kind = kind.decode() if isinstance(kind, bytes) else kind
-    chip = next((chip for chip in targets.CHIPS.values() if chip.kind == kind), None)
-    if chip is None:
-        raise ReportError(f"nothing is known of {kind}: give --target, one of {', '.join(targets.names())}")
-    return targets.parse(f"{chip.name}:{count}")
 
 
 def _measured(args: argparse.Namespace, walk: fit.Walk, place: Path | None) -> Mapping[str, Any] | None:

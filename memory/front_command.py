@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memory import compare_cache, compare_run, front
 from memory.compare import Row
-from memory.compare_command import INTERRUPTED, check, progress, shares_accelerator, write
+from memory.compare_command import INTERRUPTED, add_compiling, add_subject, check, progress, write
 from memory.errors import ReportError
 from memory.front import Fixed, Point
 from memory.least import COSTS
@@ -30,9 +28,7 @@ OWN = ("remat.policy", "remat.layers", "remat.save", "remat.offload", "remat.bud
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key in every program")
-    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+    add_subject(parser, "override a key in every program")
     parser.add_argument("--points", metavar="N", type=int, default=10,
                         help="budgets, in even steps from what full allocates to what none does (default: 10)")
     parser.add_argument("--from", metavar="SIZE", dest="first", help="the smallest budget instead: 20GiB")
@@ -40,10 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost", choices=COSTS, default="time", help="what is least at each budget: the predicted "
                         "time of an update, or the FLOPs that are recomputed (default: time)")
     parser.add_argument("--offload", action="store_true", help="tensors may go to pinned host memory too")
-    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
-    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the front's JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
+    add_compiling(parser, "the front's JSON")
     parser.set_defaults(measure=False)
 
 
@@ -52,17 +45,13 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     target, ends = _checked(args, overrides)
     trainer.config(args.config, overrides)  # its mistakes come before the first worker
     from memory import targets
-    from memory.platform import choose_platform, simulate_devices
     from memory.trials import Trials
 
-    if target.partition(":")[0] in ("local", "cpu"):  # only these ask jax here
-        if target != "local":
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        choose_platform()  # before jax is imported
-        simulate_devices([target])
+    compiled_for = targets.to_compile_for(target)
     workers = compare_run.worker_count(args.points, args.jobs)
-    with progress(None) as tell, compare_run.Pool(workers, env=compare_run.environment([target])) as pool:
-        trials = Trials(args.config, targets.parse(target), overrides, trainer, pool,
+    env = compare_run.environment_for(compiled_for)
+    with progress(None) as tell, compare_run.Pool(workers, env=env) as pool:
+        trials = Trials(args.config, compiled_for, overrides, trainer, pool,
                         None if args.no_cache else compare_cache.folder(),
                         lambda labels, done: tell(labels, trials.compiles + done))
         found = Front(trials, args.points, ends, args.cost, args.offload, workers)
@@ -137,9 +126,6 @@ def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
                               "--offload say what is least and what may move)")
     target = args.target.strip().lower()
     check(args, [target])
-    if shares_accelerator([target]):
-        raise ReportError("--target=local would open this machine's accelerator in several processes: name what it is, "
-                          "such as --target=h100")
     first, last = ends = _size("--from", args.first), _size("--to", args.last)
     if first and last and first > last:
         raise ReportError(f"--from={args.first} is more than --to={args.last}")

@@ -6,12 +6,11 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memory import compare_cache, compare_run, levers
 from memory.compare import Row
-from memory.compare_command import INTERRUPTED, check, progress, shares_accelerator, write
+from memory.compare_command import INTERRUPTED, add_compiling, add_subject, check, progress, shares_accelerator, write
 from memory.errors import ReportError
 from memory.levers import Level
 
@@ -21,16 +20,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key in every stage; the "
-                        "stages that set it are left out")
-    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
+    add_subject(parser, "override a key in every stage; the stages that set it are left out")
     parser.add_argument("--stages", metavar="S,S", help="stages in their order, each with all before it (default: "
                         f"{','.join(levers.DEFAULT)}; there are {', '.join(levers.BEYOND)} too)")
-    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
-    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the staircase's JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
+    add_compiling(parser, "the staircase's JSON")
     parser.set_defaults(measure=False)
 
 

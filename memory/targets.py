@@ -22,6 +22,7 @@ from typing import Any
 from memory import described
 from memory.errors import ReportError
 from memory.limits import limit_bytes, physical_bytes
+from memory.platform import accelerator, choose_platform, simulate_devices
 from memory.target_table import CHIPS, Chip
 
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
@@ -124,6 +125,24 @@ def parse(name: str) -> Target:
     chip = CHIPS[base]
     full = _SHAPES[chip.platform](name, chip, shape)
     return _described(f"{base}{':' if colon else ''}{'x'.join(map(str, shape))}", chip, full)
+
+
+def to_compile_for(name: str) -> Target:
+    """The target of a name, for a process that compiles and runs nothing.
+
+    GPUs of this machine are described, not opened: that takes none of their memory.
+
+    Raises ReportError as `parse` does, and for local GPUs that the table does not know.
+    """
+    choose_platform()
+    if name.strip().lower() != "local" or accelerator() != "cuda":
+        simulate_devices([name.strip().lower()])
+        return parse(name)
+    kind, count = described.local_gpus()
+    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+    if chip is None:
+        raise ReportError(f"nothing is known of {kind}: give --target, one of {', '.join(names())}")
+    return parse(f"{chip.name}:{count}")
 
 
 def of(devices: Sequence[Any]) -> Target:
