@@ -27,7 +27,7 @@ def get_config():
     config.train.update(steps=30, log_every=1, eval_every=10, eval_sequences=20, checkpoint_every=5, sample_tokens=0)
     return config
 """
-TIMED = ("tokens_per_s", "step_time_s", "mfu", "hfu", "memory")
+TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
 
 
 @pytest.fixture(scope="module")

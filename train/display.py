@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 GIB = 2**30
+# Share of the time that the devices wait for data: from where on a row shows it, and a run says so at its end.
+SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
 
 
 def describe(row: Mapping[str, Any]) -> str:
@@ -22,6 +24,8 @@ def describe(row: Mapping[str, Any]) -> str:
     parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     if row["mfu"] is not None:
         parts.append(f"MFU {100 * row['mfu']:.1f} HFU {100 * row['hfu']:.1f} %")
+    if row["data_wait_s"] >= SHOWN_WAIT * row["step_time_s"]:
+        parts.append(f"waits for data {100 * row['data_wait_s'] / row['step_time_s']:.0f} %")
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts.append(f"mem {memory['in_use_bytes'] / GIB:.2f}/{memory['peak_bytes'] / GIB:.2f} GiB")

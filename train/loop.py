@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from rich.console import Console
 from memory.live import predicted_against_measured, sample
 from train import startup
 from train.checkpoint import Checkpoints, Position
+from train.clock import Clock
 from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
-from train.display import Display
+from train.display import TOLD_WAIT, Display
 from train.distributed import ALONE, Processes
 from train.errors import NonFinite, UserError
 from train.failures import explained, refuse_if_too_big
@@ -87,23 +87,6 @@ def data_config(config: ConfigDict) -> DataConfig:
     return DataConfig(**config.data)
 
 
-class Clock:
-    """Seconds and tokens per step between rows, without counting evaluations and saves."""
-
-    def __init__(self):
-        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
-
-    def tick(self, tokens: int) -> None:
-        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-
-    def lap(self) -> tuple[float, float]:
-        """Mean seconds and mean tokens of the steps since the last lap or pause."""
-        now, steps = time.perf_counter(), max(self._steps, 1)
-        means = (now - self._since) / steps, self._tokens / steps
-        self._since, self._steps, self._tokens = now, 0, 0
-        return means
-
-
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
     """Reads one step's metrics (waiting for that step, not the one after it), checks and records them."""
     values = jax.device_get(metrics)
@@ -123,14 +106,15 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     run.display.advance(step)
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
-    seconds, tokens = clock.lap()
-    flops = model_flops_per_token(run.program.model, batch.seq_len) * tokens / seconds
+    lap = clock.lap()
+    flops = model_flops_per_token(run.program.model, batch.seq_len) * lap.tokens / lap.seconds
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     run.record({
         "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
         **scaling,
-        "batch_tokens": batch.tokens_at(step - 1), "tokens_per_s": tokens / seconds, "step_time_s": seconds,
+        "batch_tokens": batch.tokens_at(step - 1), "tokens_per_s": lap.tokens / lap.seconds,
+        "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 
 
@@ -149,13 +133,13 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
     return loss / max(tokens, 1.0)
 
 
-def train(run: Run, state: Any, start: Position) -> Any:
+def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     """Steps from `start` to the end, or to a signal. Returns the state, saved."""
     config, program = run.config.train, run.program
     batches = feed(program, train_batches(
         run.data, rows=program.batch.rows * program.batch.read_steps, row_slices=local_rows(program),
         seed=run.config.seed, position=start.sequences, config=data_config(run.config)), start.step)
-    pending, clock, step, saved = None, Clock(), start.step, start.step
+    pending, step, saved = None, start.step, start.step
 
     def save(eval_loss: float | None) -> int:
         sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
@@ -165,10 +149,12 @@ def train(run: Run, state: Any, start: Position) -> Any:
     if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
         evaluate(run, state.params, step)  # a signal cut it short last time
     while step < config.steps and not run.stopping():
-        micro_batches = next(batches)
+        with clock.reading():
+            micro_batches = next(batches)
         with jax.transfer_guard("disallow"):
             for batch in micro_batches:
                 state, metrics = run.compiled.step(state, batch)
+        clock.dispatched(metrics["loss"])
         if pending is not None:
             finish_step(run, *pending, clock)
         step += 1
@@ -180,7 +166,7 @@ def train(run: Run, state: Any, start: Position) -> Any:
             pending = None
             eval_loss = evaluate(run, state.params, step) if eval_due else None
             saved = save(eval_loss) if save_due else saved
-            clock.lap()
+            clock.skip()
     if pending is not None:
         finish_step(run, *pending, clock)
     if saved != step:
@@ -272,10 +258,13 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: start
         run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate,
                   startup.peak_flops(program), processes)
         console.print(f"run directory {workdir}", soft_wrap=True)
-        with stop_on_signals(run.stop):
-            state = train(run, state, position)
+        with stop_on_signals(run.stop), contextlib.closing(Clock()) as clock:
+            state = train(run, state, position, clock)
         if run.agreed:
             display.note(f"{run.agreed[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
             return
+        if (waited := clock.waited()) >= TOLD_WAIT:
+            display.note(f"the devices waited {100 * waited:.0f} % of the time for data: raise data.workers and "
+                         "data.prefetch, or read token shards (python -m train.prepare)")
         show_sample(run, state.params)
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))
