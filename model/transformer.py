@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from model.block import CUTS, Block
 from model.config import ModelConfig
@@ -181,15 +182,21 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def head(self) -> jax.Array:
-        """The matrix from hidden to logits, [D, padded V] as stored (`precision.param`); the token table if tied."""
-        return here(self.w_token[...]).T if self.config.tie_embeddings else here(self.w_head[...])
+        """From hidden to logits, as stored (`precision.param`): [D, padded V]; tied it is the table, [padded V, D]."""
+        return here((self.w_token if self.config.tie_embeddings else self.w_head)[...])
+
+    def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Logits [B, L, V] of hidden states in their dtype; held in `dtype`."""
+        head = "vd" if self.config.tie_embeddings else "dv"
+        w_head = self.head().astype(x_BLD.dtype)
+        logits_BLV = jnp.einsum(f"bld,{head}->blv", x_BLD, w_head, preferred_element_type=dtype)
+        return logits_BLV[..., : self.config.vocab_size]  # the table may be padded
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         """Logits [B, L, V] in `precision.logits`."""
         x_BLD = self.hidden(tokens_BL)
         with jax.named_scope("head"):
-            w_DV = self.head().astype(x_BLD.dtype)[:, : self.config.vocab_size]
-            return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=self.precision.logits)
+            return self.logits(x_BLD, self.precision.logits)
 
 
 @jax.custom_vjp

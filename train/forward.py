@@ -15,10 +15,11 @@ from train.sharding import Layout
 
 def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
                        micro: int) -> Callable[..., jax.Array]:
-    """cross_entropy(x_BLD, w_DV, targets_BL) -> sum over counted tokens, float32 nats."""
+    """cross_entropy(x_BLD, w_head, targets_BL) -> sum over counted tokens, float32 nats."""
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
-    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits)
-    return lambda x_BLD, w_DV, targets_BL: LOSSES[config.loss.kind](x_BLD, w_DV, targets_BL, settings)
+    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits,
+                            config.model.tie_embeddings)
+    return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
 
 
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,

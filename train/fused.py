@@ -59,7 +59,7 @@ class FusedBackward:
     """(params, opt_state, batch, dropout_key_B, tokens, rounding_key) -> (loss sum in nats, new params, new opt_state).
 
     Args:
-      graph: of the whole Transformer; cross_entropy: (x_BLD, w_DV, targets_BL) -> sum in nats.
+      graph: of the whole Transformer; cross_entropy: (x_BLD, w_head, targets_BL) -> sum in nats.
       weights: parameters on their way in, gradients on their way out; update: of parts of the parameters.
       dropout: whether the keys are used.
     """

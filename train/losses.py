@@ -1,13 +1,15 @@
 """Cross-entropy over the vocabulary, rows of one table. Each returns the sum over counted positions.
 
-    loss(x_BLD, w_DV, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
+    loss(x_BLD, w_head, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
 
-Targets equal to IGNORE carry no loss. The head `w_DV` comes as stored, so that its gradient is
-accumulated and returned in the parameter dtype.
+Targets equal to IGNORE carry no loss. The head comes as stored, [D, V], or [V, D] where it is the token table: its
+gradient is accumulated and returned in the parameter dtype, and nothing is transposed but inside of products. (XLA
+would make the transposed table before a loop over micro-batches and keep it through all of them.)
 """
 
 import dataclasses
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +18,29 @@ from jax.typing import DTypeLike
 from train.batch import IGNORE
 from train.sharding import Layout
 
-HEAD_AXES = ("d_model", "vocab")
-
+T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
     """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products;
     `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted; None for all.
-    `logits`: dtype that logits are held in; sums over them are float32."""
+    `logits`: dtype that logits are held in; sums over them are float32. `tied`: the head is the token table."""
 
     layout: Layout
     compute: DTypeLike
     positions: int
     vocabulary: int | None = None
     logits: DTypeLike = jnp.float32
+    tied: bool = False
+
+    @property
+    def head(self) -> str:
+        """The head's axes as letters of an einsum."""
+        return "vd" if self.tied else "dv"
+
+    def along(self, d: T, v: T) -> tuple[T, T]:
+        """What belongs to its two axes, in their order."""
+        return (v, d) if self.tied else (d, v)
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
@@ -52,18 +63,19 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
 
 
-def _all_logits(x_BLD: jax.Array, w_DV: jax.Array, settings: LossSettings) -> jax.Array:
-    return jnp.einsum("bld,dv->blv", x_BLD, w_DV, preferred_element_type=settings.logits)
+def _all_logits(x_BLD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
+    return jnp.einsum(f"bld,{settings.head}->blv", x_BLD, w_head, preferred_element_type=settings.logits)
 
 
-def _logits_forward(x_BLD, w_DV, settings):
-    return _all_logits(x_BLD, w_DV, settings), (x_BLD, w_DV)
+def _logits_forward(x_BLD, w_head, settings):
+    return _all_logits(x_BLD, w_head, settings), (x_BLD, w_head)
 
 
 def _logits_backward(settings, residuals, d_BLV):
-    x_BLD, w_DV = residuals
+    x_BLD, w_head = residuals
     d_BLV = d_BLV.astype(settings.compute)
-    return jnp.einsum("blv,dv->bld", d_BLV, w_DV), jnp.einsum("bld,blv->dv", x_BLD, d_BLV)
+    return (jnp.einsum(f"blv,{settings.head}->bld", d_BLV, w_head),
+            jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV))
 
 
 # The same, their gradient in the compute dtype, as that of a chunk is. With autodiff's products the gradient of the
@@ -72,11 +84,11 @@ _narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
 _narrow_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def full(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
+def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """All logits at once: 4 bytes x B x L x V, several times over in the backward pass."""
-    w_DV = settings.layout(w_DV.astype(settings.compute), (None, "vocab"))
+    w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
     made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
-    logits_BLV = made(x_BLD, w_DV, settings)
+    logits_BLV = made(x_BLD, w_head, settings)
     logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
     return _nll(_without_padding(logits_BLV, settings), targets_BL)[0].sum()
 
@@ -101,65 +113,66 @@ def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
     return x.reshape(like.shape)
 
 
-def _chunk_logits(x_RBCD: jax.Array, w_DV: jax.Array, settings: LossSettings) -> jax.Array:
+def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
     x_RBCD = settings.layout(x_RBCD, ("rank", None, None, None))
-    logits = jnp.einsum("rbcd,dv->rbcv", x_RBCD, w_DV, preferred_element_type=settings.logits)
+    logits = jnp.einsum(f"rbcd,{settings.head}->rbcv", x_RBCD, w_head, preferred_element_type=settings.logits)
     return _without_padding(logits, settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def chunked(x_BLD: jax.Array, w_DV: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
+def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """The logits of a few positions at a time, forward and backward; sums in float32.
 
     Under differentiation the gradients are made in the same pass as the loss, while the logits of
     a chunk are at hand: three matrix products, none of them twice. (The idea of fused linear
     cross-entropy, Hsu et al. 2024, arXiv 2410.10989.)
     """
-    w_DV = settings.layout(w_DV.astype(settings.compute), (None, "vocab"))
+    w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
 
     def chunk(total, xs):
         x_RBCD, targets_RBC = xs
-        return total + _nll(_chunk_logits(x_RBCD, w_DV, settings), targets_RBC)[0].sum(), None
+        return total + _nll(_chunk_logits(x_RBCD, w_head, settings), targets_RBC)[0].sum(), None
 
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
     return jax.lax.scan(chunk, jnp.zeros((), jnp.float32), xs)[0]
 
 
-def _chunked_forward(x_BLD, w_DV, targets_BL, settings):
+def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     layout = settings.layout
-    narrow_DV = layout(w_DV.astype(settings.compute), (None, "vocab"))
-    D, V = w_DV.shape
+    narrow = layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
+    sums, V = ("rank", *settings.along(None, "vocab")), w_head.shape[settings.head.index("v")]
 
     def chunk(carry, xs):
-        total, dw_RDV = carry
+        total, dw = carry
         x_RBCD, targets_RBC = xs
-        logits = _chunk_logits(x_RBCD, narrow_DV, settings)
+        logits = _chunk_logits(x_RBCD, narrow, settings)
         nll, lse = _nll(logits, targets_RBC)
         vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
         d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
         d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
-        dx_RBCD = jnp.einsum("rbcv,dv->rbcd", d_logits, narrow_DV)
+        dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
         # One accumulator a rank: summing over ranks here would be a collective in every chunk.
-        dw_RDV = dw_RDV + jnp.einsum("rbcv,rbcd->rdv", d_logits, x_RBCD, preferred_element_type=jnp.float32)
-        return (total + nll.sum(), layout(dw_RDV, ("rank", None, "vocab"))), dx_RBCD
+        dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits, x_RBCD, preferred_element_type=jnp.float32)
+        return (total + nll.sum(), layout(dw, sums)), dx_RBCD
 
     start = (jnp.zeros((), jnp.float32),
-             layout(jnp.zeros((layout.token_ranks, D, V), jnp.float32), ("rank", None, "vocab")))
+             layout(jnp.zeros((layout.token_ranks, *w_head.shape), jnp.float32), sums))
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
-    (total, dw_RDV), dx = jax.lax.scan(chunk, start, xs)
+    (total, dw), dx = jax.lax.scan(chunk, start, xs)
     dx_BLD = _joined(dx, x_BLD, settings)
     # Added with the dtype that devices add in; jnp.sum would widen it.
-    dw_DV = jax.lax.reduce(layout.reduced(dw_RDV), jnp.zeros((), layout.reduced(dw_RDV).dtype), jax.lax.add, (0,))
-    dw_DV = layout.gradient(dw_DV, HEAD_AXES).astype(w_DV.dtype)
+    dw = layout.reduced(dw)
+    dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
+    dw = layout.gradient(dw, settings.along("d_model", "vocab")).astype(w_head.dtype)
     # The backward pass of the blocks waits for the head's gradient to be reduced: left to itself the
     # scheduler keeps the unreduced D x V on every device until the optimizer.
-    return total, jax.lax.optimization_barrier((dx_BLD, dw_DV))
+    return total, jax.lax.optimization_barrier((dx_BLD, dw))
 
 
 def _chunked_backward(settings, residuals, d_total):
     del settings
-    dx_BLD, dw_DV = residuals
-    return (dx_BLD * d_total).astype(dx_BLD.dtype), (dw_DV * d_total).astype(dw_DV.dtype), None
+    dx_BLD, dw = residuals
+    return (dx_BLD * d_total).astype(dx_BLD.dtype), (dw * d_total).astype(dw.dtype), None
 
 
 chunked.defvjp(_chunked_forward, _chunked_backward)

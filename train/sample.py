@@ -25,9 +25,8 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
     def extend(place: jax.Array, tokens_BL: jax.Array) -> jax.Array:
         x_BLD = transformer.hidden(jnp.take(tokens_BL, positions_L, axis=1))
         last = jnp.argmax(positions_L == place - 1)
-        x_BD = jax.lax.dynamic_index_in_dim(x_BLD, last, axis=1, keepdims=False)
-        logits_BV = jnp.einsum("bd,dv->bv", x_BD.astype(jnp.float32), transformer.head().astype(jnp.float32))
-        logits_BV = logits_BV[:, :program.config.model.vocab_size]  # the table may be padded
+        x_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
+        logits_BV = transformer.logits(x_B1D.astype(jnp.float32), jnp.float32)[:, 0]
         chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
         return jax.lax.dynamic_update_slice_in_dim(
             tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
