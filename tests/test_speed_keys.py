@@ -2,15 +2,9 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
-from toy import run_losses, small_config, small_program
-
-from memory import targets
-from test_deviceless import missing_extra
-from train.options import TABLE
-from train.program import build
+from toy import run_losses, small_program
 
 LAYERS = {"model.n_layers": 4}
 # Ways to walk through the layers, with the unroll that is tried.

@@ -257,8 +257,8 @@ def _describe(config: ConfigDict, devices: list[jax.Device]) -> Program:
     check_offload(config, layout, batch)
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
-    check_unroll(model, remat)  # ranges that do not fit the model fail here too
-    compiler_options(config, devices[0].platform)  # and options of another compiler
+    check_unroll(model, remat)  # ranges that do not fit the model fail here too, options of another compiler next
+    compiler_options(config, devices[0].platform)
     transformer = partial(_transformer, model, precision, remat=remat, place=layout,
                           ahead=max(config.mesh.prefetch, 1))
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
