@@ -19,6 +19,7 @@ Ctrl-C ends the measurements and shows what is done; --json FILE is written afte
 """
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -220,8 +221,14 @@ class Bench:
                 base, kept = side, {**kept, **keys}
         return kept
 
-    def write(self) -> None:
+    def save(self) -> None:
         """What is known so far, to --json."""
+        if self.asked.json:
+            known = {"title": self.title, "rows": self.rows, "versions": versions(), "levers": self.figures}
+            self.asked.json.write_text(json.dumps(known, indent=1) + "\n")
+
+    def show(self) -> None:
+        """The table of what is known, and its JSON."""
         if self.rows:
             finish(self.title, self.rows, (), {"versions": versions(), "levers": self.figures}, self.asked.json)
 
@@ -250,14 +257,14 @@ def main() -> int:
         base = bench.warm(bench.side("base", {}))
         for name in asked.levers:
             bench.lever(name, LEVERS[name], base)
-            bench.write()
+            bench.save()
         kept = bench.keep(base) if asked.keep else {}
     except KeyboardInterrupt:
-        print("stopped: what is done is above", file=sys.stderr)
-        bench.write()
+        bench.show()
+        print("stopped: what was done is above", file=sys.stderr)
         return 130
+    bench.show()
     if asked.keep:
-        bench.write()
         print("keep:", " ".join(f"--config.{key}={value}" for key, value in kept.items()) or "nothing pays")
     return 0
 
