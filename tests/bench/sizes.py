@@ -56,7 +56,7 @@ SIZES: Mapping[str, Size] = {
 
 def measured(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[Check]]:
     """(row, bars) of a size from the JSON of throughput.py."""
-    size, ours, peer = SIZES[name], found["ours"], found["peer"]
+    size, ours = SIZES[name], found["ours"]
     ready = ours["ready"]
     speed = {side: ready["tokens"] / found[side]["median_s"] for side in ("ours", "peer")}
     ratio, used = speed["ours"] / speed["peer"], ours["last"]["peak_bytes"] / 1e9
@@ -112,6 +112,7 @@ def main() -> int:
     flags.add_argument("--compile-only", action="store_true", help="no device: bytes and the roofline's seconds")
     flags.add_argument("--target", default="h200", help="with --compile-only: what for (default %(default)s)")
     asked, rest = flags.parse_known_args()
+    asked.out = asked.out.resolve()
     asked.out.mkdir(parents=True, exist_ok=True)
     done = []
     try:
