@@ -39,6 +39,7 @@ from train.program import Program, build
 from train.startup import peak_flops
 
 Keys = Mapping[str, Any]
+SIZE, PADDED = 50257, 50304  # GPT-2's vocabulary, and as its configs have it
 PAYS = 0.99  # ratio to the base below which a variant pays, if no round says otherwise
 
 
@@ -52,7 +53,8 @@ LEVERS: Mapping[str, Mapping[str, Keys]] = {
     "attention": rows("model.attention", "cudnn", "chunked", "naive"),
     "layers": {**rows("model.unroll", 2, 4, 12), "model.scan=false": {"model.unroll": 1, "model.scan": False}},
     "loss": {**rows("loss.chunk", 1024, 4096, 8192, 16384), "loss.kind=full": {"loss.kind": "full"}},
-    "vocabulary": rows("model.vocab_multiple", 1, 64, 128, 256),
+    "vocabulary": {f"{SIZE} padded to {multiple}": {"model.vocab_size": SIZE, "model.vocab_multiple": multiple}
+                   for multiple in (1, 64, 256)},
     "optimization": rows("xla.optimization_level", "O0", "O1", "O2", "O3"),
     "latency": rows("xla.latency_hiding", "on", "off"),
     "graphs": rows("xla.command_buffers", "off", "kernels", "loops"),
@@ -137,6 +139,8 @@ class Bench:
 
     def side(self, label: str, keys: Keys) -> Side:
         """The compiled program of the base with `keys`; ValueError for one that does not run or fit here."""
+        if keys.get("model.vocab_size") and self.config.model.vocab_size != PADDED:
+            raise ValueError(f"for configs with GPT-2's vocabulary: this has {self.config.model.vocab_size:,}")
         side = Side.of(label, variant(self.config, keys), self.target)
         if side.fits is False:
             raise ValueError(f"allocates {side.allocated_bytes / 2**30:.2f} GiB, more than the device hands out")
