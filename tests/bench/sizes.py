@@ -71,7 +71,8 @@ def measured(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[
             "ratio": f"{ratio:.3f}", "MFU": f"{100 * mfu:.1f} %" if mfu else "-",
             "MFU bar": f"{100 * size.mfu:.0f} %" if size.mfu else "-", "GB": f"{used:.1f}",
             "GB bar": f"{size.gigabytes:.0f}" if size.gigabytes else "-",
-            "held": "yes" if all(check.held for check in checks) else "NO"}, checks
+            "held": "NO" if not all(check.held for check in checks) else
+                    "yes, MFU unknown" if size.mfu and not mfu else "yes"}, checks
 
 
 def described(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[Check]]:
@@ -91,7 +92,8 @@ def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], lis
     if asked.compile_only:
         command = [sys.executable, "-m", "memory", "report", *size.flags(), f"--target={asked.target}"]
     else:
-        command = [sys.executable, str(Path(__file__).with_name("throughput.py")), *size.flags(), *size.peer,
+        peer = [flag for flag in size.peer if not (asked.eager and flag == "--compile")]
+        command = [sys.executable, str(Path(__file__).with_name("throughput.py")), *size.flags(), *peer,
                    f"--rounds={asked.rounds}", f"--steps={asked.steps}", f"--ours-python={asked.ours_python}",
                    f"--peer-python={asked.peer_python}"]
     code = subprocess.run([*command, *rest, f"--json={file}"], cwd=ROOT).returncode
@@ -109,6 +111,7 @@ def main() -> int:
                        help=f"of {', '.join(SIZES)}")
     flags.add_argument("--ours-python", default=sys.executable, help="interpreter of our side")
     flags.add_argument("--peer-python", default=sys.executable, help="interpreter of the peer")
+    flags.add_argument("--eager", action="store_true", help="the peer without torch.compile")
     flags.add_argument("--compile-only", action="store_true", help="no device: bytes and the roofline's seconds")
     flags.add_argument("--target", default="h200", help="with --compile-only: what for (default %(default)s)")
     asked, rest = flags.parse_known_args()
