@@ -259,8 +259,7 @@ def _describe(config: ConfigDict, devices: list[jax.Device]) -> Program:
                       tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # ranges that do not fit the model fail here too, options of another compiler next
     compiler_options(config, devices[0].platform)
-    transformer = partial(_transformer, model, precision, remat=remat, place=layout,
-                          ahead=max(config.mesh.prefetch, 1))
+    transformer = partial(_transformer, model, precision, remat=remat, place=layout, ahead=config.mesh.prefetch)
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
