@@ -36,6 +36,9 @@ def _model() -> ConfigDict:
     model.rope_scaling = ()  # Llama 3.1: (factor, low_freq_factor, high_freq_factor, original_positions)
     model.init_std = 0.02
     model.scan = True  # one compiled block looped over stacked parameters; False: every layer on its own
+    # Layers of one turn of that loop: fewer turns and more to schedule at a time, for more to compile. It divides the
+    # layers of each range of remat.layers (of sqrt: of a group), or is at least as many: no loop is left then.
+    model.unroll = 1
     model.dropout = 0.0  # on embedding, attention probabilities and both residual branches
     model.attention = "auto"  # auto | naive | chunked | cudnn
     model.attention_chunk = 512  # positions per block of the chunked kernel
@@ -164,6 +167,20 @@ def _mesh() -> ConfigDict:
     return mesh
 
 
+def _xla() -> ConfigDict:
+    """What XLA's GPU compiler is told (train/options.py); empty: its own choice. Refused on other devices."""
+    xla = ConfigDict()
+    # O0 | O1 | O2 | O3: effort spent on execution time. From O1 on collectives are pipelined and scheduled by latency;
+    # over several GPUs XLA itself (0.10 to 0.12) then aborts on model.attention=chunked: take cudnn or naive.
+    xla.optimization_level = ""
+    xla.latency_hiding = ""  # on | off: the scheduler that moves collectives and copies behind compute
+    # CUDA graphs, many kernels in one launch. off | kernels: XLA's own kernels alone | loops: loops over layers too
+    xla.command_buffers = ""
+    xla.gemm = ""  # cublas: no Triton kernels for products | triton: no cuBLAS where Triton can
+    xla.autotune_level = ""  # 0: no kernel is chosen by timing, to 4: all, on initialized buffers, results compared
+    return xla
+
+
 def _train() -> ConfigDict:
     """Length, cadence and records of a run."""
     train = ConfigDict()
@@ -183,4 +200,4 @@ def _train() -> ConfigDict:
 
 
 GROUPS = {"model": _model, "loss": _loss, "precision": _precision, "remat": _remat, "data": _data, "batch": _batch,
-          "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "train": _train}
+          "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla, "train": _train}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 POSITIVE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "vocab_multiple",
-            "max_seq_len", "attention_chunk")
+            "max_seq_len", "attention_chunk", "unroll")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class ModelConfig:
     tie_embeddings: bool
     init_std: float
     scan: bool
+    unroll: int
     dropout: float
     attention: str
     attention_chunk: int
@@ -63,6 +64,9 @@ class ModelConfig:
             raise ValueError(
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
                 "every key/value head serves the same number of query heads")
+        if self.unroll > 1 and not self.scan:
+            raise ValueError(f"model.unroll={self.unroll} with model.scan=false, which has no loop: set "
+                             "model.scan=true, or model.unroll=1")
         if self.mlp_chunk < 0:
             raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for all at once")
         if not 0.0 <= self.dropout < 1.0:

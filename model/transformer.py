@@ -33,14 +33,14 @@ class Transformer(nnx.Module):
       precision: dtypes by role.
       remat: what each layer keeps for its backward pass.
       place: pins activations, parameters and gradients to the mesh.
-      at_once: layers in one turn of the loop over them, for a scheduler to look ahead in.
+      ahead: layers that the loop over them looks ahead; as `config.unroll`, of which the larger counts.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
-                 place: Placement = HERE, at_once: int = 1, rngs: nnx.Rngs):
+                 place: Placement = HERE, ahead: int = 1, rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
-        self.at_once = at_once
+        self.ahead = ahead
         V, D, dtype = config.vocab_size, config.d_model, precision.param
         pad = config.padded_vocab - V
         self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std, pad=(pad, 0))
@@ -90,6 +90,10 @@ class Transformer(nnx.Module):
         graph, _ = nnx.split(self.blocks)
         return [(segment, self._block(segment, graph)) for segment in self.remat.segments(self.config.n_layers)]
 
+    def at_once(self, segment: Segment) -> int:
+        """Layers in one turn of the loop over a range of layers, or over one of its groups."""
+        return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
+
     def finish(self, x_BLD: jax.Array) -> jax.Array:
         """The last block's output normed, [B, L, D]."""
         with jax.named_scope("final_norm"):
@@ -133,7 +137,9 @@ class Transformer(nnx.Module):
         policy, cut = segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
             cut = "around_core"
-        wrap = partial(policy.wrap, scanned=self.config.scan)
+        # A loop of one turn is none to the compiler, which then has both passes before it.
+        looped = self.at_once(segment) < (segment.stop - segment.start) // segment.groups
+        wrap = partial(policy.wrap, scanned=self.config.scan and looped)
 
         def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
             def read_block() -> Block:
@@ -152,7 +158,7 @@ class Transformer(nnx.Module):
 
         def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
             return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B), None), x_BLD, xs,
-                                unroll=self.at_once)[0], None
+                                unroll=self.at_once(segment))[0], None
 
         xs = (state_N, jnp.arange(segment.start, segment.stop))
         if segment.groups == 1:

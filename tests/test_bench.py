@@ -56,3 +56,53 @@ def test_roundings_are_compared_where_updates_are_small(bench):
 def test_an_overflow_ends_within_two_per_cent_of_float32(bench):
     assert not failed(bench, run("fp32", 0.985), overflow())
     assert failed(bench, run("fp32", 0.975), overflow())
+
+
+@pytest.fixture
+def benches(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "bench")
+    import sizes
+    import speed
+
+    return sizes, speed
+
+
+@pytest.mark.parametrize(("rounds", "pays"), [
+    ([[0.9], [0.95], [0.97]], True), ([[0.9], [0.95], [1.01]], False), ([[0.995], [0.995], [0.995]], False)])
+def test_a_lever_pays_beyond_noise(benches, rounds, pays):
+    from interleave import Samples
+
+    assert benches[1].pays_off(Samples(rounds).over(Samples([[1.0]] * 3))) is pays
+
+
+def test_every_lever_names_keys_there_are(benches):
+    from toy import small_config
+
+    from train.config import override
+
+    for lever, variants in benches[1].LEVERS.items():
+        assert variants, lever
+        for keys in variants.values():
+            config = small_config()
+            for key, value in keys.items():
+                override(config, key, str(value))
+
+
+def figures(ours=1.0, peer=1.0, peak_bytes=80e9):
+    ready = {"tokens": 1000, "flops": 55, "peak_flops": 100}
+    return {"ours": {"ready": ready, "median_s": ours, "last": {"peak_bytes": peak_bytes}}, "peer": {"median_s": peer}}
+
+
+@pytest.mark.parametrize(("name", "found", "missed"), [
+    ("124M", figures(), []),
+    ("124M", figures(ours=1.05, peer=1.0), ["124M: tokens/s, the peer's by ours"]),
+    ("124M", figures(ours=1.2, peer=1.3), ["124M: asked MFU by ours"]),
+    ("1.5B", figures(), []),
+    ("8B", figures(), ["8B: asked MFU by ours"]),
+    ("8B", figures(ours=0.9, peer=0.9, peak_bytes=82e9), ["8B: GB at the peak"]),
+    ("1B", figures(ours=9.0, peer=9.0), []),
+])
+def test_bars_of_the_sizes(benches, name, found, missed):
+    row, checks = benches[0].measured(name, found)
+    assert [check.name for check in checks if not check.held] == missed
+    assert row["held"] == ("NO" if missed else "yes")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from memory.least import COSTS
-from model import Precision, RematPlan
+from model import ModelConfig, Precision, RematPlan
 from model.layers import MLPS, POSITIONS
 from model.names import TILED, names_in
 from model.norm import NORMS
@@ -82,6 +82,16 @@ def check_tiles(config: ConfigDict, layout: Layout) -> None:
     if hidden := sorted({*config.remat.save, *config.remat.offload}.intersection(TILED)):
         raise ValueError(f"checkpoint name {hidden[0]!r} is never kept with model.mlp_chunk={chunk}, which makes "
                          "the MLP again: leave it out, or set model.mlp_chunk=0")
+
+
+def check_unroll(model: ModelConfig, remat: RematPlan) -> None:
+    """Raises ValueError where `model.unroll` layers do not divide a range of layers that is looped over."""
+    for segment in remat.segments(model.n_layers):
+        count = (segment.stop - segment.start) // segment.groups
+        if model.unroll < count and count % model.unroll:
+            near = max(size for size in range(1, model.unroll) if count % size == 0)
+            raise ValueError(f"model.unroll={model.unroll} does not divide the {count} layers of a loop "
+                             f"(remat.policy={segment.name}): {near} does, and {count} is no loop at all")
 
 
 def check_offload(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> None:

@@ -94,14 +94,13 @@ class FusedBackward:
         d_end, d_BLD = pull_end(jnp.ones_like(loss))
         # Copies under zero1 and zero2 are what the layers computed with; else the masters themselves.
         stack = None if computed is params else computed["blocks"]
-        blocks, total, d_BLD = self._backward(params, opt_state, stack, kept, d_BLD, tokens, rounding,
-                                                transformer(rest).at_once)
+        blocks, total, d_BLD = self._backward(params, opt_state, stack, kept, d_BLD, tokens, rounding)
         d_begin, = pull_begin(d_BLD)
         grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
         return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
 
     def _forward(self, model: Any, stack: Any, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, list]:
-        """(output of the last block, for each segment its pullback and residuals [layers, ...])."""
+        """(output of the last block, for each segment its pullback, residuals [layers, ...], numbers and unroll)."""
         out = []
         for segment, block in model.layers():
             recipe = _Pullback()
@@ -112,13 +111,13 @@ class FusedBackward:
                 return y_BLD, recipe.split(pullback, jax.tree.leaves(own))
 
             numbers = jnp.arange(segment.start, segment.stop)
-            x_BLD, kept = jax.lax.scan(layer, x_BLD, numbers, unroll=model.at_once)
-            out.append((recipe, kept, numbers))
+            at_once = model.at_once(segment)
+            x_BLD, kept = jax.lax.scan(layer, x_BLD, numbers, unroll=at_once)
+            out.append((recipe, kept, numbers, at_once))
         return x_BLD, out
 
     def _backward(self, params: Any, opt_state: Any, copies: Any, segments: list, d_BLD: jax.Array,
-                  tokens: jax.Array, rounding: jax.Array,
-                  unroll: int) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
+                  tokens: jax.Array, rounding: jax.Array) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
         """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
         # What is gathered or scattered over its last dimension the compiler for GPUs transposes: without `row_major` it
         # transposes the stacks instead, the optimizer's too, and copies of all layers are held.
@@ -141,9 +140,9 @@ class FusedBackward:
             return (d_BLD, stacks, total + square), None
 
         carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
-        for recipe, kept, numbers in reversed(segments):
+        for recipe, kept, numbers, at_once in reversed(segments):
             carry, _ = jax.lax.scan(lambda carry, xs, recipe=recipe: layer(carry, xs, recipe), carry, (kept, numbers),
-                                    reverse=True, unroll=unroll)
+                                    reverse=True, unroll=at_once)
         return carry[1], carry[2], carry[0]
 
     def _kept_as(self, grads: Any) -> Any:

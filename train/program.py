@@ -31,6 +31,7 @@ from train.checks import (
     check_sequence,
     check_tiles,
     check_traced,
+    check_unroll,
     check_values,
 )
 from train.forward import make_cross_entropy, make_loss
@@ -38,7 +39,7 @@ from train.fused import FusedBackward
 from train.host import hosted_state, in_turns
 from train.loss_scale import Scaling
 from train.optimizer import make_optimizer, make_schedule, scale_by_batch
-from train.overlap import pipelined
+from train.options import Options, compiler_options
 from train.sharding import Layout, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 from train.update import make_partwise
@@ -141,10 +142,9 @@ class Program:
         return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
 
     @property
-    def compiler_options(self) -> dict[str, bool | str]:
+    def compiler_options(self) -> Options:
         """What the compiler is told besides the program."""
-        gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return pipelined() if gpu and self.config.mesh.prefetch else {}
+        return compiler_options(self.config, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
@@ -257,9 +257,9 @@ def _describe(config: ConfigDict, devices: list[jax.Device]) -> Program:
     check_offload(config, layout, batch)
     remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
                       tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
-    remat.segments(model.n_layers)  # ranges that do not fit the model fail here
-    transformer = partial(_transformer, model, precision, remat=remat, place=layout,
-                          at_once=max(config.mesh.prefetch, 1))
+    check_unroll(model, remat)  # ranges that do not fit the model fail here too, options of another compiler next
+    compiler_options(config, devices[0].platform)
+    transformer = partial(_transformer, model, precision, remat=remat, place=layout, ahead=config.mesh.prefetch)
     abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
     graph, _ = nnx.split(abstract)
     schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
@@ -300,5 +300,5 @@ def reduces_once(config: ConfigDict, layout: Layout, kernel: str, batch: BatchAl
 
 
 def _transformer(model: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, remat: RematPlan, place: Layout,
-                 at_once: int) -> Transformer:
-    return Transformer(model, precision, remat=remat, place=place, at_once=at_once, rngs=rngs)
+                 ahead: int) -> Transformer:
+    return Transformer(model, precision, remat=remat, place=place, ahead=ahead, rngs=rngs)

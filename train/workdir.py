@@ -17,7 +17,7 @@ from train.errors import UserError
 # A trailing dot is a whole group. Everything else, and the global batch, is the identity of the run.
 FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens", "batch.mode",
         "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer", "data.dtype",
-        "model.attention", "model.attention_chunk", "model.mlp_chunk")
+        "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
 # What each process may have in a place of its own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
 SHARED_S = 15.0  # for a network file system to show a file that another machine wrote

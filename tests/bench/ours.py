@@ -110,7 +110,8 @@ def main() -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.program.state.params))
     if asked.save:
         flat = jax.tree_util.tree_leaves_with_path(trainer.state.params)
-        np.savez(asked.save, **{"/".join(str(key.key) for key in path): leaf for path, leaf in flat})
+        np.savez(asked.save, **{"/".join(str(key.key) for key in path): np.asarray(leaf).astype(np.float32)
+                             for path, leaf in flat})
     trainer.warm_up()
     began = trainer.peak_bytes()
     forget_peak()

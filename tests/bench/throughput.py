@@ -6,7 +6,8 @@
     python tests/bench/throughput.py --config=gpt2_small --compile      # a GPU: bf16, compiled peer
     python tests/bench/throughput.py --same-start                       # equal parameters: losses must agree
 
-Each side is a process of its own that stays alive; both do a few steps (optimizer updates) in turn, A B A B.
+Each side is a process of its own that stays alive; both do a few steps (optimizer updates) in turn, A B A B (with
+--apart, for sizes of which a device holds one, A A B B).
 Shown: median seconds a step, spread (interquartile range over median), CPU seconds of all threads in a step
 of the last turn (which other users of the cores blur less), tokens/s, MFU where the device's peak is known,
 seconds of compiling (tracing included; of the peer: first step less a later one), peak memory. On a CPU that
@@ -22,6 +23,8 @@ import argparse
 import contextlib
 import sys
 import tempfile
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,14 @@ def row(name: str, child: Child, samples: Samples, facts: dict[str, Any]) -> dic
             "version": f"{package} {found[package]}, Python {found['python']}"}
 
 
+def check_same_model(sides: Mapping[str, Child]) -> None:
+    """Ends the benchmark where two sides have not the same number of parameters."""
+    sizes = {name: child.ready["parameters"] for name, child in sides.items()}
+    if len(set(sizes.values())) > 1:
+        raise SystemExit(f"ours has {sizes['ours']:,} parameters and the peer {sizes['peer']:,}: they are not the same "
+                         "model")
+
+
 def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> int:
     """Runs both sides, shows and writes what they did; the exit code."""
     with contextlib.ExitStack() as stack:
@@ -76,20 +87,21 @@ def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> i
         if asked.same_start:
             saved = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "params.npz")
             ours_flags, peer_flags = [*ours_flags, f"--save={saved}"], [*peer_flags, f"--load={saved}"]
-        ours = stack.enter_context(Child(asked.ours_python, "ours.py", ours_flags,
-                                         {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}))
-        peer = stack.enter_context(Child(asked.peer_python, "torch_peer.py", peer_flags))
-        if ours.ready["parameters"] != peer.ready["parameters"]:
-            raise SystemExit(f"ours has {ours.ready['parameters']:,} parameters and the peer "
-                             f"{peer.ready['parameters']:,}: they are not the same model")
-        losses = []
+        commands = {"ours": (asked.ours_python, "ours.py", ours_flags, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+                    "peer": (asked.peer_python, "torch_peer.py", peer_flags)}
+        sides, samples, seen = {}, {}, {name: [] for name in commands}
 
-        def peer_turn(steps: int) -> list[float]:
-            seconds = peer(steps)
-            losses.append((ours.last["loss"], peer.last["loss"]))
+        def turn(name: str, steps: int) -> list[float]:
+            seconds = sides[name](steps)
+            seen[name].append(sides[name].last["loss"])
             return seconds
 
-        samples = take_turns({"ours": ours, "peer": peer_turn}, asked.rounds, asked.steps)
+        for names in (("ours",), ("peer",)) if asked.apart else (("ours", "peer"),):
+            with contextlib.ExitStack() as alive:
+                sides |= {name: alive.enter_context(Child(*commands[name])) for name in names}
+                check_same_model(sides)
+                samples |= take_turns({name: partial(turn, name) for name in names}, asked.rounds, asked.steps)
+        ours, peer, losses = sides["ours"], sides["peer"], list(zip(seen["ours"], seen["peer"]))
     ratio = samples["ours"].over(samples["peer"])
     memory = ours.last["peak_bytes"] / peer.last["peak_bytes"]
     checks = [Check("step time, ours by peer", ratio.median, asked.assert_time),
@@ -97,7 +109,6 @@ def compare(config: ConfigDict, rest: list[str], asked: argparse.Namespace) -> i
     if asked.same_start:
         worst = max(abs(a - b) / b for a, b in losses)
         checks.append(Check("losses from equal parameters, worst relative difference", worst, LOSS_TOLERANCE))
-    sides = {"ours": ours, "peer": peer}
     mode = "compiled" if asked.compile else "eager"
     return finish(
         f"{asked.config} {config.precision.preset}, {ours.ready['tokens']:,} tokens a step, "
@@ -118,6 +129,8 @@ def main() -> int:
                        help="cut the peer's batch into N micro-batches (default: as ours)")
     flags.add_argument("--peer-recompute", action="store_true",
                        help="activation checkpointing of every block of the peer, where it would not fit")
+    flags.add_argument("--apart", action="store_true",
+                       help="all turns of one side, then all of the other, where both do not fit the device")
     flags.add_argument("--same-start", action="store_true", help="equal first parameters, losses compared")
     flags.add_argument("--assert-time", type=float, metavar="X", help="exit 1 above this ratio of time")
     flags.add_argument("--assert-memory", type=float, metavar="X", help="exit 1 above this ratio of memory")

@@ -6,7 +6,8 @@ GPT-2 and Llama shapes by flags: tied or untied head, learned or rotary position
 RMSNorm, GELU or SwiGLU, grouped-query attention. The same batches, AdamW with the same betas, decay mask
 and schedule, the same clipping. It is given the best it has: fused QKV (and gate/up) products, the fused
 optimizer, scaled_dot_product_attention (cuDNN or flash on a GPU), bf16 by autocast, TF32 products for
-float32 as jax uses them, and the compiler with --compile.
+float32 as jax uses them, and the compiler with --compile. With --precision=bf16_params the parameters and
+both moments are bfloat16 and there is no float32 master, rounded to nearest.
 """
 
 import argparse
@@ -201,6 +202,9 @@ class Trainer:
         if options.load:
             load_ours(self.model, options.load)
         self.model.to(self.device)
+        if options.precision == "bf16_params":  # buffers stay: the angles of rotary positions are float32
+            for weight in self.model.parameters():
+                weight.data = weight.data.to(torch.bfloat16)
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
         # The decay mask of train/optimizer.py: matrices and embeddings, never norms and biases.
         matrices = [weight for weight in self.model.parameters() if weight.ndim == 2]
@@ -258,7 +262,7 @@ def options() -> argparse.Namespace:
     for field in dataclasses.fields(Shape):
         parser.add_argument("--" + field.name.replace("_", "-"), type=field.type, default=field.default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "bf16_params"), default="fp32")
     parser.add_argument("--attention", default="cudnn,flash", help=f"by priority: {', '.join(ATTENTION)}")
     parser.add_argument("--compile", type=int, default=0, help="1: torch.compile")
     parser.add_argument("--fused", type=int, default=1, help="0: the default AdamW instead of the fused one")

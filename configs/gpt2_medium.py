@@ -1,0 +1,18 @@
+"""GPT-2 350M (Radford et al. 2019), on token shards of its vocabulary, 50257 padded to 50304.
+
+    python -m train --config=configs/gpt2_medium.py --config.data.source=SHARDS
+
+Hardware: one H200 (described).
+Memory: 70.80 GiB allocated of 128.17 GiB
+  (`python -m memory report --config=gpt2_medium --target=h200`, jax 0.10.2, nothing measured on a card yet).
+Loss: no run recorded yet.
+"""
+
+from configs import gpt2_small
+
+
+def get_config():
+    config = gpt2_small.get_config()
+    config.model.update(d_model=1024, n_layers=24, n_heads=16, n_kv_heads=16, d_ff=4096)
+    config.optimizer.learning_rate = 3e-4
+    return config
