@@ -21,6 +21,7 @@ from memory.trace import Operation, Trace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
+COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
 _ENCLOSING = frozenset(("while", "call", "conditional"))
 _COPYING = frozenset(("copy", "copy-start", "copy-done", "transpose", "bitcast"))
 _TRANSFER_KERNEL = re.compile(r"memcpy|memset", re.I)
@@ -75,10 +76,10 @@ class Places:
 
     def _find(self, key: Key) -> Place:
         program, name, op_name = key
-        if program[1] and program[1] != self.main:
-            return Place(OTHER, OTHER_PROGRAMS, program[1])
         module = self._module(program)
         found = module.instruction(name) if module else None
+        if program[1] and program[1] != self.main:
+            return Place(OTHER, OTHER_PROGRAMS, program[1], found.opcode if found else "")
         if found:
             return module.place(found)
         if _COLLECTIVE_KERNEL.search(name):
@@ -136,6 +137,13 @@ class _Module:
             root = self.look.module.root(instruction.called[0])
             return root is not None and root.opcode in _COPYING
         return instruction.opcode in _COPYING
+
+
+def priority(place: Place) -> int:
+    """Who takes a moment that several run in: the first of compute, collectives, transfers, what encloses others."""
+    if place.opcode in _ENCLOSING:
+        return ENCLOSING
+    return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(place.component, COMPUTE)
 
 
 def _plain(name: str) -> str:

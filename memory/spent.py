@@ -17,14 +17,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from memory.errors import ReportError
-from memory.places import COLLECTIVES, LOOPS, OTHER, TRANSFERS, Key, Place, Places, key_of
+from memory.places import (
+    COLLECTIVE,
+    COLLECTIVES,
+    ENCLOSING,
+    OTHER,
+    TRANSFER,
+    TRANSFERS,
+    Key,
+    Place,
+    Places,
+    key_of,
+    priority,
+)
 from memory.trace import HOST, Operation, Span, Trace
 
 PHASES = ("forward", "recompute", "backward", "optimizer", OTHER)
 PICO = 1e-12
-# Who takes a moment that several run in: the first of these classes.
-_COMPUTE, _COLLECTIVE, _TRANSFER, _LOOP = range(4)
-_CLASSES = {COLLECTIVES: _COLLECTIVE, TRANSFERS: _TRANSFER, LOOPS: _LOOP}
+# Work of the host that no update waits for otherwise: a run does it between updates.
+PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
+_BESIDE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +63,8 @@ class HostRow:
 @dataclasses.dataclass(frozen=True)
 class Spent:
     """Times in picoseconds. `wall` is the same for every device; `cells` (phase, component), `hidden` (component) and
-    `instructions` are summed over `devices`. `calls`: of the program for one update. Longest instructions first."""
+    `instructions` are summed over `devices`. `calls`: of the program for one update; `paused`: of `wall`,
+    in evaluations and checkpoints. Longest instructions first."""
 
     program: str
     steps: tuple[int, ...]
@@ -62,6 +75,12 @@ class Spent:
     host: tuple[HostRow, ...]
     hidden: Mapping[str, int]
     calls: int = 1
+    paused: int = 0
+
+    @property
+    def measured(self) -> float:
+        """Wall seconds of one update, evaluations and checkpoints between updates aside."""
+        return (self.wall - self.paused) * PICO / self.updates
 
     @property
     def updates(self) -> int:
@@ -87,6 +106,7 @@ class Spent:
         return {
             "program": self.program, "steps": list(self.steps), "devices": self.devices,
             "calls_per_update": self.calls, "total": self.wall * PICO / self.updates,
+            "without_pauses": self.measured,
             "busy": self.seconds(self.busy), "idle": self.seconds(self.idle),
             "cells": [{"phase": phase, "component": component, "seconds": self.seconds(taken)}
                       for (phase, component), taken in self.cells.items()],
@@ -125,7 +145,9 @@ def find(trace: Trace) -> Spent:
     calls = max((counts[key] for key in counts if places.runs_once(key)), default=1)
     return Spent(places.main, numbers, len(by_device), stop - start, dict(cells), tuple(rows),
                  tuple(host_rows(trace.spans, idle.values(), start, stop)), dict(hidden),
-                 max(round(calls / (len(by_device) * max(len(numbers), 1))), 1))
+                 max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
+                 sum(max(min(span.stop, stop) - max(span.start, start), 0)
+                     for span in trace.spans if span.name in PAUSES))
 
 
 def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -> tuple[
@@ -138,10 +160,10 @@ def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -
     edges = []
     for number, operation in enumerate(operations):
         key = key_of(operation)
-        rank = _CLASSES.get(place(key).component, _COMPUTE)
+        rank = priority(place(key))
         edges += [(operation.start, 1, number, rank, key), (operation.stop, 0, number, rank, key)]
     edges.sort(key=lambda edge: edge[:3])
-    running: list[dict[int, Key]] = [{} for _ in range(_LOOP + 1)]
+    running: list[dict[int, Key]] = [{} for _ in range(ENCLOSING + 1)]
     shares, idle, hidden, since = Counter(), [], Counter(), start
     for at, begins, number, rank, key in [*edges, (stop, 0, -1, 0, None)]:
         if at > since:
@@ -150,9 +172,8 @@ def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -
                 idle.append((since, at))
             else:
                 _share(shares, first.values(), at - since)
-            for component in (COLLECTIVES, TRANSFERS):
-                group = running[_CLASSES[component]]
-                if group and group is not first:
+            for beside, component in _BESIDE:
+                if running[beside] and running[beside] is not first:
                     hidden[component] += at - since
             since = at
         if begins:

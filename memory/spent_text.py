@@ -39,9 +39,10 @@ def render(spent: Spent, predicted: Mapping[str, Any] | None = None) -> Renderab
 
 def beside(spent: Spent, predicted: Mapping[str, Any]) -> str:
     """Predicted and measured seconds in one line; `predicted`: `memory.roofline.Prediction` of one call, as JSON."""
-    total, measured = predicted["total"] * spent.calls, spent.wall * PICO / spent.updates
-    return (f"roofline: predicted {total:.4g} s an update, measured {measured:.4g} s: {total / measured:.0%} of it "
-            f"({predicted['source']})")
+    total, measured = predicted["total"] * spent.calls, spent.measured
+    aside = ", evaluations and checkpoints aside" if spent.paused else ""
+    return (f"roofline: predicted {total:.4g} s an update, measured {measured:.4g} s{aside}: "
+            f"{total / measured:.0%} of it ({predicted['source']})")
 
 
 def _head(spent: Spent, unit: str) -> Text:
@@ -112,6 +113,6 @@ def _longest(spent: Spent, shown: Callable[[float], str]) -> Table:
     for row in spent.instructions[:_LONGEST]:
         table.add_row(row.name, shown(spent.seconds(row.taken)),
                       f"{row.taken / (spent.devices * spent.wall):.1%}".rstrip("%"),
-                      f"{row.count / (spent.devices * spent.updates):g}", row.place.phase,
+                      f"{row.count / (spent.devices * spent.updates):.3g}", row.place.phase,
                       Text(row.place.path or row.place.component))
     return table

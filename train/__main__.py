@@ -13,6 +13,7 @@ examples:
   python -m train                                        tiny model, Python's standard library, two minutes
   python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
   python -m train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
+  python -m train --config=char --profile=3              traces updates 3-5: XProf, TensorBoard, Perfetto, a table
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
 The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
@@ -40,6 +41,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
     parser.add_argument("--fit", action="store_true", help="train as python -m memory fit finds it fastest here")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
+    parser.add_argument("--profile", metavar="STEPS", help="trace updates, as 3 (after the first two of this start) or "
+                        "100-103, into the workdir, and print where their time goes")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
@@ -76,6 +79,9 @@ def command(argv: Sequence[str]) -> int:
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
         args.overrides = fitted(args.config, args.overrides, args.budget)
     config = load(args.config, args.overrides)
+    from train.profile import NOTHING, Asked
+
+    asked = NOTHING if args.profile is None else Asked.parse(args.profile)
     from train.runtime import prepare
 
     prepare(config)
@@ -89,7 +95,7 @@ def command(argv: Sequence[str]) -> int:
 
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(processes.first),
-                 processes=processes)
+                 processes=processes, asked=asked)
         processes.close()
     return 0
 

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from memory.live import predicted_against_measured, sample
-from train import startup
+from train import profile, startup
 from train.checkpoint import Checkpoints, Position
 from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
 from train.display import Display
@@ -24,7 +23,7 @@ from train.errors import NonFinite, UserError
 from train.failures import explained, refuse_if_too_big
 from train.feed import feed, held_out_rows, local_rows, put
 from train.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
-from train.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
+from train.metrics import METRICS, Clock, Events, MetricsLog, has_evaluation, model_flops_per_token
 from train.program import Program, build
 from train.runtime import return_freed_memory
 from train.sample import generate
@@ -45,6 +44,7 @@ class Run:
     compiled: startup.Compiled
     evaluate: Any
     peak_flops: float | None
+    profile: profile.Profile
     processes: Processes = ALONE
     stop: list[str] = dataclasses.field(default_factory=list)  # signals that this process got
     agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
@@ -87,23 +87,7 @@ def data_config(config: ConfigDict) -> DataConfig:
     return DataConfig(**config.data)
 
 
-class Clock:
-    """Seconds and tokens per step between rows, without counting evaluations and saves."""
-
-    def __init__(self):
-        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
-
-    def tick(self, tokens: int) -> None:
-        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-
-    def lap(self) -> tuple[float, float]:
-        """Mean seconds and mean tokens of the steps since the last lap or pause."""
-        now, steps = time.perf_counter(), max(self._steps, 1)
-        means = (now - self._since) / steps, self._tokens / steps
-        self._since, self._steps, self._tokens = now, 0, 0
-        return means
-
-
+@profile.hosted("wait_for_metrics")
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
     """Reads one step's metrics (waiting for that step, not the one after it), checks and records them."""
     values = jax.device_get(metrics)
@@ -134,6 +118,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 
 
+@profile.hosted("evaluation")
 def evaluate(run: Run, params: Any, step: int) -> float | None:
     """Held-out loss in nats per token, recorded; None if a signal came first (the next start evaluates)."""
     program, total = run.program, None
@@ -157,34 +142,50 @@ def train(run: Run, state: Any, start: Position) -> Any:
         seed=run.config.seed, position=start.sequences, config=data_config(run.config)), start.step)
     pending, clock, step, saved = None, Clock(), start.step, start.step
 
+    @profile.hosted("checkpoint")
     def save(eval_loss: float | None) -> int:
         sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 
+    def settle() -> None:
+        nonlocal pending
+        if pending is not None:
+            finish_step(run, *pending, clock)
+        pending = None
+
+    def turn_profile() -> None:
+        settle()
+        run.profile.turn(state)
+        clock.lap()
+
     if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
         evaluate(run, state.params, step)  # a signal cut it short last time
     while step < config.steps and not run.stopping():
-        micro_batches = next(batches)
-        with jax.transfer_guard("disallow"):
-            for batch in micro_batches:
-                state, metrics = run.compiled.step(state, batch)
-        if pending is not None:
-            finish_step(run, *pending, clock)
+        if run.profile.begins(step):
+            turn_profile()
+        with profile.update(step + 1):
+            with profile.host("wait_for_data"):
+                micro_batches = next(batches)
+            with jax.transfer_guard("disallow"):
+                for batch in micro_batches:
+                    state, metrics = run.compiled.step(state, batch)
+            settle()
         step += 1
         pending, last = (step, metrics), step == config.steps
+        if run.profile.ends(step):
+            turn_profile()
         eval_due = _eval_due(config, step)
         save_due = last or _every(config.checkpoint_every, step)
         if eval_due or save_due:
-            finish_step(run, *pending, clock)  # nothing is saved before its loss is known to be finite
-            pending = None
+            settle()  # nothing is saved before its loss is known to be finite
             eval_loss = evaluate(run, state.params, step) if eval_due else None
             saved = save(eval_loss) if save_due else saved
             clock.lap()
-    if pending is not None:
-        finish_step(run, *pending, clock)
+    settle()
     if saved != step:
         save(None)
+    run.profile.end()  # of updates that a signal cut short
     run.checkpoints.wait()
     return state
 
@@ -217,14 +218,16 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     return restored
 
 
-def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE) -> None:
-    """One start of `python -m train`: everything from the config to the last checkpoint.
+def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
+        asked: profile.Asked = profile.NOTHING) -> None:
+    """One start of `python -m train`: everything from the config to the last checkpoint; `asked`: updates to trace.
 
     With several `processes` every one of them calls it, with the same arguments; the first has the speaking console.
 
     Raises:
       UserError and its kinds: see train/errors.py for the exit codes.
     """
+    asked.updates(0, config.train.steps)
     try:
         program = build(config, tell=lambda line: console.print(line, soft_wrap=True), agree=processes.from_first)
     except UserError:  # with the exit code of its kind
@@ -243,6 +246,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
                           "more steps with --config.train.steps=N --extend", soft_wrap=True)
             return
+        asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
         startup.show_program(console, program, data.description)
         try:
             compiled = startup.compile_step(program, console)
@@ -253,7 +257,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
         refuse_if_too_big(report)
         with explained(report, program.mesh.local_devices[0]):
-            _run(program, data, checkpoints, compiled, workdir, console, processes)
+            _run(program, data, checkpoints, compiled, workdir, console, processes, asked)
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
@@ -261,16 +265,18 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 
 
 def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
-         workdir: Path, console: Console, processes: Processes) -> None:
+         workdir: Path, console: Console, processes: Processes, asked: profile.Asked) -> None:
     config = program.config.train
     state, position = start_state(program, checkpoints, console)
+    traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what compiling and restoring took
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
           contextlib.closing(Events(workdir / "events", position.step,
                                     enabled=config.tensorboard and processes.first)) as events,
-          Display(console, config.steps, position.step) as display):
+          Display(console, config.steps, position.step) as display,
+          profile.Profile(traced, workdir, compiled.report, console) as tracer):
         run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate,
-                  startup.peak_flops(program), processes)
+                  startup.peak_flops(program), tracer, processes)
         console.print(f"run directory {workdir}", soft_wrap=True)
         with stop_on_signals(run.stop):
             state = train(run, state, position)

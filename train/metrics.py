@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,3 +105,20 @@ class Events:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+class Clock:
+    """Seconds and tokens per step between rows, without counting evaluations and saves."""
+
+    def __init__(self):
+        self._since, self._steps, self._tokens = time.perf_counter(), 0, 0
+
+    def tick(self, tokens: int) -> None:
+        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+
+    def lap(self) -> tuple[float, float]:
+        """Mean seconds and mean tokens of the steps since the last lap or pause."""
+        now, steps = time.perf_counter(), max(self._steps, 1)
+        means = (now - self._since) / steps, self._tokens / steps
+        self._since, self._steps, self._tokens = now, 0, 0
+        return means

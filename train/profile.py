@@ -36,7 +36,8 @@ _HELP = "--profile=3 traces three updates after the first two, --profile=100-103
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What --profile asks for: `count` updates after the first two of a start, or those from `first` to `last`."""
+    """What --profile asks for: `count` updates after the first two of a start, or those from `first` to `last`; of no
+    text, nothing."""
 
     text: str
     count: int = 0
@@ -57,6 +58,8 @@ class Asked:
 
     def updates(self, start: int, steps: int) -> range:
         """The updates to trace of a run that is at `start` of `steps`. Raises UserError where it does not do them."""
+        if not self.text:
+            return range(0)
         first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
         if first <= start:
             raise UserError(f"--profile={self.text} begins at update {first}, and this run goes on after {start}: "
@@ -65,6 +68,9 @@ class Asked:
             raise UserError(f"--profile={self.text} asks for update {last}, and the run ends at {steps}: give fewer, "
                             "or raise --config.train.steps")
         return range(first, last + 1)
+
+
+NOTHING = Asked("")
 
 
 def host(name: str) -> TraceAnnotation:
@@ -99,18 +105,22 @@ class Profile:
             with contextlib.suppress(RuntimeError, OSError):
                 jax.profiler.stop_trace()
 
-    def turns(self, step: int) -> bool:
-        """Whether the trace starts or ends once `step` updates are done; then `turn` has to be called."""
-        return step == self.updates.stop - 1 if self._running else step + 1 == self.updates.start and bool(self.updates)
+    def begins(self, step: int) -> bool:
+        """Whether the trace starts once `step` updates are done."""
+        return bool(self.updates) and step + 1 == self.updates.start
+
+    def ends(self, step: int) -> bool:
+        """Whether the trace ends once `step` updates are done."""
+        return self._running and step == self.updates[-1]
 
     def turn(self, state: Any) -> None:
         """Starts the trace, or ends it and tells where the time went. Waits for `state` first."""
         jax.block_until_ready(state)
-        if not self._running:
-            jax.profiler.start_trace(self.workdir / FOLDER, create_perfetto_trace=True, profiler_options=_options())
-            self._running = True
+        if self._running:
+            self.end()
             return
-        self.end()
+        jax.profiler.start_trace(self.workdir / FOLDER, create_perfetto_trace=True, profiler_options=_options())
+        self._running = True
 
     def end(self) -> None:
         """Ends a trace that runs, and tells where the time of its updates went."""
