@@ -68,6 +68,12 @@ class Places:
             self._known[key] = self._find(key)
         return self._known[key]
 
+    def op_name(self, key: Key) -> str:
+        """The operation in JAX's words: that of the instruction, else of what `place` was found by; "" for none."""
+        module = self._module(key[0])
+        found = module.instruction(key[1]) if module else None
+        return module.op_name(found) if found else key[2]
+
     def runs_once(self, key: Key) -> bool:
         """Whether an instruction of the main program runs once a call: it is in no loop and no branch."""
         module = self._module(key[0])
@@ -130,6 +136,11 @@ class _Module:
         elif not named and self._copies(instruction):
             component = COPIES
         return Place(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
+
+    def op_name(self, instruction: Instruction) -> str:
+        """What JAX named an instruction, or else what stands nearest to it."""
+        own = self.look.module.metadata(instruction).op_name
+        return own if "/" in own else self.look.teller(instruction, ())[1].op_name
 
     def _copies(self, instruction: Instruction) -> bool:
         """Whether an instruction only moves its operand."""

@@ -109,7 +109,8 @@ def _host(spent: Spent, shown: Callable[[float], str]) -> RenderableType:
 
 def _longest(spent: Spent, shown: Callable[[float], str]) -> Table:
     table = _table("longest instructions", "all", "%", "runs", "phase")
-    table.add_column("where", no_wrap=True, overflow="ellipsis", style="dim")
+    table.expand = True  # the last column has what the others leave
+    table.add_column("where", no_wrap=True, overflow="ellipsis", style="dim", ratio=1)
     for row in spent.instructions[:_LONGEST]:
         table.add_row(row.name, shown(spent.seconds(row.taken)),
                       f"{row.taken / (spent.devices * spent.wall):.1%}".rstrip("%"),

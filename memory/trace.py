@@ -30,7 +30,7 @@ from memory.wire import WireError
 HOST = "host/"
 SUFFIX = ".xplane.pb"
 _METADATA, _HOST_PLANE, _DEVICE = "/host:metadata", "/host:", "/device:"
-_STREAM, _XLA_OPS, _END, _CALLS = "Stream", "XLA Ops", "end: ", "::"
+_STREAM, _XLA_OPS, _END, CALLS = "Stream", "XLA Ops", "end: ", "::"
 # Where the stats that are asked for stand in an XStat, by kind; a reference is to the name of another stat.
 _DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
 
@@ -101,6 +101,11 @@ def read(path: str | Path) -> Trace:
         raise ReportError(f"{path} is no trace ({error}): give a *{SUFFIX}") from error
 
 
+def is_host(plane: str) -> bool:
+    """Whether a plane of this name holds events of the host, and of a CPU as a device."""
+    return plane != _METADATA and plane.startswith(_HOST_PLANE)
+
+
 def parse(data: bytes) -> Trace:
     """The records of a serialized XSpace. Raises WireError for other bytes."""
     operations: list[Operation] = []
@@ -115,7 +120,7 @@ def parse(data: bytes) -> Trace:
             programs.update(plane.programs())
         elif plane.name.startswith(_DEVICE):
             operations += plane.device_operations()
-        elif plane.name.startswith(_HOST_PLANE):
+        elif is_host(plane.name):
             found, more = plane.host_events()
             on_host += found
             spans += more
@@ -212,7 +217,7 @@ class _Plane:
             for key, start, stop, spans in self.events(line):
                 kernel, shown, known = self.kind(key)
                 stats = {**known, **dict(map(self.stat, spans))}
-                name = str(stats.get("hlo_op") or (shown if title == _XLA_OPS else "")).rsplit(_CALLS, 1)[-1]
+                name = str(stats.get("hlo_op") or (shown if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
                 out.append(_operation(device, name, shown or kernel, start, stop, stats))
         return out
 

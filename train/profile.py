@@ -19,7 +19,7 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from rich.console import Console
 
-from memory import spent, spent_text, trace
+from memory import spent, spent_text, trace, trace_names
 from memory.errors import ReportError
 from memory.records import Report
 from memory.trace import HOST
@@ -135,7 +135,9 @@ class Profile:
 
     def _tell(self) -> None:
         path = trace.find(self.workdir / FOLDER)
-        found, predicted = spent.find(trace.read(path)), prediction(self.report)
+        events = trace.read(path)
+        found, predicted = spent.find(events), prediction(self.report)
+        trace_names.name(path, events)
         write_atomically(self.workdir / BREAKDOWN, json.dumps(to_json(found, predicted), indent=1) + "\n")
         spent_text.show(found, self.console, predicted)
         self.console.print(f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
