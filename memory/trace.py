@@ -230,11 +230,12 @@ class _Plane:
                 name = self.kind(key)[0]
                 stats = dict(map(self.stat, places))
                 if "hlo_op" in stats:
-                    made = _operation(str(stats.get("device_ordinal", 0)), stats["hlo_op"], name, start, stop, stats)
+                    device = str(stats.get("device_ordinal", 0))
+                    made = _operation(device, str(stats["hlo_op"]), name, start, stop, stats)
                     operations.append((stats.get("_p"), made))
                 elif name.startswith(_END):
                     ends[stats.get("_c")] = stop
-                elif name.startswith(HOST) or "step_num" in stats:
+                elif name.startswith(HOST) or isinstance(stats.get("step_num"), int):
                     spans.append(Span(name, thread, start, stop, stats.get("step_num")))
         late = [dataclasses.replace(made, stop=max(made.stop, ends.get(flow, made.stop))) for flow, made in operations]
         return late, spans
