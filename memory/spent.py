@@ -159,6 +159,8 @@ def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -
     """
     edges = []
     for number, operation in enumerate(operations):
+        if operation.stop <= operation.start:
+            continue
         key = key_of(operation)
         rank = priority(place(key))
         edges += [(operation.start, 1, number, rank, key), (operation.stop, 0, number, rank, key)]
