@@ -13,10 +13,8 @@ examples:
   python -m train                                        tiny model, Python's standard library, two minutes
   python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
   python -m train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
-  python -m train --config=char --profile=3              traces updates 3-5: XProf, TensorBoard, Perfetto, a table
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
-The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
 exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
 
@@ -36,13 +34,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                     description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key, such as batch.micro")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>)")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py, such as batch.micro")
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>); the same one resumes")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
     parser.add_argument("--fit", action="store_true", help="train as python -m memory fit finds it fastest here")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
-    parser.add_argument("--profile", metavar="STEPS", help="trace updates, as 3 (after the first two of this start) or "
-                        "100-103, into the workdir, and print where their time goes")
+    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: XProf, Perfetto, and a table of their time")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
