@@ -34,12 +34,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                     description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py, such as batch.micro")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>); the same one resumes")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
+    parser.add_argument("--workdir", type=Path, metavar="DIR",
+                        help="the run, anew or resumed (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
     parser.add_argument("--fit", action="store_true", help="train as python -m memory fit finds it fastest here")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
-    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: XProf, Perfetto, and a table of their time")
+    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103, and print where time goes")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
