@@ -40,9 +40,9 @@ def render(spent: Spent, predicted: Mapping[str, Any] | None = None) -> Renderab
 def beside(spent: Spent, predicted: Mapping[str, Any]) -> str:
     """Predicted and measured seconds in one line; `predicted`: `memory.roofline.Prediction` of one call, as JSON."""
     total, measured = predicted["total"] * spent.calls, spent.measured
-    aside = ", evaluations and checkpoints aside" if spent.paused else ""
-    return (f"roofline: predicted {total:.4g} s an update, measured {measured:.4g} s{aside}: "
-            f"{total / measured:.0%} of it ({predicted['source']})")
+    aside = " without pauses" if spent.paused else ""  # evaluations and checkpoints: between updates
+    return (f"roofline: predicted {total:.4g} s an update ({predicted['source']}), measured {measured:.4g} s{aside}, "
+            f"{measured / total:.3g} x")
 
 
 def _head(spent: Spent, unit: str) -> Text:

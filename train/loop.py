@@ -26,7 +26,7 @@ from train.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from train.metrics import METRICS, Clock, Events, MetricsLog, has_evaluation, model_flops_per_token
 from train.program import Program, build
 from train.runtime import return_freed_memory
-from train.sample import generate
+from train.sample import sample_text
 from train.step import Tally
 from train.workdir import Identity, claim_together, write_atomically
 
@@ -198,17 +198,6 @@ def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def show_sample(run: Run, params: Any) -> None:
-    """Text that the trained model writes."""
-    config = run.config.train
-    if not config.sample_tokens:
-        return
-    prompt = run.data.encode(config.sample_prompt)
-    if program_text := run.data.decode(prompt + generate(
-            run.program, params, prompt, config.sample_tokens, config.sample_temperature)):
-        run.display.note(f"sample:\n{program_text}")
-
-
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
     """The newest good checkpoint, or a fresh state."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
@@ -283,5 +272,6 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: start
         if run.agreed:
             display.note(f"{run.agreed[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
             return
-        show_sample(run, state.params)
+        if text := sample_text(program, data, state.params):
+            display.note(f"sample:\n{text}")
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))
