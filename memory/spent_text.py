@@ -41,7 +41,7 @@ def beside(spent: Spent, predicted: Mapping[str, Any]) -> str:
     """Predicted and measured seconds in one line; `predicted`: `memory.roofline.Prediction` of one call, as JSON."""
     total, measured = predicted["total"] * spent.calls, spent.measured
     aside = " without pauses" if spent.paused else ""  # evaluations and checkpoints: between updates
-    return (f"roofline: predicted {total:.4g} s an update ({predicted['source']}), measured {measured:.4g} s{aside}, "
+    return (f"roofline: predicted {total:.4g} s ({predicted['source']}), measured {measured:.4g} s{aside}, "
             f"{measured / total:.3g} x")
 
 
