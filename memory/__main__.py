@@ -33,6 +33,7 @@ examples:
   python -m memory front --config=llama_8b --target=h100:8 --html=front.html
                                                                 the least recomputation at every budget
   python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
+  python -m memory trace runs/tiny/profile                      where a traced step's time went; any JAX trace
   python -m memory estimate --params=7e9                        formulas only, at once
 
 exit codes: 0 done, 1 grew above --fail-above, 2 a mistake in the command or its files, 3 nothing fits,
@@ -47,6 +48,7 @@ COMMANDS = {
     "front": ("memory.front_command", "at each of ten budgets, from full to none, the least recomputation that fits"),
     "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
     "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
+    "trace": ("memory.trace_command", "where a step's time went by phase and component, from a profiler's trace"),
     "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),
 }
 

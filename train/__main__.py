@@ -15,7 +15,6 @@ examples:
   python -m train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
   python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
 
-The same command with the same --workdir resumes. Keys and their meaning: configs/base.py.
 exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
 
@@ -35,11 +34,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                     description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key, such as batch.micro")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="run directory (default: runs/<config>-<time>)")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
+    parser.add_argument("--workdir", type=Path, metavar="DIR",
+                        help="the run, anew or resumed (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
     parser.add_argument("--fit", action="store_true", help="train as python -m memory fit finds it fastest here")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
+    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103, and print where time goes")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
@@ -76,6 +77,9 @@ def command(argv: Sequence[str]) -> int:
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
         args.overrides = fitted(args.config, args.overrides, args.budget)
     config = load(args.config, args.overrides)
+    from train.profile import NOTHING, Asked
+
+    asked = NOTHING if args.profile is None else Asked.parse(args.profile)
     from train.runtime import prepare
 
     prepare(config)
@@ -89,7 +93,7 @@ def command(argv: Sequence[str]) -> int:
 
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(processes.first),
-                 processes=processes)
+                 processes=processes, asked=asked)
         processes.close()
     return 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from train.profile import hosted
 from train.program import Program
 
 HostBatch = dict[str, np.ndarray]
@@ -31,6 +32,7 @@ def held_out_rows(program: Program) -> list[slice]:
     return [piece for piece in local_rows(program) if piece.stop <= rows]
 
 
+@hosted("put_on_devices")
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """This process's rows as global arrays of `shapes`; the transfer runs behind the caller."""
     def one(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:

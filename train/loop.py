@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from memory.live import predicted_against_measured, sample
-from train import startup
+from train import profile, startup
 from train.checkpoint import Checkpoints, Position
 from train.clock import Clock
 from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
@@ -27,7 +27,7 @@ from train.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from train.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
 from train.program import Program, build
 from train.runtime import return_freed_memory
-from train.sample import generate
+from train.sample import sample_text
 from train.step import Tally
 from train.workdir import Identity, claim_together, write_atomically
 
@@ -45,6 +45,7 @@ class Run:
     compiled: startup.Compiled
     evaluate: Any
     peak_flops: float | None
+    profile: profile.Profile
     processes: Processes = ALONE
     stop: list[str] = dataclasses.field(default_factory=list)  # signals that this process got
     agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
@@ -87,6 +88,7 @@ def data_config(config: ConfigDict) -> DataConfig:
     return DataConfig(**config.data)
 
 
+@profile.hosted("wait_for_metrics")
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
     """Reads one step's metrics (waiting for that step, not the one after it), checks and records them."""
     values = jax.device_get(metrics)
@@ -118,6 +120,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 
 
+@profile.hosted("evaluation")
 def evaluate(run: Run, params: Any, step: int) -> float | None:
     """Held-out loss in nats per token, recorded; None if a signal came first (the next start evaluates)."""
     program, total = run.program, None
@@ -141,36 +144,51 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         seed=run.config.seed, position=start.sequences, config=data_config(run.config)), start.step)
     pending, step, saved = None, start.step, start.step
 
+    @profile.hosted("checkpoint")
     def save(eval_loss: float | None) -> int:
         sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 
+    def settle() -> None:
+        nonlocal pending
+        if pending is not None:
+            finish_step(run, *pending, clock)
+        pending = None
+
+    def turn_profile() -> None:
+        settle()
+        run.profile.turn(state)
+        clock.skip()
+
     if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
         evaluate(run, state.params, step)  # a signal cut it short last time
     while step < config.steps and not run.stopping():
-        with clock.reading():
-            micro_batches = next(batches)
-        with jax.transfer_guard("disallow"):
-            for batch in micro_batches:
-                state, metrics = run.compiled.step(state, batch)
-        clock.dispatched(metrics["loss"])
-        if pending is not None:
-            finish_step(run, *pending, clock)
+        if run.profile.begins(step):
+            turn_profile()
+        with profile.update(step + 1):
+            with clock.reading(), profile.host("wait_for_data"):
+                micro_batches = next(batches)
+            with jax.transfer_guard("disallow"):
+                for batch in micro_batches:
+                    state, metrics = run.compiled.step(state, batch)
+            clock.dispatched(metrics["loss"])
+            settle()
         step += 1
         pending, last = (step, metrics), step == config.steps
+        if run.profile.ends(step):
+            turn_profile()
         eval_due = _eval_due(config, step)
         save_due = last or _every(config.checkpoint_every, step)
         if eval_due or save_due:
-            finish_step(run, *pending, clock)  # nothing is saved before its loss is known to be finite
-            pending = None
+            settle()  # nothing is saved before its loss is known to be finite
             eval_loss = evaluate(run, state.params, step) if eval_due else None
             saved = save(eval_loss) if save_due else saved
             clock.skip()
-    if pending is not None:
-        finish_step(run, *pending, clock)
+    settle()
     if saved != step:
         save(None)
+    run.profile.end()  # of updates that a signal cut short
     run.checkpoints.wait()
     return state
 
@@ -183,17 +201,6 @@ def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def show_sample(run: Run, params: Any) -> None:
-    """Text that the trained model writes."""
-    config = run.config.train
-    if not config.sample_tokens:
-        return
-    prompt = run.data.encode(config.sample_prompt)
-    if program_text := run.data.decode(prompt + generate(
-            run.program, params, prompt, config.sample_tokens, config.sample_temperature)):
-        run.display.note(f"sample:\n{program_text}")
-
-
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
     """The newest good checkpoint, or a fresh state."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
@@ -203,14 +210,16 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     return restored
 
 
-def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE) -> None:
-    """One start of `python -m train`: everything from the config to the last checkpoint.
+def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
+        asked: profile.Asked = profile.NOTHING) -> None:
+    """One start of `python -m train`: everything from the config to the last checkpoint; `asked`: updates to trace.
 
     With several `processes` every one of them calls it, with the same arguments; the first has the speaking console.
 
     Raises:
       UserError and its kinds: see train/errors.py for the exit codes.
     """
+    asked.updates(0, config.train.steps)
     try:
         program = build(config, tell=lambda line: console.print(line, soft_wrap=True), agree=processes.from_first)
     except UserError:  # with the exit code of its kind
@@ -229,6 +238,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
                           "more steps with --config.train.steps=N --extend", soft_wrap=True)
             return
+        asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
         startup.show_program(console, program, data.description)
         try:
             compiled = startup.compile_step(program, console)
@@ -239,7 +249,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
         refuse_if_too_big(report)
         with explained(report, program.mesh.local_devices[0]):
-            _run(program, data, checkpoints, compiled, workdir, console, processes)
+            _run(program, data, checkpoints, compiled, workdir, console, processes, asked)
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
@@ -247,16 +257,18 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 
 
 def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
-         workdir: Path, console: Console, processes: Processes) -> None:
+         workdir: Path, console: Console, processes: Processes, asked: profile.Asked) -> None:
     config = program.config.train
     state, position = start_state(program, checkpoints, console)
+    traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what compiling and restoring took
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
           contextlib.closing(Events(workdir / "events", position.step,
                                     enabled=config.tensorboard and processes.first)) as events,
-          Display(console, config.steps, position.step) as display):
+          Display(console, config.steps, position.step) as display,
+          profile.Profile(traced, workdir, compiled.report, console) as tracer):
         run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate,
-                  startup.peak_flops(program), processes)
+                  startup.peak_flops(program), tracer, processes)
         console.print(f"run directory {workdir}", soft_wrap=True)
         with stop_on_signals(run.stop), contextlib.closing(Clock()) as clock:
             state = train(run, state, position, clock)
@@ -266,5 +278,6 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: start
         if (waited := clock.waited()) >= TOLD_WAIT:
             display.note(f"the devices waited {100 * waited:.0f} % of the time for data: raise data.workers and "
                          "data.prefetch, or read token shards (python -m train.prepare)")
-        show_sample(run, state.params)
+        if text := sample_text(program, data, state.params):
+            display.note(f"sample:\n{text}")
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))

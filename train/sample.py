@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train.data import Data
 from train.program import Program
 
 
@@ -47,3 +48,12 @@ def generate(program: Program, params: Any, prompt: list[int], count: int, tempe
     out = run(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
               np.asarray([len(prompt), end], np.int32))
     return np.asarray(out)[0, len(prompt): end].tolist()
+
+
+def sample_text(program: Program, data: Data, params: Any) -> str:
+    """Text that the trained model writes, the prompt first; "" where the config asks for none."""
+    config = program.config.train
+    if not config.sample_tokens:
+        return ""
+    prompt = data.encode(config.sample_prompt)
+    return data.decode(prompt + generate(program, params, prompt, config.sample_tokens, config.sample_temperature))
