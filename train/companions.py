@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from memory.compiler import stats_of
@@ -64,9 +65,11 @@ def _init(program: "Program") -> Iterator[int]:
         return init_state(program.transformer(nnx.Rngs(params=jax.random.key(seed))), program.parts.optimizer,
                           program.parts.scaling)
 
+    # With a place of its own, for described devices: results in host memory name none.
+    seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
     leaves, made = jax.tree.leaves(program.state), 0
     for places in turns(program.state):
-        yield made + _own(chosen(make, leaves, places).lower(program.config.seed))
+        yield made + _own(chosen(make, leaves, places).lower(seed))
         made += device_bytes([leaves[place] for place in places])
 
 

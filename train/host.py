@@ -96,7 +96,8 @@ def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> An
         everything = jax.tree.leaves(make(*args))
         return [everything[place] for place in places]
 
-    return jax.jit(some, out_shardings=[leaves[place].sharding for place in places])
+    # Arguments stay even where, as for moments of zeros, nothing asks for them: described devices are known by them.
+    return jax.jit(some, out_shardings=[leaves[place].sharding for place in places], keep_unused=True)
 
 
 def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
