@@ -46,7 +46,8 @@ def test_what_was_not_run_says_why(scripts):
     assert row.keys["batch.accumulation"] == "4" and row.keys["batch.mode"] == "scan"
     for found, told in (({"skipped": "does not fit: 3.00 GiB of 2.00"}, "does not fit: 3.00 GiB of 2.00"),
                         ({"failed": "exit code 1: RESOURCE_EXHAUSTED"}, "FAILED: exit code 1: RESOURCE_EXHAUSTED"),
-                        ({"predicted": GIB}, "compiles"), (answer(), "right"),
+                        ({"predicted": GIB}, "compiles"),
+                        ({"predicted": GIB, "fits": False}, "compiles, does not fit"), (answer(), "right"),
                         (answer(source="host", card=None, pool=None), "not judged")):
         assert scripts.accuracy.cells(row, found)[-1] == told
     assert scripts.accuracy.cells(row, answer())[1:6] == ["9.997", "10.000", "10.000", "+0.00", "512"]

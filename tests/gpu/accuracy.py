@@ -66,9 +66,10 @@ def outside(answer: Mapping[str, Any]) -> int | None:
 def cells(row: Row, answer: Mapping[str, Any]) -> list[str]:
     """A line of the table."""
     error, apart = error_of(answer), outside(answer)
+    unmeasured = "compiles" if answer.get("fits", True) else "compiles, does not fit"
     return [row.name, gib(answer.get("allocated"), 3), gib(answer.get("predicted"), 3), gib(answer.get("measured"), 3),
             "" if error is None else f"{100 * error:+.2f}", "" if apart is None else f"{apart / MIB:.0f}",
-            reason(answer) or verdict(answer) or ("compiles" if "measured" not in answer else "not judged")]
+            reason(answer) or verdict(answer) or ("not judged" if "measured" in answer else unmeasured)]
 
 
 def summary(answers: Sequence[Mapping[str, Any]]) -> list[str]:
