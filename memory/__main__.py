@@ -19,6 +19,7 @@ examples:
   python -m memory report --config=tiny                         the trainer's step on this machine
   python -m memory report --config=llama_8b --target=h200:8     the same for GPUs that are not here
   python -m memory report --hlo=step.after_optimizations.hlo.pb any JAX program's dump, no config
+  python -m memory report --config=llama_8b --target=h200 --run  and init, evaluation and sample beside the step
   python -m memory report --config=tiny --json=a.json --html=a.html --export=xprof/
   python -m memory diff a.json b.json --fail-above=2            exit 1 when the peak grew over 2 %
   python -m memory compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
@@ -150,6 +151,18 @@ class Trainer:
         """What a program chose for its devices, and why."""
         return "\n".join(f"{what} {row} ({why})" for what, (row, why) in (
             ("attention", program.kernel), ("products", program.matmul)))
+
+    def kept(self, program: Any) -> Any:
+        """What the trainer's loop keeps on a device beside a program's arguments: a `memory.unseen.Loop`."""
+        from train.companions import kept
+
+        return kept(program)
+
+    def companions(self, program: Any) -> dict[str, int]:
+        """Bytes that the other programs of a run come to on a device, by name; compiles them."""
+        from train.companions import peaks
+
+        return peaks(program)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Every checkpoint name of the trainer's model."""

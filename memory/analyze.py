@@ -12,13 +12,29 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memory import build, collectives, device_mesh, findings, flops, ledger, traffic, transfers, work, xla
+from memory import (
+    build,
+    collectives,
+    device_mesh,
+    findings,
+    flops,
+    kernels,
+    ledger,
+    traffic,
+    transfers,
+    unseen,
+    work,
+    xla,
+)
 from memory.activations import activations_of
 from memory.checkpoint_names import Names, places_of
 from memory.compiler import Compilation, compile_lowered, read_compiled
 from memory.errors import ReportError
+from memory.hlo import Module
 from memory.records import Buffer, Report, XlaStats
 from memory.scheduled import derive
+from memory.shapes import leaves
+from memory.target_table import CHIPS
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
@@ -55,8 +71,12 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
 
 
 def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[str, Any] | None = None,
-              roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = ()) -> Report:
-    """The report of a finished compilation (`memory.compiler`), without compiling anything."""
+              roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
+              loop: unseen.Loop | None = None) -> Report:
+    """The report of a finished compilation (`memory.compiler`), without compiling anything.
+
+    `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
+    """
     roles = tuple(roles)
     known = Names(names, places_of(compilation.jaxpr) if compilation.jaxpr is not None else None)
     if compilation.module:
@@ -77,6 +97,8 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
         report = _reconcile(report, program, stats)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
                                  config=dict(config or {}))
+    facts = _facts(report, source.module, target, loop or unseen.Loop())
+    report = dataclasses.replace(report, unseen=unseen.find(facts))
     report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
     moved = transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
     report = dataclasses.replace(report, transfers=moved)
@@ -117,12 +139,37 @@ def _work(report: Report, program: xla.Program, jaxpr: Any, target: Any) -> Mapp
     return work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
 
 
+def _facts(report: Report, module: Module, target: Any, loop: unseen.Loop) -> unseen.Facts:
+    """What the formulas of `memory.unseen` ask of a program; without a target they know of no allocator."""
+    arguments, results = ([b.bytes for b in report.buffers if b.memory == "device" and b.phase == phase and kind(b)]
+                          for phase, kind in (("argument", bool), ("output", lambda b: b.category == "outputs")))
+    arrays = [b.bytes for b in report.buffers if b.phase == "output" and b.category == "outputs" and b.dtype]
+    platform, described = getattr(target, "platform", ""), bool(getattr(target, "is_described", False))
+    chip = CHIPS.get(str(getattr(target, "name", "")).partition(":")[0])
+    groups = {(item.axes, item.group) for item in report.collectives if item.group > 1}
+    return unseen.Facts(
+        platform=platform, context=getattr(target, "reserved_bytes", 0), loop=loop, results=tuple(arrays),
+        requests=(*arguments, *results, report.xla.temp_bytes or 0), communicators=len(groups),
+        untuned_product=_untuned_product(module) if described and platform == "cuda" else 0,
+        hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)), code=report.xla.generated_code_bytes or 0)
+
+
+def _untuned_product(module: Module) -> int:
+    """Operand bytes of the largest matrix product of a program without any of cuBLAS', else 0."""
+    if any("cublas" in instruction.target for instruction in module.instructions.values()):
+        return 0
+    products = (i for i in module.instructions.values() if i.opcode in kernels.PRODUCTS)
+    return max((sum(leaf.bytes for id in product.operands if id in module.instructions
+                    for _, leaf in leaves(module.shape(module.instructions[id]))) for product in products), default=0)
+
+
 def judge(report: Report, limit: int | None) -> Report:
     """The report with its verdict: fits, tight (above 95 % of the limit), exceeds; unknown for no limit."""
     if limit is None:
         return report
-    fits = report.allocated_bytes <= limit
-    verdict = "exceeds" if not fits else "tight" if report.allocated_bytes > TIGHT * limit else "fits"
+    taken = report.predicted_bytes
+    fits = taken <= limit
+    verdict = "exceeds" if not fits else "tight" if taken > TIGHT * limit else "fits"
     return dataclasses.replace(report, limit_bytes=int(limit), fits=fits, verdict=verdict)
 
 

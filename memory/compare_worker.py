@@ -61,7 +61,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     began = time.perf_counter()
     compilation = program.compile_for_report(exact=True)
     seconds = time.perf_counter() - began
-    report = report_of(compilation, target=target)
+    report = report_of(compilation, target=target, loop=trainer.kept(program))
     row = {
         "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
         "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,

@@ -12,7 +12,7 @@ from memory.communication_html import communication, table, transfers
 from memory.page import fill
 from memory.page_data import page_data
 from memory.records import METHODS, ROWS, Report
-from memory.text import roofline
+from memory.text import beyond, roofline
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -81,7 +81,7 @@ def _header(report: Report) -> str:
     apart = [f"{human(value)} {name}" for name, value in
              (("on the host", report.host_bytes), ("on chip", report.on_chip_bytes)) if value]
     aside = f'<p class="apart">Apart from these: {" · ".join(apart)}</p>' if apart else ""
-    aside += f'<p class="apart">{escape(roofline(report))}</p>' if report.roofline else ""
+    aside += "".join(f'<p class="apart">{escape(line)}</p>' for line in (beyond(report), roofline(report)) if line)
     return (f'<div class="title"><p class="eyebrow">{escape(where)} · per device</p>'
             f"<h1>{escape(report.program or 'program')}</h1>"
             f'<p class="versions">{escape(versions)}</p></div>'

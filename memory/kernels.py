@@ -21,7 +21,7 @@ from memory.shapes import Shape, leaves
 
 # Calls that run on the computations they name; other operations that name one only say how to combine two values.
 _CALLING = frozenset(("while", "call", "conditional", "async-start"))
-_PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
+PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
 _MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))
 # Operations inside a fusion through which only what is asked for is computed.
@@ -95,7 +95,7 @@ def is_product(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode == "fusion":
         return any(is_product(module, module.instructions[id]) for called in instruction.called
                    if called in module.computations for id in module.computations[called].instructions)
-    return instruction.opcode in _PRODUCTS
+    return instruction.opcode in PRODUCTS
 
 
 def moved(module: Module, instruction: Instruction) -> int:

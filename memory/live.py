@@ -78,11 +78,11 @@ def sample(device: Any) -> LiveMemory | None:
 def predicted_against_measured(report: Any, live: LiveMemory | None) -> str:
     """One line: the bytes a report says the runtime will take, beside the peak it really took.
 
-    `report` is a `memory.records.Report`, or anything with its `allocated_bytes` (bytes on one device). On
+    `report` is a `memory.records.Report`, or anything with its `predicted_bytes` (bytes on one device). On
     the CPU the prediction is multiplied by the simulated devices, and the measured figure also holds Python
     and its libraries.
     """
-    predicted = int(report.allocated_bytes)
+    predicted = int(report.predicted_bytes)
     if live is None or live.peak_bytes is None:
         return f"memory: predicted {_gib(predicted)} a device, nothing measured (it keeps no statistics)"
     if live.source == "host":

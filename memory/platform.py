@@ -17,6 +17,12 @@ MEMORY_FRACTION = 0.92
 # jax reads both spellings, and raises when both are set (jaxlib/xla_client.py).
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
+# XLA pins no more than 64 GiB of host memory for a GPU's buffers unless this says otherwise (gpu_helpers.cc,
+# GetGpuHostAllocator): too little for the state of a large model or the activations of a long sequence. Its pool
+# grows by regions of twice the size each, so it may pin up to twice what is used; a tenth is left to everybody else.
+HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+HOST_SHARE = 0.9
+
 # What the kernel driver of each accelerator leaves on the file system of the machine. /dev/dxg is the
 # GPU of the Windows Subsystem for Linux; /dev/vfio and /dev/accel* are how Cloud TPU machines show chips.
 DEVICE_NODES = {
@@ -60,7 +66,8 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 
     With JAX_PLATFORMS unset and no accelerator in sight it becomes "cpu"; a choice the user made is left
     alone. XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 where a GPU will be used and the user set neither
-    spelling of it. Calling it twice, or after `import jax` but before the first array, is fine.
+    spelling of it, and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB nine tenths of the host memory that is free. Calling it
+    twice, or after `import jax` but before the first array, is fine.
 
     Returns "cpu", "cuda", "rocm" or "tpu", or the first name in the user's own JAX_PLATFORMS.
     """
@@ -73,6 +80,10 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
             sys.modules["jax"].config.update("jax_platforms", "cpu")
     if platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
+    if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):
+        from memory.limits import free_host_bytes  # which reads the fraction from here
+
+        env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / 2**30), 1))
     return platform
 
 

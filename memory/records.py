@@ -12,8 +12,10 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `peak_index`: the point of `timeline` at which it is.
 - `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, and the packed
   temporaries.
-- `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement; null, null and "unknown"
-  when no target was given.
+- `unseen`: what the runtime takes besides (`memory.unseen`), no part of any figure above; `predicted_bytes`: allocated
+  plus those of them that lie in the allocator's pool.
+- `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement of `predicted_bytes`; null, null
+  and "unknown" when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
 - `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
   to `allocated_bytes`.
@@ -41,6 +43,7 @@ from typing import Any
 
 from memory.errors import ReportError
 from memory.parallel_records import Collective, Communication, ZeroRow
+from memory.unseen import POOL, Unseen, total
 
 SCHEMA = 1
 
@@ -129,8 +132,7 @@ class Finding:
 class Transfer:
     """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
 
-    `seconds`: what they take at the target's `host_link_bytes_per_s`, 0.0 where that is unknown; hidden behind compute
-    or not is not judged.
+    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 where unknown; hidden behind compute or not is not judged.
     """
 
     phase: str
@@ -167,6 +169,7 @@ class Report:
     collectives: tuple[Collective, ...] = ()
     zero: tuple[ZeroRow, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -186,6 +189,11 @@ class Report:
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
 
+    @property
+    def predicted_bytes(self) -> int:
+        """What the allocator will count at most: allocated and the unseen items in its pool."""
+        return self.allocated_bytes + total(self.unseen, POOL)
+
     def moved(self, direction: str) -> int:
         """Bytes that one step moves over a device's host link, "to device" or "to host"."""
         return sum(row.bytes for row in self.transfers if row.direction == direction)
@@ -198,6 +206,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
         out = {key: _plain(getattr(self, key)) for key in KEYS}
+        out["predicted_bytes"] = self.predicted_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
 
@@ -223,11 +232,11 @@ class Report:
 KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
         "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
         "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
-        "work", "roofline", "findings", "notes", "timeline", "buffers")
+        "unseen", "work", "roofline", "findings", "notes", "timeline", "buffers")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
-          "communication": Communication, "collectives": Collective, "zero": ZeroRow,
-          "transfers": Transfer}
+          "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
+          "unseen": Unseen}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config", "work", "roofline")
 

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "local, cpu:8, h200:8, h100:2x8, v5e:4x4 ... (default: local)")
     parser.add_argument("--formulas", action="store_true",
                         help="what the published formulas say beside the compiler, with the gap (needs --config)")
+    parser.add_argument("--run", action="store_true", help="the other programs of a run too: what init, evaluation and "
+                        "the sample at its end come to with the state (needs --config; compiles them)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report's JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
     parser.add_argument("--export", metavar="DIR", type=Path,
@@ -40,6 +42,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --hlo")
     if args.hlo and args.formulas:
         raise ReportError("--formulas takes its shapes from a config: give --config, not --hlo")
+    if args.hlo and args.run:
+        raise ReportError("--run compiles the other programs of a config: give --config, not --hlo")
     choose_platform()  # before jax is imported
     simulate_devices([args.target])
     target = targets.parse(args.target)
@@ -53,7 +57,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
     from memory.analyze import report_of
 
-    report = report_of(compilation, target=target, config=config, names=trainer.vocabulary() if program else ())
+    known = {"names": trainer.vocabulary(), "loop": trainer.kept(program)} if program else {}
+    report = report_of(compilation, target=target, config=config, **known)
     from memory import roofline, text
 
     predicted = roofline.of_answer({"work": report.work, "target": report.target})
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         print(trainer.choices(program))
     text.show(report, batch=settled.get("batch", ""))
     found = _formulas(report, config, settled, compilation.jaxpr) if args.formulas else {}
+    found |= {"run": _run(report, trainer.companions(program))} if args.run else {}
     _write(args, report, compilation.proto, ({"batch": settled["batch"]} if settled else {}) | found)
     return 0
 
@@ -78,6 +84,17 @@ def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any]
     beside_text.show_report(found, beside.lines(found, report.peak_bytes, report.breakdown, {
         "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops}, report.host_bytes))
     return {"formula": dataclasses.asdict(found)}
+
+
+def _run(report: Any, others: Mapping[str, int]) -> dict[str, int]:
+    """Prints what each program of a run comes to and the most; {program: bytes}."""
+    from memory.text import human
+
+    sizes = {"step": report.predicted_bytes, **others}
+    most = max(sizes, key=sizes.__getitem__)
+    parts = ", ".join(f"{name} {human(size)}" for name, size in sizes.items())
+    print(f"a run's programs, with the state: {parts}; the peak is the {most}'s")
+    return sizes
 
 
 def _of_file(path: str) -> Any:

@@ -8,6 +8,8 @@ of ten, as in the data sheets; GIB is 2**30. Add a chip by adding a row.
 import dataclasses
 from collections.abc import Mapping
 
+from memory.unseen import CONTEXT_BYTES
+
 GIB = 2**30
 GB = 10**9
 T = 1e12  # TFLOP/s, TB/s
@@ -59,11 +61,6 @@ class Chip:
     gpu: GpuShape | None = None
     max_shape: tuple[int, ...] = ()
 
-
-# What CUDA takes of a Hopper card before the first buffer: context, kernels and their local memory, cuBLAS
-# and cuDNN handles. An estimate for CUDA 13, to be calibrated on a card (NVML used less the allocator's
-# pool, right after the first jitted call).
-CONTEXT_BYTES = 500 * 2**20
 
 _TOTAL = "total memory that CUDA reports, as printed in public out-of-memory messages"
 _PCIE = "PCI Express: x16, one direction; gen 4 32 GB/s, gen 5 64 GB/s"

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memory.records import METHODS, Collective, Report, TimelinePoint
+from memory.unseen import CARD, POOL
 
 WIDTH = 100
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -67,7 +68,16 @@ def _head(report: Report) -> RenderableType:
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
              ("on chip", report.on_chip_bytes))
     beside = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
-    return Group(title, peak, Text(beside, style="dim"))
+    besides = [Text(line, style="dim") for line in (beside, beyond(report)) if line]
+    return Group(title, peak, *besides)
+
+
+def beyond(report: Report) -> str:
+    """What the runtime takes beside what the compiler counts, item by item, in one line; "" for nothing."""
+    pool, card = (", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
+                  for where in (POOL, CARD))
+    inside = f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}" if pool else ""
+    return "; ".join(part for part in (inside, f"outside the pool {card}" if card else "") if part)
 
 
 def _breakdown(report: Report) -> RenderableType:

@@ -106,7 +106,11 @@ def _nodes(tmp_path, *names):
 def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env, expected, left):
     before = dict(env)
     assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected
-    assert env == {**before, **left}
+    pinned = {platform.HOST_LIMIT_VARIABLE: "7"} if expected == "cuda" else {}  # nine tenths of 8 GiB
+    assert env == {**before, **left, **pinned}
+    env = {**before, platform.HOST_LIMIT_VARIABLE: "3"}
+    assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected
+    assert env[platform.HOST_LIMIT_VARIABLE] == "3"
 
 
 @pytest.mark.skipif(platform.accelerator() != "cpu", reason="this machine has an accelerator")

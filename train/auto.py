@@ -23,6 +23,7 @@ from memory.text import human
 from model.names import NAMES
 from model.remat import POLICIES
 from train.axes import activation_axes
+from train.companions import kept
 from train.config import override
 from train.errors import DoesNotFit
 
@@ -82,7 +83,7 @@ class Compiler:
         return self.build(with_keys(self.config, keys), self.devices)
 
     def _report(self, program: Any) -> Report:
-        return report_of(program.compile_for_report(exact=True), target=self.target)
+        return report_of(program.compile_for_report(exact=True), target=self.target, loop=kept(program))
 
     def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
         """What the compiler says of each plan."""
@@ -129,7 +130,8 @@ def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..
             raise ValueError(f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses that: "
                              "give one of them")
     compiler = Compiler(config, devices, build)
-    budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes), "remat.budget")
+    besides = compiler.report.predicted_bytes - compiler.report.allocated_bytes
+    budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - besides), "remat.budget")
 
     def show(tried: Tried) -> None:
         found = tried.compiled

@@ -24,14 +24,14 @@ def size(count: float) -> str:
 def refuse_if_too_big(report: Report) -> None:
     """Raises DoesNotFit, before anything is allocated, for a step that cannot run."""
     if report.fits is False:
-        excess = size(report.allocated_bytes - report.limit_bytes)
-        raise DoesNotFit(f"the step needs {size(report.allocated_bytes)} a device and the runtime may hand out "
+        excess = size(report.predicted_bytes - report.limit_bytes)
+        raise DoesNotFit(f"the step needs {size(report.predicted_bytes)} a device and the runtime may hand out "
                          f"{size(report.limit_bytes)}: {excess} too much. Try {REMEDIES}")
 
 
 def _out_of_memory(report: Report | None, device: Any) -> DoesNotFit:
     live = sample(device)
-    known = [f"predicted {size(report.allocated_bytes)}" if report else "no prediction"]
+    known = [f"predicted {size(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
         known.append(f"measured peak {size(live.peak_bytes)}")
     if report and report.limit_bytes:

@@ -73,34 +73,44 @@ def hosted_state(state: Any, offload: ConfigDict) -> Any:
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
+def turns(like: Any) -> list[list[int]]:
+    """The leaves of the described `like` by their numbers, as `in_turns` makes them: together what stays on the device,
+    then what goes to host memory, a GiB at a time."""
+    leaves = jax.tree.leaves(like)
+    out: list[list[int]] = [[place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]]
+    room = 0
+    for place, leaf in enumerate(leaves):
+        if is_hosted(leaf):
+            size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            if size > room:
+                out.append([])
+                room = AT_ONCE
+            out[-1].append(place)
+            room -= size
+    return [places for places in out if places]
+
+
+def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
+    """`make` jitted for some leaves of its result, placed as the described `leaves`; the rest is never computed."""
+    def some(*args):
+        everything = jax.tree.leaves(make(*args))
+        return [everything[place] for place in places]
+
+    # Arguments stay even where, as for moments of zeros, nothing asks for them: described devices are known by them.
+    return jax.jit(some, out_shardings=[leaves[place].sharding for place in places], keep_unused=True)
+
+
 def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
     """`make` jitted, its results placed as the described `like`: what goes to host memory is made a GiB at a time.
 
     All of it together need not fit the device, where every array is born.
     """
     leaves, tree = jax.tree.flatten(like)
-    turns: list[list[int]] = [[place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]]
-    room = 0
-    for place, leaf in enumerate(leaves):
-        if is_hosted(leaf):
-            size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            if size > room:
-                turns.append([])
-                room = AT_ONCE
-            turns[-1].append(place)
-            room -= size
-
-    def some(places, args):
-        def chosen(*args):
-            everything = jax.tree.leaves(make(*args))
-            return [everything[place] for place in places]  # what is left out is never computed
-
-        return jax.block_until_ready(jax.jit(chosen, out_shardings=[leaves[place].sharding for place in places])(*args))
 
     def made(*args):
         out = {}
-        for places in filter(None, turns):
-            out |= zip(places, some(places, args))
+        for places in turns(like):
+            out |= zip(places, jax.block_until_ready(chosen(make, leaves, places)(*args)))
         return tree.unflatten([out[place] for place in range(len(leaves))])
 
     return made

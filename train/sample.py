@@ -35,18 +35,30 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
     return jax.lax.fori_loop(span[0], span[1], extend, tokens_BL)
 
 
+def _run(program: Program, temperature: float) -> Any:
+    # Whole on every device, so that every process can read it.
+    return jax.jit(partial(_generate, program, temperature), out_shardings=program.layout.sharding())
+
+
+def lower_generate(program: Program) -> jax.stages.Lowered:
+    """The program of `generate`, lowered for the program's devices, present or described."""
+    # One row a rank: a batch of one would not divide over the mesh.
+    tokens = jax.ShapeDtypeStruct((program.batch.ranks, program.batch.seq_len), jnp.int32,
+                                  sharding=program.layout.sharding(("batch", None)))
+    span = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return _run(program, program.config.train.sample_temperature).lower(program.state.params, tokens, span)
+
+
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
     """Up to `count` tokens after `prompt`, as many as the training length leaves room for."""
     length = program.batch.seq_len
     prompt = prompt[: length - 1] or [0]
-    # One row a rank: a batch of one would not divide over the mesh. The first row is shown.
+    # The first row is shown; see lower_generate.
     tokens = np.zeros((program.batch.ranks, length), np.int32)
     tokens[:, : len(prompt)] = prompt
     end = min(len(prompt) + count, length)
-    # Whole on every device, so that every process can read it.
-    run = jax.jit(partial(_generate, program, temperature), out_shardings=program.layout.sharding())
-    out = run(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
-              np.asarray([len(prompt), end], np.int32))
+    out = _run(program, temperature)(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
+                                      np.asarray([len(prompt), end], np.int32))
     return np.asarray(out)[0, len(prompt): end].tolist()
 
 

@@ -17,6 +17,7 @@ from memory.records import Report
 from memory.targets import parse
 from memory.text import show
 from model.names import NAMES
+from train.companions import kept
 from train.config import flatten
 from train.optimizer import describe_scaling
 from train.program import Program
@@ -93,7 +94,8 @@ def compile_step(program: Program, console: Console) -> Compiled:
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
-    report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES)
+    report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
+                       loop=kept(program))
     console.print(f"compiled in {seconds:.1f} s; what the step will hold:")
     show(report, console)
     if work.recomputed:

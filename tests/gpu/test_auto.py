@@ -8,7 +8,7 @@ All programs of a budget run in turn in one process, on one state, several round
 import json
 
 import pytest
-from test_peak import run_child
+from rows import run_code
 
 from memory import platform
 
@@ -66,7 +66,7 @@ print(json.dumps(rows))
 
 
 def test_no_fixed_policy_that_fits_is_faster():
-    done = run_child(CHILD, "gpt2_small", json.dumps(SHARES), "9", timeout=1800)
+    done = run_code(CHILD, "gpt2_small", json.dumps(SHARES), "9", timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     for row in rows:

@@ -1,0 +1,136 @@
+"""One row of accuracy.py, frontier.py and test_peak.py in a process of its own: a peak never goes back.
+
+    python tests/gpu/child.py '{"config": "tiny", "keys": {"batch.micro": "2"}, "steps": 2}'
+
+Builds the trainer's program, compiles it, predicts, and with "steps" runs so many updates on random tokens the way the
+loop does (train/loop.py): the next batches are put on the device while an update runs, metrics are read one update
+late. The last line printed is the answer, a JSON object; a line for each update goes to stderr.
+
+Keys of the request: config, keys (config key -> text), target (default local), steps (0: compile only), others
+(whether to compile the other programs of a run).
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from memory.platform import choose_platform
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+# Beside what is used, the pool of pinned memory may hold as much again; see memory/platform.py.
+HOST_ROOM = 0.9
+
+
+def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+    """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
+    from memory import targets
+    from memory.analyze import report_of
+    from train import companions
+    from train.config import load
+    from train.program import build
+
+    target = targets.parse(asked.get("target", "local"))
+    try:
+        program = build(load(asked["config"], list(asked.get("keys", {}).items())), target.devices()[:1])
+        began = time.perf_counter()
+        compilation = program.compile_for_report(exact=True)
+    except ValueError as error:
+        return {"cannot": " ".join(str(error).split())}, None, None
+    answer = {"compile_s": time.perf_counter() - began}
+    report = report_of(compilation, target=target, loop=companions.kept(program))
+    others = companions.peaks(program) if asked.get("others") else {}
+    sizes = {"step": report.predicted_bytes, **others}
+    most = max(sizes, key=sizes.__getitem__)
+    answer |= {
+        "allocated": report.allocated_bytes, "predicted": sizes[most], "program": most, "programs": sizes,
+        "unseen": [{"name": row.name, "bytes": row.bytes, "where": row.where} for row in report.unseen],
+        "host": report.host_bytes, "limit": report.limit_bytes, "fits": sizes[most] <= report.limit_bytes,
+        "parameters": _parameters(program), "tokens": program.batch.tokens, "device": target.kind,
+        "platform": target.platform, "versions": dict(report.versions)}
+    return answer, program, compilation.compiled
+
+
+def _parameters(program: Any) -> int:
+    import jax
+
+    return sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+
+
+def obstacle(answer: Mapping[str, Any]) -> str:
+    """Why a program that is predicted should not be run here, "" for none."""
+    from memory.limits import free_host_bytes
+
+    room = int(HOST_ROOM * free_host_bytes())
+    if not answer["fits"]:
+        return f"does not fit: {answer['predicted'] / 2**30:.2f} GiB of {answer['limit'] / 2**30:.2f}"
+    if answer["host"] > room:
+        return f"host memory: {answer['host'] / 2**30:.1f} GiB of {room / 2**30:.1f} that are free"
+    return ""
+
+
+def tokens_for(program: Any) -> Iterator[dict[str, Any]]:
+    """Endless host batches as the trainer's reader gives them: int32 [rows, L] inputs and targets."""
+    from interleave import random_tokens
+
+    rows = program.batch.rows * program.batch.read_steps
+    for tokens in random_tokens(rows, program.batch.seq_len, program.config.model.vocab_size):
+        yield {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+
+
+def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
+    """What `steps` updates took: bytes, seconds of each (the first two hold what the first call does once), losses."""
+    import jax
+    from interleave import forget_peak, peak_resident
+
+    from memory import live
+    from train.feed import feed
+    from train.runtime import return_freed_memory
+
+    device = jax.local_devices()[0]
+    return_freed_memory()
+    before = live.sample(device)
+    state, batches = jax.block_until_ready(program.init()), feed(program, tokens_for(program))
+    return_freed_memory()
+    forget_peak()  # of the process: what compiling `init` took
+    pending, losses, seconds, began = None, [], [], time.perf_counter()
+    for _ in range(steps):
+        for batch in (micro_batches := next(batches)):
+            state, metrics = compiled(state, batch)
+        if pending is not None:
+            began = _done(pending, losses, seconds, began)
+        pending = metrics
+    _done(pending, losses, seconds, began)
+    jax.block_until_ready(state)
+    del micro_batches
+    seen = live.sample(device)
+    host = seen.source == "host"
+    stats = device.memory_stats() or {}
+    return {"losses": losses, "seconds": seconds, "source": seen.source,
+            "measured": peak_resident() - before.host_rss_bytes if host else seen.peak_bytes,
+            "before": None if host else before.peak_bytes, "pool": stats.get("pool_bytes"),
+            "card": seen.card_used_bytes, "host_peak": seen.host_peak_rss_bytes}
+
+
+def _done(metrics: Mapping[str, Any], losses: list[float], seconds: list[float], began: float) -> float:
+    losses.append(float(metrics["loss"]))
+    now = time.perf_counter()
+    seconds.append(now - began)
+    print(f"update {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+    return now
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    choose_platform()
+    answer, program, compiled = predict(asked)
+    if program is not None and asked.get("steps"):
+        why = obstacle(answer)
+        answer |= {"skipped": why} if why else run(program, compiled, asked["steps"])
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
