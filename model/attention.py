@@ -110,8 +110,9 @@ KERNELS = {
     "cudnn": Kernel(cudnn, _needs_cudnn),
 }
 
-# Up to here the scores of one head (4 MiB in float32) cost less than the bookkeeping of blocks.
-NAIVE_UP_TO = 1024
+# One block of the default size: with two, a quarter of the scores is never made, and on a CPU what is made stays in its
+# caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
+NAIVE_UP_TO = 512
 
 
 def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int) -> tuple[str, str]:

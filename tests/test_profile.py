@@ -16,7 +16,7 @@ from train.__main__ import main
 from train.errors import UserError
 from train.profile import Asked
 
-TIMED = ("tokens_per_s", "step_time_s", "mfu", "hfu", "memory")
+TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
 
 
 def train(folder, source, asked="", steps=6, extend=False):
