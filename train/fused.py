@@ -132,7 +132,9 @@ class FusedBackward:
             own = [row_major(fetch(_layer(leaf, number))) for leaf in source]
             d_BLD, d_own = recipe.join(kept, own)(d_BLD)
             grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
-            grads = [row_major(grad) for grad in jax.tree.leaves(grads)]
+            grads = jax.tree.leaves(grads)
+            if self.weights.layout.mesh.size > 1:  # on one device it would transpose the activations of the product
+                grads = [row_major(grad) for grad in grads]
             with jax.named_scope("optimizer"):
                 square = squares(grads)
                 stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse),
