@@ -3,7 +3,7 @@
     python -m train --config=configs/gpt2_medium.py --config.data.source=SHARDS
 
 Hardware: one H200 (described).
-Memory: 70.80 GiB allocated of 128.17 GiB
+Memory: 33.26 GiB allocated of 128.17 GiB
   (`python -m memory report --config=gpt2_medium --target=h200`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
@@ -14,5 +14,6 @@ from configs import gpt2_small
 def get_config():
     config = gpt2_small.get_config()
     config.model.update(d_model=1024, n_layers=24, n_heads=16, n_kv_heads=16, d_ff=4096)
+    config.model.unroll = 24  # 1.85 s an update by the roofline; looped with minimal: 2.16 s, with none: 2.83 s
     config.optimizer.learning_rate = 3e-4
     return config

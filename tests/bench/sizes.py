@@ -38,7 +38,7 @@ class Size:
         return [f"--config={self.config}", *(f"--config.{key}={value}" for key, value in self.keys.items())]
 
 
-RECOMPUTED = ("--compile", "--peer-recompute")
+APART = ("--compile", "--apart")  # each side has the card to itself
 # bfloat16 parameters, gradients and first moment: with each layer updated in the backward pass one gradient exists at a
 # time, and that pays for a second moment in float32. The peer has both moments in bfloat16, and all gradients.
 BF16_STATE = {"precision.preset": "bf16_params", "optimizer.name": "adamw_bf16", "optimizer.fused_backward": True,
@@ -46,11 +46,11 @@ BF16_STATE = {"precision.preset": "bf16_params", "optimizer.name": "adamw_bf16",
 
 SIZES: Mapping[str, Size] = {
     "124M": Size("gpt2_small", mfu=0.50),
-    "350M": Size("gpt2_medium", peer=("--compile", "--apart")),
-    "1.5B": Size("gpt2_xl", peer=RECOMPUTED, mfu=0.55),
-    "1B": Size("llama_1b", peer=RECOMPUTED),
+    "350M": Size("gpt2_medium"),
+    "1.5B": Size("gpt2_xl", {"model.unroll": 48, "remat.policy": "selective"}, APART, mfu=0.55),
+    "1B": Size("llama_1b", {"model.unroll": 16, "remat.policy": "minimal"}, APART),
     "8B": Size("llama_8b", {"data.seq_len": 4096, "batch.micro": 4, "remat.policy": "full", **BF16_STATE},
-               peer=(*RECOMPUTED, "--apart"), mfu=0.58, gigabytes=81.0),
+               peer=(*APART, "--peer-recompute"), mfu=0.58, gigabytes=81.0),
 }
 
 
