@@ -122,7 +122,7 @@ ITEMS = (
     Item("batches waiting", POOL, lambda facts: sum(facts.loop.waiting),
          "train/feed.py: an update's batches are there before the last update is done; counted on the CPU"),
     Item("results not yet read", POOL, lambda facts: facts.loop.results * sum(facts.results),
-         "train/loop.py: metrics are read a step late; counted on the CPU"),
+         "train/loop.py: metrics are read a step late"),
     Item("rounding", POOL, _rounding, "bfc_allocator.cc, RoundedBytes: 256 bytes a request; from the source"),
     Item("cuBLAS workspace", POOL, _blas,
          "gemm_workspace_rewriter.cc: a result of the call where a card was there to tune on, and then counted by the "

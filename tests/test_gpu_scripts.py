@@ -146,3 +146,38 @@ def test_a_mistake_in_the_command_is_one_line(scripts, script, flags, told):
     done = subprocess.run([sys.executable, str(FOLDER / script), *flags], capture_output=True, text=True, timeout=60,
                           env=scripts.rows.environment())
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import everything
+
+    return everything
+
+
+def test_rows_of_the_one_command_name_scripts_and_flags_that_are_there(everything):
+    root = FOLDER.parents[1]
+    shared = "".join((root / path).read_text() for path in ("tests/bench/interleave.py", "tests/gpu/rows.py"))
+    for name, words in everything.ROWS.items():
+        for script in [word for word in words if word.endswith(".py")]:
+            text = (root / script).read_text() + shared
+            flags = [word.split("=")[0] for word in words[words.index(script) + 1:] if word.startswith("--")]
+            assert all(f'"{flag}"' in text for flag in flags if not flag.startswith("--config.")), (name, flags)
+
+
+def test_the_one_command_resumes_and_tells_what_was_missed(everything, monkeypatch, tmp_path, capsys):
+    checks = {"checks": [{"name": "time", "value": 1.3, "limit": 1.0}, {"name": "bytes", "value": 1, "limit": 2},
+                         {"name": "seen", "value": 9, "limit": None}]}
+    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]); print('ran'); sys.exit(1)"
+    monkeypatch.setattr(everything, "ROWS", {
+        "bars": (everything.PYTHON, "-c", write, "OUT/bars.json", json.dumps(checks)),
+        "broken": (everything.PYTHON, "-c", "import sys; print('broke'); sys.exit(3)")})
+    monkeypatch.setattr(sys, "argv", ["everything", f"--out={tmp_path}", "--only", "bars", "broken"])
+    assert everything.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("ran") == 1 and "time: 1.3, at most 1" in said and "bytes" not in said.split("exit")[1]
+    assert (tmp_path / "bars.txt").read_text() == "ran\n"
+    assert everything.main() == 1  # what failed is run again, what missed a bar is not
+    said = capsys.readouterr().out
+    assert "ran" not in said and "broke" in said and "time: 1.3" in said

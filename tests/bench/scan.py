@@ -56,7 +56,7 @@ def main() -> int:
     start()
     shallow, deep = (f"{layers} scanned" for layers in asked.layers)
     sides = {f"{layers} {'scanned' if scan else 'unrolled'}": Compile(
-                 variant(config, {"model.n_layers": layers, "model.scan": scan}))
+                 variant(config, {"model.n_layers": layers, "model.scan": scan, "model.unroll": 1}))
              for scan in ((True,) if asked.no_unrolled else (True, False)) for layers in asked.layers}
     sides[shallow].once()  # the first compile of a process also starts the compiler
     sides[shallow].lower_seconds.clear()

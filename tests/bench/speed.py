@@ -51,8 +51,9 @@ def rows(key: str, *values: Any) -> dict[str, Keys]:
 # lever -> label -> overrides
 LEVERS: Mapping[str, Mapping[str, Keys]] = {
     "attention": rows("model.attention", "cudnn", "chunked", "naive"),
-    "layers": {**rows("model.unroll", 2, 4, 12), "model.scan=false": {"model.unroll": 1, "model.scan": False}},
+    "layers": {**rows("model.unroll", 1, 2, 4, 12), "model.scan=false": {"model.unroll": 1, "model.scan": False}},
     "loss": {**rows("loss.chunk", 1024, 4096, 8192, 16384), "loss.kind=full": {"loss.kind": "full"}},
+    "logits": rows("precision.logits", "bfloat16"),
     "vocabulary": {f"{SIZE} padded to {multiple}": {"model.vocab_size": SIZE, "model.vocab_multiple": multiple}
                    for multiple in (1, 64, 256)},
     "optimization": rows("xla.optimization_level", "O0", "O1", "O2", "O3"),

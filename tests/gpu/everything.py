@@ -1,0 +1,122 @@
+"""All that a card is measured for, in one command, one folder of results.
+
+    python tests/gpu/everything.py --out=DIR                     # Ctrl-C, and again: it resumes
+    python tests/gpu/everything.py --out=DIR --only peak sizes --peer-python=B/bin/python
+    python tests/gpu/everything.py --out=DIR --dry-run           # the commands
+
+Each row below is a command of its own; its output goes to DIR/NAME.txt, its figures to DIR/NAME.json where it writes
+any. A row whose command ended (exit code 0 or 1: a bar was missed) is not run again; --again does. Rows come in the
+order in which an hour of a card is best spent. Shown at the end: what each row's exit code was, how long it took, and
+its bars that were missed. Exit code 1 where a row failed or missed a bar.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PYTHON, OUT, PEER = "PYTHON", "OUT", "PEER"  # in a command: filled in when it runs
+PYTEST = (PYTHON, "-m", "pytest", "-s", "-p", "no:cacheprovider")
+LLAMA_ATTENTION = ("--precision=bf16", "--heads=32", "--groups=8", "--width=128")
+
+ROWS: Mapping[str, tuple[str, ...]] = {
+    "peak": (PYTHON, "tests/gpu/accuracy.py", "--grid=short", "--out=OUT/accuracy_short.jsonl"),
+    "kernels": (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_peak.py"),
+    "sizes": (PYTHON, "tests/bench/sizes.py", "--out=OUT/sizes", "--peer-python=PEER", "--json=OUT/sizes.json"),
+    "speed": (PYTHON, "tests/bench/speed.py", "--config=gpt2_small", "--keep", "--json=OUT/speed.json"),
+    "attention": (PYTHON, "tests/bench/attention.py", *LLAMA_ATTENTION, "--lengths", "1024", "4096", "16384", "65536",
+                  "--json=OUT/attention.json", "--assert"),
+    "loss": (PYTHON, "tests/bench/loss.py", "--tokens=32768", "--vocab=131072", "--d-model=4096", "--precision=bf16",
+             "--chunks", "2048", "4096", "8192", "--json=OUT/loss.json", "--assert"),
+    "remat": (PYTHON, "tests/bench/remat.py", "--config=gpt2_small", "--config.batch.micro=16",
+              "--config.batch.accumulation=1", "--json=OUT/remat.json"),
+    "accumulation": (PYTHON, "tests/bench/accumulation.py", "--config=gpt2_small", "--json=OUT/accumulation.json",
+                     "--assert"),
+    "auto": (*PYTEST, "tests/gpu/test_auto.py"),
+    "scan": (PYTHON, "tests/bench/scan.py", "--config=gpt2_small", "--json=OUT/scan.json"),
+    "profile": (PYTHON, "-m", "train", "--config=tiny", "--profile=3", "--config.train.steps=20",
+                "--config.train.sample_tokens=0", "--config.train.eval_every=0", "--workdir=OUT/profile"),
+    "startup": (PYTHON, "tests/bench/startup.py", "--config=tiny", "--target=h200", "--json=OUT/startup.json"),
+    "frontier": (PYTHON, "tests/gpu/frontier.py", "--out=OUT/frontier.jsonl"),
+    "accuracy": (PYTHON, "tests/gpu/accuracy.py", "--out=OUT/accuracy.jsonl"),
+    "calibrate": (PYTHON, "tests/gpu/accuracy.py", "--calibrate", "--out=OUT/accuracy.jsonl"),
+}
+ENDED = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What became of a row: exit code, seconds."""
+
+    code: int
+    seconds: float
+
+
+def command_of(name: str, out: Path, peer: str) -> list[str]:
+    """The row's command, its places filled in."""
+    return [word.replace(PYTHON, sys.executable).replace(OUT, str(out)).replace(PEER, peer) for word in ROWS[name]]
+
+
+def run(name: str, out: Path, peer: str) -> Done:
+    """Runs a row, its output on the screen and in DIR/NAME.txt."""
+    began = time.monotonic()
+    with (out / f"{name}.txt").open("w") as file, subprocess.Popen(
+            command_of(name, out, peer), cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+            file.flush()
+    return Done(process.returncode, time.monotonic() - began)
+
+
+def missed(out: Path, name: str) -> list[str]:
+    """The bars that a row's JSON says were not held."""
+    try:
+        checks = json.loads((out / f"{name}.json").read_text())["checks"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [f"{check['name']}: {check['value']:.3g}, at most {check['limit']:g}" for check in checks
+            if check["limit"] is not None and not check["value"] <= check["limit"]]
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--out", type=Path, required=True, metavar="DIR", help="results go there")
+    flags.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW",
+                       help=f"of {', '.join(ROWS)}")
+    flags.add_argument("--peer-python", default=sys.executable, help="interpreter that has PyTorch")
+    flags.add_argument("--again", action="store_true", help="run what is done already, too")
+    flags.add_argument("--dry-run", action="store_true", help="print the commands")
+    asked = flags.parse_args()
+    out = asked.out.resolve()
+    if asked.dry_run:
+        print("\n".join(" ".join(command_of(name, out, asked.peer_python)) for name in asked.only))
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    ledger = out / "done.json"
+    done = {} if asked.again or not ledger.exists() else {
+        name: Done(**row) for name, row in json.loads(ledger.read_text()).items()}
+    try:
+        for name in asked.only:
+            if name in done and done[name].code in ENDED:
+                continue
+            print(f"== {name}", flush=True)
+            done[name] = run(name, out, asked.peer_python)
+            ledger.write_text(json.dumps({key: dataclasses.asdict(row) for key, row in done.items()}, indent=1))
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on", file=sys.stderr)
+        return 130
+    print(f"\n{'row':14} {'exit':>4} {'minutes':>8}")
+    for name in asked.only:
+        print(f"{name:14} {done[name].code:>4} {done[name].seconds / 60:>8.1f}  {'; '.join(missed(out, name))}")
+    return int(any(done[name].code or missed(out, name) for name in asked.only))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
