@@ -130,7 +130,8 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
         if run.stopping():
             return None
         tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
-        total = tally if total is None else jax.tree.map(jax.numpy.add, total, tally)
+        # One batch ahead of the devices, no more: hundreds in flight have starved the threads of simulated devices.
+        total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
     run.record({"step": step, "eval_loss": loss / max(tokens, 1.0), "eval_tokens": int(tokens)})
     return loss / max(tokens, 1.0)
