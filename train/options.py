@@ -5,8 +5,10 @@ runs; XLA_FLAGS of the environment hold for what no key names. Every option belo
 that a later compiler drops is an error of its own when it compiles.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
+import jax
 from ml_collections import ConfigDict
 
 from train.overlap import pipelined
@@ -49,3 +51,14 @@ def compiler_options(config: ConfigDict, platform: str) -> Options:
             raise ValueError(f"xla.{key}={value} is for XLA's GPU compiler, and this is {platform}: leave it empty")
         options |= rows[value]
     return options
+
+
+@contextlib.contextmanager
+def xla_remat_pass(enabled: bool) -> Iterator[None]:
+    """XLA's own rematerialization pass on or off for the compiles inside."""
+    before = jax.config.jax_compiler_enable_remat_pass
+    jax.config.update("jax_compiler_enable_remat_pass", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compiler_enable_remat_pass", before)

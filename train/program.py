@@ -39,21 +39,10 @@ from train.fused import FusedBackward
 from train.host import hosted_state, in_turns
 from train.loss_scale import Scaling
 from train.optimizer import make_optimizer, make_schedule, scale_by_batch
-from train.options import Options, compiler_options
+from train.options import Options, compiler_options, xla_remat_pass
 from train.sharding import Layout, match_parameters
 from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 from train.update import make_partwise
-
-
-@contextlib.contextmanager
-def xla_remat_pass(enabled: bool):
-    """XLA's own rematerialization pass on or off for the compiles inside."""
-    before = jax.config.jax_compiler_enable_remat_pass
-    jax.config.update("jax_compiler_enable_remat_pass", enabled)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compiler_enable_remat_pass", before)
 
 
 @dataclasses.dataclass(frozen=True)
