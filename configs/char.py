@@ -2,8 +2,8 @@
 
     python -m train --config=configs/char.py
 
-Hardware: CPU, two cores: 0.97 s a step, 0.83x eager PyTorch 2.13 (jax 0.12.0, tests/bench/throughput.py, 2026-11-21).
-Memory: 453 MiB allocated by the step; the process peaked at 819 MiB, 0.77x PyTorch's.
+Hardware: CPU, two cores: 0.82x the step time of eager PyTorch 2.13 (jax 0.12.0.1, tests/bench/throughput.py).
+Memory: 453 MiB allocated by the step; the process peaked at 804 MiB, 0.77x PyTorch's.
 Loss: equal to PyTorch's from the same parameters to 1.7e-7 over the benchmark; no full run recorded yet.
 """
 
