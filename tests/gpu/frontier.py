@@ -20,6 +20,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import rows as shared
@@ -31,14 +32,9 @@ EIGHT = {**FUSED, "optimizer.name": "adamw_8bit"}
 SPILLED = {"remat.policy": "offload", "model.max_seq_len": "1048576"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Rung:
-    """A step of a ladder: the config, its levers, and as many updates as it runs."""
-
-    name: str
-    config: str
-    keys: Mapping[str, str]
-    steps: int = 10
+# A row with its levers, and the programs beside the step compiled too.
+Rung = partial(Row, steps=10, others=True)
+LONG = 2  # updates of a rung whose update takes minutes
 
 
 def _layers(count: int, **keys: str) -> dict[str, str]:
@@ -50,7 +46,7 @@ def _tokens(count: int, tile: int = 0) -> dict[str, str]:
 
 
 # Upward. 70B's layers: 0.856e9 parameters each, 2.1e9 beside them.
-LADDERS: Mapping[str, tuple[Rung, ...]] = {
+LADDERS: Mapping[str, tuple[Row, ...]] = {
     "parameters": (
         Rung("12.4B bf16_params adafactor", "llama_70b", _layers(12) | LEAN),
         Rung("30.3B bf16_params adafactor", "llama_70b", _layers(33) | LEAN),
@@ -64,9 +60,9 @@ LADDERS: Mapping[str, tuple[Rung, ...]] = {
     "context": (
         Rung("32,768 tokens", "llama_8b", _tokens(32_768) | FUSED),
         Rung("131,072 tokens", "llama_8b", _tokens(131_072) | EIGHT),
-        Rung("300,000 tokens", "llama_8b", _tokens(300_000, 4000) | FUSED | SPILLED, 2),
-        Rung("524,288 tokens", "llama_8b", _tokens(524_288, 4096) | EIGHT | SPILLED, 2),
-        Rung("1,048,576 tokens", "llama_8b", _tokens(1_048_576, 4096) | EIGHT | SPILLED, 2),
+        Rung("300,000 tokens", "llama_8b", _tokens(300_000, 4000) | FUSED | SPILLED, steps=LONG),
+        Rung("524,288 tokens", "llama_8b", _tokens(524_288, 4096) | EIGHT | SPILLED, steps=LONG),
+        Rung("1,048,576 tokens", "llama_8b", _tokens(1_048_576, 4096) | EIGHT | SPILLED, steps=LONG),
     ),
 }
 # What a dry run cuts every rung to; layers by LAYERS, tokens and tiles by TOKENS.
@@ -87,10 +83,10 @@ def toy(keys: Mapping[str, str]) -> dict[str, str]:
     return cut
 
 
-def row_of(rung: Rung, steps: int | None = None, *, dry: bool = False) -> Row:
+def row_of(rung: Row, steps: int | None = None, *, dry: bool = False) -> Row:
     """The request of a rung; `steps` in the place of its own, `dry` for the tiny one."""
     keys = {**(toy(rung.keys) if dry else rung.keys), "train.sample_tokens": "0"}
-    return Row(rung.name, rung.config, keys, steps or (3 if dry else rung.steps), others=True)
+    return dataclasses.replace(rung, keys=keys, steps=steps or (3 if dry else rung.steps))
 
 
 def seconds_of(answer: Mapping[str, Any]) -> float | None:
