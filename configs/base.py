@@ -171,7 +171,7 @@ def _xla() -> ConfigDict:
     """What XLA's GPU compiler is told (train/options.py); empty: its own choice. Refused on other devices."""
     xla = ConfigDict()
     # O0 | O1 | O2 | O3: effort spent on execution time. From O1 on collectives are pipelined and scheduled by latency;
-    # over several GPUs XLA itself (0.10 to 0.12) then aborts on model.attention=chunked: take cudnn or naive.
+    # refused over several GPUs with model.attention=chunked, on which XLA itself (0.10 to 0.12) aborts then.
     xla.optimization_level = ""
     xla.latency_hiding = ""  # on | off: the scheduler that moves collectives and copies behind compute
     # CUDA graphs, many kernels in one launch. off | kernels: XLA's own kernels alone | loops: loops over layers too

@@ -149,3 +149,13 @@ def test_products_without_triton_are_calls_of_cublas():
 
 def test_empty_keys_tell_the_compiler_nothing():
     assert compiler_options(small_config(), "cuda") == compiler_options(small_config(), "cpu") == {}
+
+
+@described
+def test_what_xla_aborts_on_is_refused():
+    """Chunked attention over several devices at O1 and up; nothing is compiled."""
+    keys = {"xla.optimization_level": "O1", "model.attention": "chunked"}
+    with pytest.raises(ValueError, match="optimization_level=O1: XLA aborts"):
+        build(small_config(keys), targets.parse("h100:2").devices())
+    build(small_config(keys), targets.parse("h100").devices())
+    build(small_config({**keys, "xla.optimization_level": "O0"}), targets.parse("h100:2").devices())

@@ -94,6 +94,14 @@ def check_unroll(model: ModelConfig, remat: RematPlan) -> None:
                              f"(remat.policy={segment.name}): {near} does, and {count} is no loop at all")
 
 
+def check_effort(config: ConfigDict, kernel: str, layout: Layout) -> None:
+    """Raises ValueError for what XLA's compiler (0.10 to 0.12) aborts the process on instead of refusing it."""
+    level = config.xla.optimization_level
+    if level not in ("", "O0") and kernel == "chunked" and layout.mesh.size > 1:
+        raise ValueError(f"xla.optimization_level={level}: XLA aborts on it with the chunked attention over several "
+                         "devices; set model.attention=cudnn or naive, or leave the level empty")
+
+
 def check_offload(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> None:
     """Raises ValueError for state in host memory where there is none, or where it cannot be streamed."""
     asked = next((f"offload.{name}=true" for name in ("params", "optimizer") if config.offload[name]), "")

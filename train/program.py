@@ -26,6 +26,7 @@ from train import auto
 from train.axes import AXES, STRATEGIES, make_mesh
 from train.batch import BatchAlgebra
 from train.checks import (
+    check_effort,
     check_fused,
     check_offload,
     check_sequence,
@@ -241,6 +242,7 @@ def _describe(config: ConfigDict, devices: list[jax.Device]) -> Program:
         raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
                          f"{asked.max_seq_len}: shorten the sequences or raise the positions")
     kernel = choose_kernel(asked, precision, devices[0].platform, config.data.seq_len)
+    check_effort(config, kernel[0], layout)
     model = dataclasses.replace(asked, attention=kernel[0])
     batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
     check_offload(config, layout, batch)
