@@ -168,7 +168,7 @@ def _mesh() -> ConfigDict:
 
 
 def _xla() -> ConfigDict:
-    """What XLA's GPU compiler is told (train/options.py); empty: its own choice. Refused on other devices."""
+    """What XLA's GPU compiler is told (parallel/xla_options.py); empty: its own choice. Refused on other devices."""
     xla = ConfigDict()
     # O0 | O1 | O2 | O3: effort spent on execution time. From O1 on collectives are pipelined and scheduled by latency;
     # refused over several GPUs with model.attention=chunked, on which XLA itself (0.10 to 0.12) aborts then.
@@ -195,7 +195,7 @@ def _train() -> ConfigDict:
     train.sample_prompt = "def "
     train.sample_temperature = 0.8
     train.tensorboard = True
-    train.cache_dir = ""  # of compiled programs; empty: $XDG_CACHE_HOME/headroom/xla; none: no cache
+    train.cache_dir = ""  # of compiled programs; empty: $XDG_CACHE_HOME/bytescope/xla; none: no cache
     return train
 
 

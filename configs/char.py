@@ -1,13 +1,13 @@
 """The small character-model shape everyone compares on, in float32.
 
-    python -m train --config=configs/char.py
+    bytescope train --config=configs/char.py
 
 Hardware: CPU, two cores: 0.82x the step time of eager PyTorch 2.13 (jax 0.12.0.1, tests/bench/throughput.py).
 Memory: 453 MiB allocated by the step; the process peaked at 804 MiB, 0.77x PyTorch's.
 Loss: equal to PyTorch's from the same parameters to 1.7e-7 over the benchmark; no full run recorded yet.
 """
 
-from configs import base
+from bytescope.configs import base
 
 
 def get_config():

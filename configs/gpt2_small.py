@@ -1,14 +1,14 @@
 """GPT-2 124M (Radford et al. 2019) on token shards of its vocabulary, 50257 padded to 50304.
 
-    python -m train --config=configs/gpt2_small.py --config.data.source=SHARDS
+    bytescope train --config=configs/gpt2_small.py --config.data.source=SHARDS
 
 Hardware: one H200 (described).
 Memory: 13.63 GiB allocated of 128.17 GiB
-  (`python -m memory report --config=gpt2_small --target=h200`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=gpt2_small --target=h200`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import base
+from bytescope.configs import base
 
 
 def get_config():

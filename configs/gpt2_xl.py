@@ -1,14 +1,14 @@
 """GPT-2 1.5B (Radford et al. 2019) on token shards.
 
-    python -m train --config=configs/gpt2_xl.py --config.data.source=SHARDS
+    bytescope train --config=configs/gpt2_xl.py --config.data.source=SHARDS
 
 Hardware: one H200 (described).
 Memory: 53.65 GiB allocated of 128.17 GiB
-  (`python -m memory report --config=gpt2_xl --target=h200`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=gpt2_xl --target=h200`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import gpt2_small
+from bytescope.configs import gpt2_small
 
 
 def get_config():

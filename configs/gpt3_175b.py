@@ -1,14 +1,14 @@
 """GPT-3 175B (Brown et al. 2020, arXiv 2005.14165), fully sharded and recomputed.
 
-    python -m train --config=configs/gpt3_175b.py --config.data.source=SHARDS
+    bytescope train --config=configs/gpt3_175b.py --config.data.source=SHARDS
 
 Hardware: 128 A100 80 GB on 16 hosts (described).
 Memory: 31.93 GiB a device, allocated, of 72.37 GiB
-  (`python -m memory report --config=gpt3_175b --target=a100-80g:16x8`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=gpt3_175b --target=a100-80g:16x8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import gpt2_small
+from bytescope.configs import gpt2_small
 
 
 def get_config():

@@ -1,14 +1,14 @@
 """Llama 3.2 1B: the shape of the 8B scaled down, embeddings tied.
 
-    python -m train --config=configs/llama_1b.py --config.data.source=SHARDS
+    bytescope train --config=configs/llama_1b.py --config.data.source=SHARDS
 
 Hardware: one H200 (described).
 Memory: 20.83 GiB allocated of 128.17 GiB
-  (`python -m memory report --config=llama_1b --target=h200`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=llama_1b --target=h200`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import llama_8b
+from bytescope.configs import llama_8b
 
 
 def get_config():

@@ -1,14 +1,14 @@
 """Llama 3.1 405B (Grattafiori et al. 2024, arXiv 2407.21783), fully sharded and recomputed.
 
-    python -m train --config=configs/llama_405b.py --config.data.source=SHARDS
+    bytescope train --config=configs/llama_405b.py --config.data.source=SHARDS
 
 Hardware: 512 H100 on 64 hosts (described).
 Memory: 54.72 GiB a device, allocated, of 72.32 GiB
-  (`python -m memory report --config=llama_405b --target=h100:64x8`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=llama_405b --target=h100:64x8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import llama_8b
+from bytescope.configs import llama_8b
 
 
 def get_config():

@@ -1,14 +1,14 @@
 """Llama 3.1 70B (Grattafiori et al. 2024, arXiv 2407.21783), fully sharded and recomputed.
 
-    python -m train --config=configs/llama_70b.py --config.data.source=SHARDS
+    bytescope train --config=configs/llama_70b.py --config.data.source=SHARDS
 
 Hardware: 64 H100 on 8 hosts (described).
 Memory: 31.63 GiB a device, allocated, of 72.32 GiB
-  (`python -m memory report --config=llama_70b --target=h100:8x8`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=llama_70b --target=h100:8x8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import llama_8b
+from bytescope.configs import llama_8b
 
 
 def get_config():

@@ -1,14 +1,14 @@
 """Llama 3.1 8B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    python -m train --config=configs/llama_8b.py --config.data.source=SHARDS
+    bytescope train --config=configs/llama_8b.py --config.data.source=SHARDS
 
 Hardware: 8 H100 or H200 (described).
 Memory: 19.73 GiB a device, allocated, of 72.32 GiB on an H100
-  (`python -m memory report --config=llama_8b --target=h100:8`, jax 0.10.2, nothing measured on a card yet).
+  (`bytescope report --config=llama_8b --target=h100:8`, jax 0.10.2, nothing measured on a card yet).
 Loss: no run recorded yet.
 """
 
-from configs import base
+from bytescope.configs import base
 
 
 def get_config():

@@ -1,4 +1,4 @@
-"""python -m memory: what every byte of a compiled JAX program's device memory is."""
+"""bytescope: what every byte of a compiled JAX program's device memory is."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memory.errors import ReportError
+from bytescope.memory.errors import ReportError
 
 EPILOG = """\
 examples:
-  python -m memory report --config=tiny                         the trainer's step on this machine
-  python -m memory report --config=llama_8b --target=h200:8     the same for GPUs that are not here
-  python -m memory report --hlo=step.after_optimizations.hlo.pb any JAX program's dump, no config
-  python -m memory report --config=llama_8b --target=h200 --run  and init, evaluation and sample beside the step
-  python -m memory report --config=tiny --json=a.json --html=a.html --export=xprof/
-  python -m memory diff a.json b.json --fail-above=2            exit 1 when the peak grew over 2 %
-  python -m memory compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
-  python -m memory compare --config=llama_8b --target=h200:8 --formulas \\
+  bytescope report --config=tiny                         the trainer's step on this machine
+  bytescope report --config=llama_8b --target=h200:8     the same for GPUs that are not here
+  bytescope report --hlo=step.after_optimizations.hlo.pb any JAX program's dump, no config
+  bytescope report --config=llama_8b --target=h200 --run  and init, evaluation and sample beside the step
+  bytescope report --config=tiny --json=a.json --html=a.html --export=xprof/
+  bytescope diff a.json b.json --fail-above=2            exit 1 when the peak grew over 2 %
+  bytescope compare --config=llama_8b --target=h200:8 --remat=none,full,dots --html=c.html
+  bytescope compare --config=llama_8b --target=h200:8 --formulas \\
       --remat='none,full,custom(q_rot,v,context),custom(attn_out)+offload(block_in)'
-  python -m memory compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \\
+  bytescope compare --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096,16384 \\
       --remat=none,full --target=h100:8 --html=growth.html      growth charts; again: it resumes
-  python -m memory levers --config=llama_8b --target=h200 --html=levers.html
+  bytescope levers --config=llama_8b --target=h200 --html=levers.html
                                                                 what each memory saving saves, and costs
-  python -m memory fit --config=llama_8b --target=h100:8 --batch-tokens=4194304
+  bytescope fit --config=llama_8b --target=h100:8 --batch-tokens=4194304
                                                                 the fastest way to train this there, by compiling
-  python -m memory front --config=llama_8b --target=h100:8 --html=front.html
+  bytescope front --config=llama_8b --target=h100:8 --html=front.html
                                                                 the least recomputation at every budget
-  python -m memory names --config=llama_8b --target=h200:8      what a custom policy can keep
-  python -m memory trace runs/tiny/profile                      where a traced step's time went; any JAX trace
-  python -m memory estimate --params=7e9                        formulas only, at once
+  bytescope names --config=llama_8b --target=h200:8      what a custom policy can keep
+  bytescope trace runs/tiny/profile                      where a traced step's time went; any JAX trace
+  bytescope estimate --params=7e9                        formulas only, at once
 
 exit codes: 0 done, 1 grew above --fail-above, 2 a mistake in the command or its files, 3 nothing fits,
 130 stopped by Ctrl-C"""
 
 # Subcommand -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does).
 COMMANDS = {
-    "report": ("memory.report_command", "peak, composition, ledger, timeline and findings of one program"),
-    "compare": ("memory.compare_command", "policies and any other keys of a config against each other, in parallel"),
-    "levers": ("memory.levers_command", "the staircase: fp32, bf16, chunked loss, flash attention, remat ... in bytes"),
-    "fit": ("memory.fit_command", "from a budget to the configuration to run: remat, micro-batch, mesh, offload"),
-    "front": ("memory.front_command", "at each of ten budgets, from full to none, the least recomputation that fits"),
-    "estimate": ("memory.estimate_command", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
-    "names": ("memory.names_command", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
-    "trace": ("memory.trace_command", "where a step's time went by phase and component, from a profiler's trace"),
-    "diff": ("memory.diff_command", "what grew or shrank between two reports' JSON files"),
+    "report": ("bytescope.memory.commands.report", "peak, composition, ledger, timeline and findings of one program"),
+    "compare": ("bytescope.memory.commands.compare", "policies and any other keys of a config against each other, in parallel"),
+    "levers": ("bytescope.memory.commands.levers", "the staircase: fp32, bf16, chunked loss, flash attention, remat ... in bytes"),
+    "fit": ("bytescope.memory.commands.fit", "from a budget to the configuration to run: remat, micro-batch, mesh, offload"),
+    "front": ("bytescope.memory.commands.frontier", "at each of ten budgets, from full to none, the least recomputation that fits"),
+    "estimate": ("bytescope.memory.commands.estimate", "bytes and FLOPs by formula, at once; a page with inputs to play with"),
+    "names": ("bytescope.memory.commands.names", "every checkpoint name: shape, sharding, bytes, FLOPs of making it again"),
+    "trace": ("bytescope.memory.commands.trace", "where a step's time went by phase and component, from a profiler's trace"),
+    "diff": ("bytescope.memory.commands.diff", "what grew or shrank between two reports' JSON files"),
 }
 
 
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
     """Errors of the command line in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ReportError(f"{message}; see python -m memory --help")
+        raise ReportError(f"{message}; see bytescope --help")
 
 
 def parser(command: str | None = None) -> Parser:
@@ -98,14 +98,14 @@ class Trainer:
 
     def config(self, name: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
         """The config as the trainer resolves it, dotted key -> value, without starting jax."""
-        from train.config import flatten, load
+        from bytescope.train.config import flatten, load
 
         return flatten(load(name, overrides))
 
     def program(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> Any:
         """The trainer's `Program` of a config on a target's devices, nothing compiled yet."""
-        from train.config import load
-        from train.program import build
+        from bytescope.train.config import load
+        from bytescope.train.program import build
 
         config = load(name, overrides)
         try:
@@ -119,7 +119,7 @@ class Trainer:
         """What a program made of its config: the kernel, the mesh without -1, and `segments`: for each range of
         layers its {"layers", "policy", "groups", "save", "offload"}, the last two names of tensors; and `batch`,
         its algebra in words."""
-        from model.remat import POLICIES
+        from bytescope.model.remat.policies import POLICIES
 
         plan = program.remat
         segments = []
@@ -134,12 +134,12 @@ class Trainer:
     def describe(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> dict[str, Any]:
         """What the search for the least recomputation has to know of a config on a target, nothing compiled.
 
-        `block`: a `memory.recompute.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches of one call;
+        `block`: a `remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches of one call;
         `policies`: policy -> names that it keeps, null where that is the compiler's to say, and `moving`: the same of
         those that move tensors to host memory; `tokens_per_update`.
         """
-        from memory.compare_worker import tokens_of
-        from train.auto import describe_block, fixed_policies
+        from bytescope.memory.plan.worker import tokens_of
+        from bytescope.train.planning.remat_auto import describe_block, fixed_policies
 
         program = self.program(name, (*overrides, ("model.scan", "true")), target)
         micro_steps = program.batch.accumulation if program.scanned else 1
@@ -153,27 +153,27 @@ class Trainer:
             ("attention", program.kernel), ("products", program.matmul)))
 
     def kept(self, program: Any) -> Any:
-        """What the trainer's loop keeps on a device beside a program's arguments: a `memory.unseen.Loop`."""
-        from train.companions import kept
+        """What the trainer's loop keeps on a device beside a program's arguments: a `attribution.runtime_overheads.Loop`."""
+        from bytescope.train.planning.run_peak import kept
 
         return kept(program)
 
     def companions(self, program: Any) -> dict[str, int]:
         """Bytes that the other programs of a run come to on a device, by name; compiles them."""
-        from train.companions import peaks
+        from bytescope.train.planning.run_peak import peaks
 
         return peaks(program)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Every checkpoint name of the trainer's model."""
-        from model.names import NAMES
+        from bytescope.model.names import NAMES
 
         return tuple(NAMES)
 
     def names(self, name: str, overrides: Sequence[tuple[str, str]], target: Any) -> tuple[Any, Any]:
         """(jaxpr of a config's gradient, sharding of a name's tensor as (text, parts)) for `memory names`."""
-        from model.names import NAMES
-        from train.axes import activation_axes
+        from bytescope.model.names import NAMES
+        from bytescope.train.parallel.axes import activation_axes
 
         program = self.program(name, overrides, target)
 
@@ -187,7 +187,7 @@ class Trainer:
 
     def sources(self) -> list[Path]:
         """Folders whose .py files decide what the step is."""
-        found = (importlib.util.find_spec(package) for package in ("model", "train"))
+        found = (importlib.util.find_spec(package) for package in ("bytescope.model", "bytescope.train"))
         return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]
 
 
@@ -195,7 +195,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """(arguments, config overrides); only a command line with overrides needs the trainer for that."""
     if not any(argument.lstrip("-").startswith("config.") for argument in argv):
         return list(argv), []
-    from train.config import split_overrides
+    from bytescope.train.config import split_overrides
 
     return split_overrides(argv)
 

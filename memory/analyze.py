@@ -12,29 +12,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memory import (
-    build,
-    collectives,
-    device_mesh,
-    findings,
-    flops,
-    kernels,
-    ledger,
-    traffic,
-    transfers,
-    unseen,
-    work,
-    xla,
-)
-from memory.activations import activations_of
-from memory.checkpoint_names import Names, places_of
-from memory.compiler import Compilation, compile_lowered, read_compiled
-from memory.errors import ReportError
-from memory.hlo import Module
-from memory.records import Buffer, Report, XlaStats
-from memory.scheduled import derive
-from memory.shapes import leaves
-from memory.target_table import CHIPS
+from bytescope.memory.attribution import assemble, findings, ledger, runtime_overheads
+from bytescope.memory.attribution.batch_axes import activations_of
+from bytescope.memory.attribution.checkpoint_names import Names, places_of
+from bytescope.memory.attribution.schedule import derive
+from bytescope.memory.costs import collectives, flops, host_transfers, kernels, step_work
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.compiler import Compilation, compile_lowered, read_compiled
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import communication
+from bytescope.memory.hlo import buffers as hlo_buffers
+from bytescope.memory.hlo import mesh as hlo_mesh
+from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.shapes import leaves
+from bytescope.memory.records import Buffer, Report, XlaStats
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
@@ -51,17 +42,17 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
     Args:
         program: a `jax.stages.Traced`, `Lowered` or `Compiled`, anything with a `lower()` that gives a
             Lowered, a serialized HloProto (bytes), or the path of one. A Traced tells checkpoint names best.
-        target: what it is compiled for, a `memory.targets.Target` or its name; None judges a program of the
+        target: what it is compiled for, a `memory.devices.targets.Target` or its name; None judges a program of the
             devices at hand by those, and leaves a proto or a program for described devices unjudged.
         config: goes into the report as it is.
         roles: (regular expression, role) pairs for the pytree paths of arguments, tried before
-            `memory.roles.DEFAULT`; roles are params, optimizer, accumulator, gradients and batch.
+            `memory.attribution.roles.DEFAULT`; roles are params, optimizer, accumulator, gradients and batch.
         names: the program's checkpoint names, for programs that put them into named scopes too.
 
     Raises ReportError for what is no program, a damaged proto, or a target that does not exist.
     """
     if isinstance(target, str):
-        from memory import targets
+        from bytescope.memory.devices import targets
 
         target = targets.parse(target)
     compilation = compilation_of(program, described=bool(getattr(target, "is_described", False)))
@@ -72,24 +63,24 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
 
 def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[str, Any] | None = None,
               roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
-              loop: unseen.Loop | None = None) -> Report:
-    """The report of a finished compilation (`memory.compiler`), without compiling anything.
+              loop: runtime_overheads.Loop | None = None) -> Report:
+    """The report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
     `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
     """
     roles = tuple(roles)
     known = Names(names, places_of(compilation.jaxpr) if compilation.jaxpr is not None else None)
     if compilation.module:
-        program = xla.read_module(compilation.module, compilation.assignment)
+        program = hlo_buffers.read_module(compilation.module, compilation.assignment)
     else:
-        program = xla.read(compilation.proto)
+        program = hlo_buffers.read(compilation.proto)
     # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
     derived = not program.traces and not (program.allocations and (compilation.proto or _settled(program)))
     source = derive(program.module) if derived else program
     _place(source, compilation, config or {}, roles)
     method = "schedule" if derived else "heap_trace"
     try:
-        report = build.report(source, roles=roles, names=known, method=method)
+        report = assemble.report(source, roles=roles, names=known, method=method)
     except RecursionError as error:
         raise ReportError("a program nested too deep to be one: dump it again") from error
     stats = compilation.stats or _stats(program)
@@ -97,57 +88,57 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
         report = _reconcile(report, program, stats)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
                                  config=dict(config or {}))
-    facts = _facts(report, source.module, target, loop or unseen.Loop())
-    report = dataclasses.replace(report, unseen=unseen.find(facts))
+    facts = _facts(report, source.module, target, loop or runtime_overheads.Loop())
+    report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
     report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
-    moved = transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
+    moved = host_transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
     report = dataclasses.replace(report, transfers=moved)
     report = dataclasses.replace(report, work=_work(report, source, compilation.jaxpr, target))
     return dataclasses.replace(report, findings=findings.find(report, source))
 
 
-def _place(program: xla.Program, compilation: Compilation, config: Mapping[str, Any],
+def _place(program: hlo_buffers.Program, compilation: Compilation, config: Mapping[str, Any],
            extra: tuple[tuple[str, str], ...]) -> None:
     """Gives a program its mesh: that of its arguments, else the config's; and the activations of its jaxpr."""
     module = program.module
-    axes, layouts = device_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
-    program.mesh = axes or device_mesh.of_config(config, module.devices)
-    program.layouts = device_mesh.match(module, layouts)
+    axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
+    program.mesh = axes or hlo_mesh.of_config(config, module.devices)
+    program.layouts = hlo_mesh.match(module, layouts)
     if layouts:
         program.replicated = frozenset(n for n, layout in program.layouts.items() if layout.local == layout.dims)
     if compilation.jaxpr is not None and module.devices > 1:
-        roles = build.parameter_roles(program, extra)
+        roles = assemble.parameter_roles(program, extra)
         batch = {layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
                  for number, layout in program.layouts.items() if roles[number] == "batch"}
         program.activations = activations_of(compilation.jaxpr, batch)
 
 
-def _beside_formulas(report: Report, program: xla.Program, roles: tuple[tuple[str, str], ...]) -> Report:
+def _beside_formulas(report: Report, program: hlo_buffers.Program, roles: tuple[tuple[str, str], ...]) -> Report:
     """The report with what the formulas expect of its config, where it has one that they know."""
-    config, axes = device_mesh.flat(report.config), dict(program.mesh)
-    state = ledger.state_of(report, program, build.parameter_roles(program, roles), config)
-    expected = traffic.of_config(config, axes, state.parameters * state.tensor)
+    config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
+    state = ledger.state_of(report, program, assemble.parameter_roles(program, roles), config)
+    expected = communication.of_config(config, axes, state.parameters * state.tensor)
     return dataclasses.replace(report, communication=collectives.rows(report.collectives, expected),
                                zero=ledger.zero_rows(report, state) if state.strategy else ())
 
 
-def _work(report: Report, program: xla.Program, jaxpr: Any, target: Any) -> Mapping[str, Any]:
+def _work(report: Report, program: hlo_buffers.Program, jaxpr: Any, target: Any) -> Mapping[str, Any]:
     """The work of a program for the roofline, {} for one that was not traced: only a jaxpr tells all FLOPs."""
     if jaxpr is None:
         return {}
     per_host = getattr(target, "devices_per_host", 0)
-    return work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
+    return step_work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
 
 
-def _facts(report: Report, module: Module, target: Any, loop: unseen.Loop) -> unseen.Facts:
-    """What the formulas of `memory.unseen` ask of a program; without a target they know of no allocator."""
+def _facts(report: Report, module: Module, target: Any, loop: runtime_overheads.Loop) -> runtime_overheads.Facts:
+    """What the formulas of `attribution.runtime_overheads` ask of a program; without a target they know of no allocator."""
     arguments, results = ([b.bytes for b in report.buffers if b.memory == "device" and b.phase == phase and kind(b)]
                           for phase, kind in (("argument", bool), ("output", lambda b: b.category == "outputs")))
     arrays = [b.bytes for b in report.buffers if b.phase == "output" and b.category == "outputs" and b.dtype]
     platform, described = getattr(target, "platform", ""), bool(getattr(target, "is_described", False))
     chip = CHIPS.get(str(getattr(target, "name", "")).partition(":")[0])
     groups = {(item.axes, item.group) for item in report.collectives if item.group > 1}
-    return unseen.Facts(
+    return runtime_overheads.Facts(
         platform=platform, context=getattr(target, "reserved_bytes", 0), loop=loop, results=tuple(arrays),
         requests=(*arguments, *results, report.xla.temp_bytes or 0), communicators=len(groups),
         untuned_product=_untuned_product(module) if described and platform == "cuda" else 0,
@@ -209,7 +200,7 @@ def _read(path: Path) -> bytes:
 
 
 def _local() -> Any:
-    from memory import targets
+    from bytescope.memory.devices import targets
 
     return targets.parse("local")
 
@@ -220,13 +211,13 @@ def _describe(target: Any) -> dict[str, Any]:
     return target.to_json() if hasattr(target, "to_json") else {"name": str(getattr(target, "name", target))}
 
 
-def _settled(program: xla.Program) -> bool:
+def _settled(program: hlo_buffers.Program) -> bool:
     """Whether a program needs no trace: it has allocations, and none of them is temporary memory in parts."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations)
 
 
-def _stats(program: xla.Program) -> XlaStats:
+def _stats(program: hlo_buffers.Program) -> XlaStats:
     """The statistics that follow from allocations alone, for a proto without a Compiled."""
     main = [a for a in program.allocations if not a.thread_local and a.color == 0]
     alias = sum(a.size for a in main if a.entry_parameter and a.live_out)
@@ -236,10 +227,10 @@ def _stats(program: xla.Program) -> XlaStats:
         alias_bytes=alias,
         temp_bytes=sum(a.size for a in main if not a.indefinite),
         host_temp_bytes=sum(a.size for a in program.allocations
-                            if a.color == build.HOST_COLOR and not a.indefinite))
+                            if a.color == assemble.HOST_COLOR and not a.indefinite))
 
 
-def _reconcile(report: Report, program: xla.Program, stats: XlaStats) -> Report:
+def _reconcile(report: Report, program: hlo_buffers.Program, stats: XlaStats) -> Report:
     """Totals as XLA states them; what the derivation makes too little is the unattributed row, named so.
 
     What it makes too much, values that XLA puts in one place and the derivation does not, is taken off the

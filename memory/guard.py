@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from memory.errors import GuardError, ReportError
-from memory.limits import parse_bytes
-from memory.records import Report
+from bytescope.memory.devices.limits import parse_bytes
+from bytescope.memory.errors import GuardError, ReportError
+from bytescope.memory.records import Report
 
 
 def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> Report:
@@ -22,8 +22,8 @@ def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> 
     Raises GuardError, an AssertionError, when it does not fit, naming what the peak is made of; ReportError
     when there is no bound.
     """
-    from memory.analyze import analyze
-    from memory.text import human
+    from bytescope.memory.analyze import analyze
+    from bytescope.memory.text.report import human
 
     report = program if isinstance(program, Report) else analyze(program, **options)
     limit = report.limit_bytes if size is None else parse_bytes(size)

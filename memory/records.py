@@ -12,7 +12,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `peak_index`: the point of `timeline` at which it is.
 - `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, and the packed
   temporaries.
-- `unseen`: what the runtime takes besides (`memory.unseen`), no part of any figure above; `predicted_bytes`: allocated
+- `unseen`: what the runtime takes besides (`attribution.runtime_overheads`), no part of any figure above; `predicted_bytes`: allocated
   plus those of them that lie in the allocator's pool.
 - `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement of `predicted_bytes`; null, null
   and "unknown" when no target was given.
@@ -26,8 +26,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `communication`: bytes per step by kind of collective and mesh axes, beside the formula (`Communication`);
   `collectives`: every collective of the program, with what hides it (`Collective`).
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
-- `work`: phase -> FLOPs, bytes and messages of one call (`memory.roofline` tells the keys); {} for a program that was
-  not traced. `roofline`: the seconds of that at the target's rates (`memory.roofline.Prediction`); {} where unknown.
+- `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
+  not traced. `roofline`: the seconds of that at the target's rates (`costs.roofline.Prediction`); {} where unknown.
 - `zero`: bytes per parameter beside the accounting of ZeRO (`ZeroRow`); [] without a config that tells the strategy.
 - `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
 - `notes`: sentences on what is not exact in this report.
@@ -41,9 +41,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memory.errors import ReportError
-from memory.parallel_records import Collective, Communication, ZeroRow
-from memory.unseen import POOL, Unseen, total
+from bytescope.memory.attribution.runtime_overheads import POOL, Unseen, total
+from bytescope.memory.errors import ReportError
+from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
 
 SCHEMA = 1
 
@@ -218,10 +218,10 @@ class Report:
     def from_json(cls, value: Any) -> Report:
         """The report of a JSON object. Raises ReportError when it is not one, or of another schema."""
         if not isinstance(value, dict) or "peak_bytes" not in value:
-            raise ReportError("not a memory report: write one with python -m memory report --json=FILE")
+            raise ReportError("not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:
             raise ReportError(f"a report of schema {value.get('schema')!r}, this version reads {SCHEMA}: "
-                              "write it again with python -m memory report --json=FILE")
+                              "write it again with bytescope report --json=FILE")
         try:
             return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:

@@ -8,9 +8,9 @@ Shape letters, the same in every file and einsum string:
     D  model width                       K  width of one head
 """
 
-from model.config import ModelConfig
-from model.precision import PRECISIONS, Precision
-from model.remat import POLICIES, RematPlan
-from model.transformer import Transformer
+from bytescope.model.config import ModelConfig
+from bytescope.model.precision import PRECISIONS, Precision
+from bytescope.model.remat.policies import POLICIES, RematPlan
+from bytescope.model.transformer import Transformer
 
 __all__ = ["POLICIES", "PRECISIONS", "ModelConfig", "Precision", "RematPlan", "Transformer"]

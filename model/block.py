@@ -6,26 +6,15 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from model.attention import KERNELS
-from model.config import ModelConfig
-from model.layers import (
-    ACTIVATIONS,
-    MLPS,
-    dropout,
-    enter,
-    fold,
-    leave,
-    param,
-    read,
-    rope_frequencies,
-    rotate,
-)
-from model.names import tag
-from model.norm import Norm
-from model.placement import Placement
-from model.precision import Precision
-from model.ring import ring_attention
-from model.tile import count_tiles, tiled
+from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.ring import ring_attention
+from bytescope.model.config import ModelConfig
+from bytescope.model.layers import ACTIVATIONS, MLPS, dropout, enter, fold, leave, param, read, rope_frequencies, rotate
+from bytescope.model.names import tag
+from bytescope.model.norm import Norm
+from bytescope.model.placement import Placement
+from bytescope.model.precision import Precision
+from bytescope.model.remat.tile import count_tiles, tiled
 
 
 class Attention(nnx.Module):

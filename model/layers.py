@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from model.fp8 import Linear, linear
-from model.names import tag
-from model.offload import here, stored_like
-from model.placement import HERE, Axes, Placement
+from bytescope.model.fp8.products import Linear, linear
+from bytescope.model.names import tag
+from bytescope.model.placement import HERE, Axes, Placement
+from bytescope.model.remat.offload import here, stored_like
 
 
 def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike,

@@ -44,7 +44,7 @@ NAMES = {
     "final_norm": ("BLD", "normed output of the last block, input of the head"),
 }
 
-# Never kept with model.mlp_chunk: each tile of the MLP is made again in its gradient (model/tile.py).
+# Never kept with model.mlp_chunk: each tile of the MLP is made again in its gradient (model/remat/tile.py).
 TILED = ("mlp_norm", "gate", "up", "act", "mlp_out")
 
 

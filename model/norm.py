@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from model.config import ModelConfig
-from model.layers import STREAM, param, read
-from model.placement import Placement
-from model.precision import Precision
+from bytescope.model.config import ModelConfig
+from bytescope.model.layers import STREAM, param, read
+from bytescope.model.placement import Placement
+from bytescope.model.precision import Precision
 
 
 def _scale(x_BLD: jax.Array, scale_D: jax.Array, place: Placement) -> jax.Array:

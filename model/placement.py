@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from model.ring import Ring
+from bytescope.model.attention.ring import Ring
 
 Axes = tuple[str | None, ...]
 

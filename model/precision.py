@@ -28,8 +28,8 @@ class Precision:
     rounding: of updated parameters to `param`: a row of ROUNDINGS.
     cast: to `compute`: as each `layer` reads a matrix, or once a `step` all parameters.
     matmul: products of the blocks, `wide` in `compute` or `fp8` of block-scaled operands; a program's own says how the
-      device does those: a row of PRODUCTS (model/fp8.py).
-    loss_scale: `none` or `dynamic` (train/loss_scale.py).
+      device does those: a row of PRODUCTS (model/fp8/products.py).
+    loss_scale: `none` or `dynamic` (train/optimizer/loss_scale.py).
     """
 
     param: DTypeLike = F32

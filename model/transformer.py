@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from model.block import CUTS, Block
-from model.config import ModelConfig
-from model.layers import dropout, fold, look_up, param, read
-from model.names import tag
-from model.norm import Norm
-from model.offload import here, settle
-from model.placement import HERE, Placement
-from model.precision import Precision
-from model.remat import RematPlan, Segment
+from bytescope.model.block import CUTS, Block
+from bytescope.model.config import ModelConfig
+from bytescope.model.layers import dropout, fold, look_up, param, read
+from bytescope.model.names import tag
+from bytescope.model.norm import Norm
+from bytescope.model.placement import HERE, Placement
+from bytescope.model.precision import Precision
+from bytescope.model.remat.offload import here, settle
+from bytescope.model.remat.policies import RematPlan, Segment
 
 KEEP_ALL = RematPlan()
 

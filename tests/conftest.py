@@ -13,7 +13,25 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 import jax
 import pytest
 
+from support import oracles
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--require-oracles", default="", metavar="NAMES",
+                     help=f"a missing one of these fails instead of skipping: {','.join(oracles.ORACLES)}")
+
+
+def pytest_configure(config):
+    asked = set(filter(None, config.getoption("--require-oracles").split(",")))
+    if unknown := asked - set(oracles.ORACLES):
+        raise pytest.UsageError(f"--require-oracles={','.join(sorted(unknown))}: of {', '.join(oracles.ORACLES)}")
+    oracles.required.update(asked)
+
+
+def pytest_runtest_setup(item):
+    oracles.require(*(name for mark in item.iter_markers("oracle") for name in mark.args))
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""The training loop and the program it runs. `python -m train --help`."""
+"""The training loop and the program it runs. `bytescope train --help`."""

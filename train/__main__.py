@@ -1,4 +1,4 @@
-"""python -m train: trains a transformer, telling its memory before the first step."""
+"""bytescope train: trains a transformer, telling its memory before the first step."""
 
 import argparse
 import sys
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from train.errors import UserError
+from bytescope.train.errors import UserError
 
 EPILOG = """\
 examples:
-  python -m train                                        tiny model, Python's standard library, two minutes
-  python -m train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
-  python -m train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
-  python -m train.prepare --source=TEXTS --out=SHARDS    text to token shards
+  bytescope train                                        tiny model, Python's standard library, two minutes
+  bytescope train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
+  bytescope train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
+  bytescope prepare --source=TEXTS --out=SHARDS    text to token shards
 
 exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
@@ -22,15 +22,15 @@ class Parser(argparse.ArgumentParser):
     """Argument errors in one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m train --help")
+        raise UserError(f"{message}; see bytescope train --help")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
-    from train.config import split_overrides
-    from train.distributed import add_flags
+    from bytescope.train.config import split_overrides
+    from bytescope.train.parallel.processes import add_flags
 
-    parser = Parser(prog="python -m train", usage="%(prog)s [--config=FILE] [--config.KEY=VALUE ...] [...]",
+    parser = Parser(prog="bytescope train", usage="%(prog)s [--config=FILE] [--config.KEY=VALUE ...] [...]",
                     description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", type=Path, metavar="DIR",
                         help="the run, anew or resumed (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="go on past the steps the run was planned for")
-    parser.add_argument("--fit", action="store_true", help="train as python -m memory fit finds it fastest here")
+    parser.add_argument("--fit", action="store_true", help="train as bytescope fit finds it fastest here")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes of a device, such as 72GiB")
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103, and print where time goes")
     add_flags(parser)
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    from memory.platform import choose_platform
+    from bytescope.memory.devices.platform import choose_platform
 
     choose_platform()  # before jax is imported
     try:
@@ -66,30 +66,30 @@ def command(argv: Sequence[str]) -> int:
     if args.budget and not args.fit:
         raise UserError(f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
                         f"--config.remat.budget={args.budget}")
-    from train.config import load
+    from bytescope.train.config import load
 
     if args.fit:
-        from train.distributed import find
-        from train.fit import fitted
+        from bytescope.train.parallel.processes import find
+        from bytescope.train.planning.fit import fitted
 
         if find(args) is not None:
-            raise UserError("--fit is for one process: run python -m memory fit once, and give its flags to all")
+            raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
         args.overrides = fitted(args.config, args.overrides, args.budget)
     config = load(args.config, args.overrides)
-    from train.profile import NOTHING, Asked
+    from bytescope.train.run.profile import NOTHING, Asked
 
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)
-    from train.runtime import prepare
+    from bytescope.train.run.runtime import prepare
 
     prepare(config)
-    from train.distributed import start
+    from bytescope.train.parallel.processes import start
 
     processes = start(args)
     with processes.together():
-        from train import loop
-        from train.display import make_console
-        from train.workdir import new_workdir
+        from bytescope.train import loop
+        from bytescope.train.run.display import make_console
+        from bytescope.train.run.workdir import new_workdir
 
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(processes.first),

@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from memory.least import COSTS
-from model import ModelConfig, Precision, RematPlan
-from model.layers import MLPS, POSITIONS
-from model.names import TILED, names_in
-from model.norm import NORMS
-from train.axes import STRATEGIES
-from train.batch import BatchAlgebra
-from train.host import has_host_memory
-from train.losses import LOSSES
-from train.optimizer import CLIPS, OPTIMIZERS, SCALINGS
-from train.sharding import Layout
-from train.step import ACCUMULATION
+from bytescope.memory.remat.ilp import COSTS
+from bytescope.model import ModelConfig, Precision, RematPlan
+from bytescope.model.layers import MLPS, POSITIONS
+from bytescope.model.names import TILED, names_in
+from bytescope.model.norm import NORMS
+from bytescope.train.batch import BatchAlgebra
+from bytescope.train.losses import LOSSES
+from bytescope.train.optimizer.host_offload import has_host_memory
+from bytescope.train.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
+from bytescope.train.parallel.axes import STRATEGIES
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.step import ACCUMULATION
 
 # Every key that names a row of a table: a typo fails here, with the rows.
 CHOICES = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-import configs
-from train.errors import UserError
+from bytescope import configs
+from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 SHIPPED = Path(configs.__file__).parent
@@ -63,7 +63,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
       UserError: no such file, a file without get_config(), an unknown key, a value of the wrong type.
     """
     path = find_file(name)
-    spec = importlib.util.spec_from_file_location(f"headroom_config_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"bytescope_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -80,7 +80,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 def _check_keys(config: ConfigDict, path: Path) -> None:
     """A config of one's own must hold the keys of base.py: a missing or a misspelt one fails here."""
-    from configs import base
+    from bytescope.configs import base
 
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:

@@ -13,23 +13,23 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from memory.live import predicted_against_measured, sample
-from train import profile, startup
-from train.checkpoint import Checkpoints, Position
-from train.clock import Clock
-from train.data import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
-from train.display import TOLD_WAIT, Display
-from train.distributed import ALONE, Processes
-from train.errors import NonFinite, UserError
-from train.failures import explained, refuse_if_too_big
-from train.feed import feed, held_out_rows, local_rows, put
-from train.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
-from train.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
-from train.program import Program, build
-from train.runtime import return_freed_memory
-from train.sample import sample_text
-from train.step import Tally
-from train.workdir import Identity, claim_together, write_atomically
+from bytescope.memory.devices.live import predicted_against_measured, sample
+from bytescope.train.data.feed import feed, held_out_rows, local_rows, put
+from bytescope.train.data.source import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
+from bytescope.train.errors import NonFinite, UserError
+from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
+from bytescope.train.parallel.processes import ALONE, Processes
+from bytescope.train.program import Program, build
+from bytescope.train.run import profile, startup
+from bytescope.train.run.checkpoint import Checkpoints, Position
+from bytescope.train.run.display import TOLD_WAIT, Display
+from bytescope.train.run.failures import explained, refuse_if_too_big
+from bytescope.train.run.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
+from bytescope.train.run.runtime import return_freed_memory
+from bytescope.train.run.step_timer import Clock
+from bytescope.train.run.workdir import Identity, claim_together, write_atomically
+from bytescope.train.sample import sample_text
+from bytescope.train.step import Tally
 
 
 @dataclasses.dataclass
@@ -213,7 +213,7 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
 
 def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
         asked: profile.Asked = profile.NOTHING) -> None:
-    """One start of `python -m train`: everything from the config to the last checkpoint; `asked`: updates to trace.
+    """One start of `bytescope train`: everything from the config to the last checkpoint; `asked`: updates to trace.
 
     With several `processes` every one of them calls it, with the same arguments; the first has the speaking console.
 
@@ -278,7 +278,7 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: start
             return
         if (waited := clock.waited()) >= TOLD_WAIT:
             display.note(f"the devices waited {100 * waited:.0f} % of the time for data: raise data.workers and "
-                         "data.prefetch, or read token shards (python -m train.prepare)")
+                         "data.prefetch, or read token shards (bytescope prepare)")
         if text := sample_text(program, data, state.params):
             display.note(f"sample:\n{text}")
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))

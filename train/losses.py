@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from train.batch import IGNORE
-from train.sharding import Layout
+from bytescope.train.batch import IGNORE
+from bytescope.train.parallel.layout import Layout
 
 T = TypeVar("T")
 

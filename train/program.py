@@ -15,17 +15,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from memory.compiler import Compilation, compile_lowered
-from model import ModelConfig, Precision, RematPlan, Transformer
-from model.attention import choose_kernel
-from model.fp8 import choose_matmul
-from model.names import NAMES
-from model.remat import AUTO
-from model.transformer import KEEP_ALL, contracted, logical_axes
-from train import auto
-from train.axes import AXES, STRATEGIES, make_mesh
-from train.batch import BatchAlgebra
-from train.checks import (
+from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
+from bytescope.model.attention.kernels import choose_kernel
+from bytescope.model.fp8.products import choose_matmul
+from bytescope.model.names import NAMES
+from bytescope.model.remat.policies import AUTO
+from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
+from bytescope.train.batch import BatchAlgebra
+from bytescope.train.checks import (
     check_effort,
     check_fused,
     check_offload,
@@ -35,15 +33,17 @@ from train.checks import (
     check_unroll,
     check_values,
 )
-from train.forward import make_cross_entropy, make_loss
-from train.fused import FusedBackward
-from train.host import hosted_state, in_turns
-from train.loss_scale import Scaling
-from train.optimizer import make_optimizer, make_schedule, scale_by_batch
-from train.options import Options, compiler_options, xla_remat_pass
-from train.sharding import Layout, match_parameters
-from train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
-from train.update import make_partwise
+from bytescope.train.loss_fn import make_cross_entropy, make_loss
+from bytescope.train.optimizer.fused_backward import FusedBackward
+from bytescope.train.optimizer.host_offload import hosted_state, in_turns
+from bytescope.train.optimizer.loss_scale import Scaling
+from bytescope.train.optimizer.partwise import make_partwise
+from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
+from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
+from bytescope.train.parallel.layout import Layout, match_parameters
+from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
+from bytescope.train.planning import remat_auto
+from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
     """The program of `config` over `devices` (default: all of this process's backend), described only.
 
     With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line. `agree` gives what
-    the first of several processes has of a value: see `train.auto.decide`.
+    the first of several processes has of a value: see `train.planning.remat_auto.decide`.
 
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
@@ -223,7 +223,7 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
         raise ValueError(f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
                          "processes the same config")
     if config.remat.policy == AUTO:
-        config, why = auto.decide(config, devices, build, tell, agree)
+        config, why = remat_auto.decide(config, devices, build, tell, agree)
         return dataclasses.replace(build(config, devices), decided=why)
     return _describe(config, devices)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from train.data import Data
-from train.program import Program
+from bytescope.train.data.source import Data
+from bytescope.train.program import Program
 
 
 def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from model import Precision
-from train.axes import BATCH
-from train.host import is_hosted
-from train.loss_scale import LossScale, Scaling, guard
-from train.losses import count_tokens
-from train.optimizer import grad_norm
-from train.rounding import apply_updates
-from train.sharding import Layout
+from bytescope.model import Precision
+from bytescope.train.losses import count_tokens
+from bytescope.train.optimizer.host_offload import is_hosted
+from bytescope.train.optimizer.loss_scale import LossScale, Scaling, guard
+from bytescope.train.optimizer.rounding import apply_updates
+from bytescope.train.optimizer.rules import grad_norm
+from bytescope.train.parallel.axes import BATCH
+from bytescope.train.parallel.layout import Layout
 
 Batch = dict[str, jax.Array]
 ROUNDING = 0x726E64  # sets the keys of rounding apart from those of dropout
@@ -127,8 +127,8 @@ class StepParts:
 
     `local_loss` is the same for one data-parallel rank's sequences, where gradients are reduced once an update;
     `scaling` the rule of the loss scale, where there is one.
-    `partwise`: the optimizer's update one layer after the other, where it is taken so (train/update.py).
-    `fused`: loss, new parameters and optimizer state of one batch, updated on the way back (train/fused.py).
+    `partwise`: the optimizer's update one layer after the other, where it is taken so (train/optimizer/partwise.py).
+    `fused`: loss, new parameters and optimizer state of one batch, updated on the way back (optimizer/fused_backward.py).
     """
 
     loss: Callable[..., jax.Array]

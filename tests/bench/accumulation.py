@@ -22,8 +22,8 @@ from interleave import Check, Samples, finish, mib, parse_config, parser, take_t
 from ml_collections import ConfigDict
 from ours import Trainer, compiled_bytes, start, variant
 
-from memory import targets
-from train.program import Program, build
+from bytescope.memory.devices import targets
+from bytescope.train.program import Program, build
 
 # Time of in-step accumulation by that of one large batch, and by MultiSteps; and the part of a parameter-sized buffer
 # that it must save in the arguments.

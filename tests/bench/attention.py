@@ -5,7 +5,7 @@
     python tests/bench/attention.py --target=h200 --precision=bf16 --lengths 4096 65536     # compiled only: memory
     python tests/bench/attention.py --assert                     # exit 1 unless memory is linear and time is kept
 
-The kernels of model.attention.KERNELS on the same --tokens a call, cut into sequences of each length, in turn.
+The kernels of model.attention.kernels.KERNELS on the same --tokens a call, cut into sequences of each length, in turn.
 Memory is what the kernel makes: temporaries plus outputs of the compiled function, bytes of one device; `chunk` is
 --chunk. TFLOP/s counts the causal half of six products, two forward and four backward: 6 x tokens x length x heads x
 width FLOPs (Dao 2023, arXiv 2307.08691, section 4.1, without the product that a flash kernel makes again).
@@ -24,11 +24,11 @@ import numpy as np
 from interleave import Check, Samples, finish, mib, parser, take_turns, timed, versions
 from ours import compiled_bytes, start
 
-from configs.base import get_config
-from memory import targets
-from memory.limits import limit_bytes
-from model import PRECISIONS, ModelConfig
-from model.attention import KERNELS
+from bytescope.configs.base import get_config
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.limits import limit_bytes
+from bytescope.model import PRECISIONS, ModelConfig
+from bytescope.model.attention.kernels import KERNELS
 
 LINEAR, TIME = 1.15, 1.25  # memory by tokens from the shortest to the longest; time of the leanest by the quickest
 PRODUCTS = 6

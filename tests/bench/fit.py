@@ -2,7 +2,7 @@
 
     python -m tests.bench.fit --budgets=100MiB,200MiB,400MiB [--config=tiny] [--batch-tokens=16384] [--assert]
 
-For each budget `python -m memory fit --target=local` finds a configuration; a fresh process compiles it, makes the
+For each budget `bytescope fit --target=local` finds a configuration; a fresh process compiles it, makes the
 state, and gives back what compiling held. `before` is its resident memory then, less the state. Held: the highest
 resident memory during the steps (VmHWM, reset before them) less `before`. With --assert held must stay within the
 budget and a margin, MARGIN of it and MARGIN_BYTES: what products on a CPU pack their operands into, what the allocator
@@ -24,7 +24,7 @@ def fit(config: str, budget: str, tokens: int) -> dict:
     """The fit's JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "fit.json"
-        subprocess.run([sys.executable, "-m", "memory", "fit", f"--config={config}", "--target=local",
+        subprocess.run([sys.executable, "-m", "bytescope.memory", "fit", f"--config={config}", "--target=local",
                         f"--budget={budget}", f"--batch-tokens={tokens}", f"--json={out}"], check=False,
                        stdout=sys.stderr)
         return json.loads(out.read_text())
@@ -38,7 +38,7 @@ def held(config: str, keys: dict[str, str]) -> dict:
 
 def run(config: str, keys: list) -> dict:
     """The steps themselves, here."""
-    from memory.platform import choose_platform
+    from bytescope.memory.devices.platform import choose_platform
 
     choose_platform()
     import gc
@@ -46,10 +46,10 @@ def run(config: str, keys: list) -> dict:
     import jax
     import numpy as np
 
-    from memory.analyze import report_of
-    from train.config import load
-    from train.program import build
-    from train.runtime import return_freed_memory
+    from bytescope.memory.analyze import report_of
+    from bytescope.train.config import load
+    from bytescope.train.program import build
+    from bytescope.train.run.runtime import return_freed_memory
 
     program = build(load(config, [tuple(pair) for pair in keys]))
     compilation = program.compile_for_report()

@@ -193,9 +193,9 @@ def parser(doc: str, *, rounds: int, steps: int, config: str | None = None) -> a
 
 
 def parse_config(flags: argparse.ArgumentParser) -> tuple[argparse.Namespace, Any, list[str]]:
-    """(options, config, overrides as given), read as by `python -m train`; a mistake is one line."""
-    from train.config import load, split_overrides
-    from train.errors import UserError
+    """(options, config, overrides as given), read as by `bytescope train`; a mistake is one line."""
+    from bytescope.train.config import load, split_overrides
+    from bytescope.train.errors import UserError
 
     asked, rest = flags.parse_known_args()
     try:

@@ -22,10 +22,10 @@ import numpy as np
 from interleave import Check, Turn, finish, mib, parser, take_turns, timed, versions
 from ours import compiled_bytes, start
 
-from model import PRECISIONS
-from train.axes import AXES, make_mesh
-from train.losses import LOSSES, LossSettings
-from train.sharding import Layout
+from bytescope.model import PRECISIONS
+from bytescope.train.losses import LOSSES, LossSettings
+from bytescope.train.parallel.axes import AXES, make_mesh
+from bytescope.train.parallel.layout import Layout
 
 MEMORY_LIMIT, TIME_LIMIT = 0.25, 1.13
 

@@ -24,13 +24,13 @@ from interleave import (
 )
 from ml_collections import ConfigDict
 
-from memory.platform import choose_platform
-from train.config import override
-from train.feed import calls
-from train.metrics import model_flops_per_token
-from train.program import Program, build
-from train.runtime import return_freed_memory
-from train.startup import peak_flops
+from bytescope.memory.devices.platform import choose_platform
+from bytescope.train.config import override
+from bytescope.train.data.feed import calls
+from bytescope.train.program import Program, build
+from bytescope.train.run.metrics import model_flops_per_token
+from bytescope.train.run.runtime import return_freed_memory
+from bytescope.train.run.startup import peak_flops
 
 WARM_UP = 2  # updates before the first that is timed
 

@@ -18,7 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here: the compiler
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from interleave import versions
-from test_published import MODELS, ROWS, kept, units
+
+from support.korthikanti import MODELS, ROWS, kept, units
 
 
 def what(buffer) -> str:

@@ -3,7 +3,7 @@
     python tests/bench/remat.py
     python tests/bench/remat.py --config=gpt2_small --config.batch.micro=2 --policies none dots_no_batch
 
-The training step of configs/char.py (or --config) under the rows of model.remat.POLICIES, in turn; on a CPU
+The training step of configs/char.py (or --config) under the rows of model.remat.policies.POLICIES, in turn; on a CPU
 without those that offload, which it silently does not do. `custom:q,k,v,up` keeps just those names. Shown:
 median seconds of an update, the ratio to the first policy by rounds, temporaries of the compiled step and
 their ratio. Checked against the first: the leanest policy of those no slower than --best-time-below (1.05) times it
@@ -19,7 +19,7 @@ import jax
 from interleave import Check, finish, mib, parse_config, parser, take_turns, versions
 from ours import Trainer, compiled_bytes, start, variant
 
-from model import POLICIES
+from bytescope.model import POLICIES
 
 
 def default_policies() -> list[str]:

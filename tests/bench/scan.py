@@ -17,8 +17,8 @@ from interleave import Check, Turn, finish, mib, parse_config, parser, take_turn
 from ml_collections import ConfigDict
 from ours import compiled_bytes, start, variant
 
-from train.options import xla_remat_pass
-from train.program import build
+from bytescope.train.parallel.xla_options import xla_remat_pass
+from bytescope.train.program import build
 
 LIMIT = 1.3
 

@@ -76,7 +76,7 @@ def measured(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[
 
 
 def described(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list[Check]]:
-    """(row, bars) of a size from the JSON of `python -m memory report`."""
+    """(row, bars) of a size from the JSON of `bytescope report`."""
     size, used = SIZES[name], found["allocated_bytes"] / 1e9
     checks = [Check(f"{name}: GB allocated", used, size.gigabytes)] if size.gigabytes else []
     seconds = (found.get("roofline") or {}).get("total")
@@ -90,7 +90,7 @@ def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], lis
     size, file = SIZES[name], asked.out / f"{name}.json"
     file.unlink(missing_ok=True)
     if asked.compile_only:
-        command = [sys.executable, "-m", "memory", "report", *size.flags(), f"--target={asked.target}"]
+        command = [sys.executable, "-m", "bytescope.memory", "report", *size.flags(), f"--target={asked.target}"]
     else:
         peer = [flag for flag in size.peer if not (asked.eager and flag == "--compile")]
         command = [sys.executable, str(Path(__file__).with_name("throughput.py")), *size.flags(), *peer,

@@ -30,13 +30,14 @@ from interleave import Samples, finish, parse_config, parser, random_tokens, tak
 from ml_collections import ConfigDict
 from ours import start, variant
 
-from memory import roofline, targets
-from memory.analyze import report_of
-from memory.platform import simulate_devices
-from train.feed import calls
-from train.metrics import model_flops_per_token
-from train.program import Program, build
-from train.startup import peak_flops
+from bytescope.memory.analyze import report_of
+from bytescope.memory.costs import roofline
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.platform import simulate_devices
+from bytescope.train.data.feed import calls
+from bytescope.train.program import Program, build
+from bytescope.train.run.metrics import model_flops_per_token
+from bytescope.train.run.startup import peak_flops
 
 Keys = Mapping[str, Any]
 SIZE, PADDED = 50257, 50304  # GPT-2's vocabulary, and as its configs have it

@@ -3,8 +3,8 @@
     python tests/bench/startup.py
     python tests/bench/startup.py --config=tiny --target=h200 --assert
 
-Each round starts `python -m train` twice in processes of its own, with an empty cache of compiled programs and with
-the one that the first has filled, and `python -m memory report` once for this machine and once for --target. Measured
+Each round starts `bytescope train` twice in processes of its own, with an empty cache of compiled programs and with
+the one that the first has filled, and `bytescope report` once for this machine and once for --target. Measured
 from the start of the process to the row of the first update (of a run of one update, without evaluation), and to the
 end of the report. --assert: the warm start takes at most 0.3x of the cold one, it and the report at most 6 s each;
 the checks take the least of the rounds, since seconds on a busy machine only grow.
@@ -26,7 +26,7 @@ ONE_STEP = {"train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "trai
 def first_step(config: str, rest: list[str], workdir: Path, cache: Path) -> float:
     """Seconds from the start of a training process to its first row of metrics."""
     keys = {**ONE_STEP, "train.cache_dir": cache}
-    command = [sys.executable, "-m", "train", f"--config={config}", *rest, f"--workdir={workdir}",
+    command = [sys.executable, "-m", "bytescope.train", f"--config={config}", *rest, f"--workdir={workdir}",
                *(f"--config.{key}={value}" for key, value in keys.items())]
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
@@ -41,8 +41,8 @@ def first_step(config: str, rest: list[str], workdir: Path, cache: Path) -> floa
 
 
 def report(config: str, rest: list[str], target: str) -> float:
-    """Seconds of a whole `python -m memory report`."""
-    command = [sys.executable, "-m", "memory", "report", f"--config={config}", *rest, f"--target={target}"]
+    """Seconds of a whole `bytescope report`."""
+    command = [sys.executable, "-m", "bytescope.memory", "report", f"--config={config}", *rest, f"--target={target}"]
     began = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
@@ -75,7 +75,7 @@ def main() -> int:
     flags.add_argument("--assert", dest="check", action="store_true",
                        help=f"exit 1 above {WARM}x of cold or {SECONDS:g} s")
     asked, _, rest = parse_config(flags)
-    with tempfile.TemporaryDirectory(prefix="headroom-startup-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bytescope-startup-") as folder:
         samples = take_turns(sides_of(asked.config, rest, asked.target, Path(folder)), asked.rounds, asked.steps)
     limit = SECONDS if asked.check else None
     warm = samples["train, warm"]

@@ -1,13 +1,13 @@
 """Predicted against measured peak over configs x policies x precisions x accumulation, on the card at hand.
 
     python tests/gpu/accuracy.py    # 42 rows, about 25 minutes on one H200; Ctrl-C, and again: it resumes
-    python tests/gpu/accuracy.py --calibrate            # what is there already, and the lines for memory/unseen.py
+    python tests/gpu/accuracy.py --calibrate            # what is there already, and the lines for attribution/runtime_overheads.py
     python tests/gpu/accuracy.py --grid=short           # 8 rows
     python tests/gpu/accuracy.py --configs=llama_1b --policies=full,dots --precisions=bf16 --accumulations=1,4,4:scan
     python tests/gpu/accuracy.py --compile-only --target=h200        # the same table without a card, nothing measured
 
 Each row compiles, predicts and runs two updates on random tokens in a process of its own. Columns, in GiB: what the
-compiler counts; that with the items of memory/unseen.py in the allocator's pool; the allocator's peak; the error of
+compiler counts; that with the items of attribution/runtime_overheads.py in the allocator's pool; the allocator's peak; the error of
 the prediction in per cent of the measured; what the card holds outside the pool, by NVML, in MiB; the verdict at 2 %.
 Exit code 1 when a row that was measured is off by more, or failed. On a CPU the grid is `cpu`, the measured figure is
 what the process grew by, and nothing is judged.
@@ -83,7 +83,7 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{100 * statistics.median(errors):+.2f} %, worst {100 * max(errors, key=abs):+.2f} %"]
 
 
-# What a row says of an item, in bytes, where it can: item of memory/unseen.py -> answer -> measured.
+# What a row says of an item, in bytes, where it can: item of attribution/runtime_overheads.py -> answer -> measured.
 ITEMS: Mapping[str, Callable[[Mapping[str, Any]], int | None]] = {
     "context": outside,
     "pool, beside the compiler's": lambda answer: _residual(answer, "allocated"),
@@ -97,7 +97,7 @@ def _residual(answer: Mapping[str, Any], of: str) -> int | None:
 
 
 def calibrate(answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the measured rows say of memory/unseen.py: median and range of each item, how the residual goes with the
+    """What the measured rows say of attribution/runtime_overheads.py: median and range of each item, how the residual goes with the
     items' own figures (least squares), and the line to put into the table."""
     lines = []
     for name, ask in ITEMS.items():
@@ -110,7 +110,7 @@ def calibrate(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     if apart:
         last = [answer for answer in answers if outside(answer) is not None][-1]
         kind, jax = last["device"], last["versions"]["jax"]
-        lines.append(f"for memory/unseen.py: CONTEXT_BYTES = {round(statistics.median(apart) / MIB)} * MIB"
+        lines.append(f"for memory/attribution/runtime_overheads.py: CONTEXT_BYTES = {round(statistics.median(apart) / MIB)} * MIB"
                      f"  # {kind}, jax {jax}, {len(apart)} rows")
     return lines or ["nothing measured yet that calibrates anything"]
 
@@ -145,7 +145,7 @@ def options() -> tuple[argparse.Namespace, list[Row]]:
     flags.add_argument("--calibrate", action="store_true", help="run nothing: read --out and say what it calibrates")
     asked = flags.parse_args()
     shared.check(flags, asked)
-    from memory.platform import accelerator
+    from bytescope.memory.devices.platform import accelerator
 
     grid = asked.grid or ("default" if asked.compile_only or accelerator() == "cuda" else "cpu")
     try:

@@ -17,20 +17,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from memory.platform import choose_platform
+from bytescope.memory.devices.platform import choose_platform
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-# Beside what is used, the pool of pinned memory may hold as much again; see memory/platform.py.
+# Beside what is used, the pool of pinned memory may hold as much again; see memory/devices/platform.py.
 HOST_ROOM = 0.9
 
 
 def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
-    from memory import targets
-    from memory.analyze import report_of
-    from train import companions
-    from train.config import load
-    from train.program import build
+    from bytescope.memory.analyze import report_of
+    from bytescope.memory.devices import targets
+    from bytescope.train.config import load
+    from bytescope.train.planning import run_peak
+    from bytescope.train.program import build
 
     target = targets.parse(asked.get("target", "local"))
     try:
@@ -40,8 +40,8 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     except ValueError as error:
         return {"cannot": " ".join(str(error).split())}, None, None
     answer = {"compile_s": time.perf_counter() - began}
-    report = report_of(compilation, target=target, loop=companions.kept(program))
-    others = companions.peaks(program) if asked.get("others") else {}
+    report = report_of(compilation, target=target, loop=run_peak.kept(program))
+    others = run_peak.peaks(program) if asked.get("others") else {}
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
     answer |= {
@@ -61,7 +61,7 @@ def _parameters(program: Any) -> int:
 
 def obstacle(answer: Mapping[str, Any]) -> str:
     """Why a program that is predicted should not be run here, "" for none."""
-    from memory.limits import free_host_bytes
+    from bytescope.memory.devices.limits import free_host_bytes
 
     room = int(HOST_ROOM * free_host_bytes())
     if not answer["fits"]:
@@ -85,9 +85,9 @@ def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
     import jax
     from interleave import forget_peak, peak_resident
 
-    from memory import live
-    from train.feed import feed
-    from train.runtime import return_freed_memory
+    from bytescope.memory.devices import live
+    from bytescope.train.data.feed import feed
+    from bytescope.train.run.runtime import return_freed_memory
 
     device = jax.local_devices()[0]
     return_freed_memory()

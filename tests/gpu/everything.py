@@ -39,7 +39,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
                      "--assert"),
     "auto": (*PYTEST, "tests/gpu/test_auto.py"),
     "scan": (PYTHON, "tests/bench/scan.py", "--config=gpt2_small", "--json=OUT/scan.json"),
-    "profile": (PYTHON, "-m", "train", "--config=tiny", "--profile=3", "--config.train.steps=20",
+    "profile": (PYTHON, "-m", "bytescope.train", "--config=tiny", "--profile=3", "--config.train.steps=20",
                 "--config.train.sample_tokens=0", "--config.train.eval_every=0", "--workdir=OUT/profile"),
     "startup": (PYTHON, "tests/bench/startup.py", "--config=tiny", "--target=h200", "--json=OUT/startup.json"),
     "frontier": (PYTHON, "tests/gpu/frontier.py", "--out=OUT/frontier.jsonl"),

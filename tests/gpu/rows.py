@@ -165,8 +165,8 @@ def options_of(doc: str, out: str) -> argparse.ArgumentParser:
 
 def check(flags: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends with one line for a described target that is to run, or a target that does not exist."""
-    from memory import targets
-    from memory.errors import ReportError
+    from bytescope.memory.devices import targets
+    from bytescope.memory.errors import ReportError
 
     try:
         if options.target != "local" and targets.parse(options.target).is_described and not options.compile_only:
@@ -177,7 +177,7 @@ def check(flags: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def stamp() -> dict[str, str]:
     """Versions that decide a program's memory."""
-    from memory.compiler import versions
+    from bytescope.memory.devices.compiler import versions
 
     return {name: version for name, version in versions().items() if name != "python"}
 

@@ -10,7 +10,7 @@ import json
 import pytest
 from rows import run_code
 
-from memory import platform
+from bytescope.memory.devices import platform
 
 # By how much a plan may be slower than the best fixed policy: what medians of a few rounds are off by.
 NOISE = 0.03
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVI
 
 CHILD = """
 import json, statistics, sys, time
-from memory.platform import choose_platform
+from bytescope.memory.devices.platform import choose_platform
 choose_platform()
 import jax, jax.numpy as jnp
-from memory import targets
-from memory.analyze import report_of
-from train.config import load
-from train.program import build
+from bytescope.memory.devices import targets
+from bytescope.memory.analyze import report_of
+from bytescope.train.config import load
+from bytescope.train.program import build
 
 config, shares, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 target = targets.parse("local")

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base
-from memory import platform
-from model import ModelConfig
-from model.attention import KERNELS
+from bytescope.configs import base
+from bytescope.memory.devices import platform
+from bytescope.model import ModelConfig
+from bytescope.model.attention.kernels import KERNELS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVIDIA card in this machine")
@@ -41,7 +41,7 @@ def test_cudnn_equals_naive_in_values_and_gradients(heads, groups, width):
 def test_a_deterministic_run_repeats_bit_for_bit(tmp_path):
     curves = []
     for name in ("first", "second"):
-        subprocess.run([sys.executable, "-m", "train", "--config=tiny", f"--workdir={tmp_path / name}",
+        subprocess.run([sys.executable, "-m", "bytescope.train", "--config=tiny", f"--workdir={tmp_path / name}",
                         "--config.precision.preset=bf16", "--config.train.steps=30", "--config.train.log_every=1",
                         "--config.train.eval_sequences=64", "--config.train.sample_tokens=0",
                         "--config.train.deterministic=True"], check=True, cwd=ROOT, timeout=600)

@@ -13,7 +13,7 @@ import accuracy
 import pytest
 import rows
 
-from memory import platform
+from bytescope.memory.devices import platform
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem not in ("__init__", "base"))
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVI
 
 CARD = """
 import json
-from memory.platform import choose_platform
+from bytescope.memory.devices.platform import choose_platform
 choose_platform()
 import jax, jax.numpy as jnp
-from memory import live, targets
-from memory.target_table import CHIPS
+from bytescope.memory.devices import live, targets
+from bytescope.memory.devices.chips import CHIPS
 
 jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((512, 512))))
 seen, target = live.sample(jax.local_devices()[0]), targets.parse("local")
@@ -67,5 +67,5 @@ def test_the_limit_is_the_allocators_own_and_the_context_is_what_the_table_says(
         outside = (seen["card_used"] - seen["pool"]) / 2**20
         print(f"outside the pool (context and libraries): {outside:.0f} MiB")
     if seen["described"] is None:
-        pytest.skip(f"{seen['kind']} is no row of memory/target_table.py")
+        pytest.skip(f"{seen['kind']} is no row of memory/devices/chips.py")
     assert abs(seen["described"] - seen["bytes_limit"]) < 0.01 * seen["bytes_limit"]

@@ -1,0 +1,205 @@
+"""A parsed program -> the report's buffers, timeline and breakdown. Pure: no jax, no files, no device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from bytescope.memory.attribution import lifetimes
+from bytescope.memory.attribution import roles as role_table
+from bytescope.memory.attribution.checkpoint_names import MARK, Names
+from bytescope.memory.attribution.ledger import rows as ledger_rows
+from bytescope.memory.attribution.lifetimes import Curve, Life, Value
+from bytescope.memory.attribution.rules import Attribution, buffer_of, categorize, source_line
+from bytescope.memory.costs import collectives, kernels
+from bytescope.memory.hlo.buffers import Allocation, Program
+from bytescope.memory.hlo.dataflow import Flow, flatten
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.scopes import CONTAINERS, NOISE, Scope
+from bytescope.memory.records import CATEGORIES, Buffer, Report, TimelinePoint
+
+HOST_COLOR = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """An allocation held through the step, as a buffer."""
+
+    allocation: Allocation
+    buffer: Buffer
+    elements: int
+
+
+def report(program: Program, *, roles: Iterable[tuple[str, str]] = (), names: Names | None = None,
+           method: str = "heap_trace") -> Report:
+    """The report of a program, without target, limits and findings. Rows add up to the byte.
+
+    `roles` are (pattern, role) pairs tried before the default table of argument paths.
+    """
+    order = flatten(program.module)
+    flow = Flow(program.module)
+    curve = lifetimes.walk(program, order)
+    numbers = parameter_roles(program, tuple(roles))
+    look = Attribution(program, flow, order, numbers, names or Names())
+    last = len(curve.points) - 1
+    traced = {event[1] for trace in program.traces for event in trace.events}
+    held = [_held(look, allocation, last) for allocation in program.allocations
+            if not allocation.thread_local and (allocation.indefinite or _loose(allocation, traced))]
+    base = sum(item.buffer.bytes for item in held if item.buffer.memory == "device")
+    points = _points(program, curve, look, base)
+    temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
+    buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
+    elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
+    made = _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
+    return dataclasses.replace(made, collectives=collectives.find(look), work=kernels.find(look))
+
+
+def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...], base: int,
+              buffers: tuple[Buffer, ...], elements: dict[int, int], method: str) -> Report:
+    peak = base + curve.peak_bytes
+    allocated = max(peak, sum(a.size for a in program.allocations if not a.thread_local and a.color == 0))
+    live = [b for b in buffers if b.at_peak and b.memory == "device"]
+    breakdown = {row: sum(b.bytes for b in live if b.category == row) for row in CATEGORIES}
+    breakdown["fragmentation"] = allocated - peak
+    others = {memory: sum(a.size for a in program.allocations
+                          if not a.thread_local and _memory(a.color) == memory)
+              for memory in ("host", "on_chip")}
+    return Report(
+        peak_bytes=peak, allocated_bytes=allocated, breakdown=breakdown, method=method,
+        timeline=points, buffers=buffers, ledger=ledger_rows(buffers, elements),
+        residuals_by_name=_sums((b.checkpoint_name or f"({b.component}/{_operation(b)})", b.bytes)
+                                for b in live if b.category == "residuals"),
+        workspace_by_scope=_sums((f"{b.phase}/{b.component}", b.bytes)
+                                 for b in live if b.category == "workspace"),
+        host_bytes=others["host"], on_chip_bytes=others["on_chip"], peak_index=curve.peak_index,
+        program=program.module.name)
+
+
+def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Bytes by key, most first."""
+    out: dict[str, int] = {}
+    for key, size in items:
+        out[key] = out.get(key, 0) + size
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
+
+
+def _operation(buffer: Buffer) -> str:
+    """The operation that made a residual; what a loop or a block hands on is its carry."""
+    words = [word for word in buffer.op_name.split("/") if word != MARK] or [""]
+    return "carry" if words[-1] in NOISE else words[-1]
+
+
+def _memory(color: int) -> str:
+    """Which memory a color is: 0 the device's main memory, 5 the host's, the others lie on the chip."""
+    return {0: "device", HOST_COLOR: "host"}.get(color, "on_chip")
+
+
+def _loose(allocation: Allocation, traced: set[int]) -> bool:
+    """Whether no heap trace speaks of this temporary memory: it is taken as held through the step."""
+    return not any(id in traced for id, _, _ in allocation.assigned)
+
+
+def parameter_roles(program: Program, extra: tuple[tuple[str, str], ...] = ()) -> dict[int, str]:
+    """Role of every entry parameter, by number."""
+    module = program.module
+    entry = module.computations.get(module.entry)
+    out = {}
+    for number, id in (entry.parameters if entry else {}).items():
+        path = module.metadata(module.instructions[id]).op_name or module.instructions[id].name
+        out[number] = role_table.role(path, extra)
+    return out
+
+
+def _held(look: Attribution, allocation: Allocation, last: int) -> _Held:
+    """An argument, output, constant or untraced allocation as a buffer alive at every point."""
+    module = look.module
+    values = [buffer_of(look.program, id) for id, _, _ in allocation.assigned]
+    values = [(b, i) for b, i in values if b is not None and i is not None]
+    values.sort(key=lambda item: (item[0].size != allocation.size, item[1].opcode != "parameter"))
+    common = {"bytes": allocation.size, "start": 0, "end": last, "at_peak": True,
+              "memory": _memory(allocation.color)}
+    if allocation.entry_parameter:
+        entry = module.computations.get(module.entry)
+        parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1)) if entry else None
+        if parameter is not None:
+            shape = module.shape(parameter).leaf(allocation.parameter_index)
+            path = module.metadata(parameter).op_name or parameter.name
+            return _Held(allocation, Buffer(name=path, shape=shape.dims, dtype=shape.dtype, phase="argument",
+                                            category=look.roles.get(allocation.parameter, "batch"),
+                                            module=path, **common), shape.elements)
+        return _Held(allocation, Buffer(name=f"argument {allocation.parameter}", category="batch",
+                                        phase="argument", **common), 0)
+    if not values:
+        kind = "outputs" if allocation.live_out else "workspace" if allocation.constant else "unattributed"
+        return _Held(allocation, Buffer(name=f"allocation {allocation.index}", category=kind, **common), 0)
+    logical, instruction = values[0]
+    told = _told(look, instruction, logical.index)
+    if allocation.live_out:
+        told.update(category="outputs", phase="output", checkpoint_name="")
+    elif allocation.constant:
+        told.update(category="workspace", component="constants", checkpoint_name="")
+    shape = look.flow.shape(instruction, logical.index)
+    return _Held(allocation, Buffer(**told, **common), shape.elements)
+
+
+def _told(look: Attribution, instruction: Instruction, index: tuple[int, ...], nearby: str = "") -> dict:
+    """Everything but size and life that a report says about a value; `nearby` is the phase it appears in."""
+    fact = look.fact(instruction, index)
+    teller, metadata, scope = look.teller(instruction, index)
+    category = categorize(fact)
+    phase = look.phase(Scope(fact.phase, scope.path, scope.component), teller or instruction)
+    if teller is None and nearby:
+        phase = nearby
+    if category == "gradients" and phase not in ("recompute", "backward"):
+        phase = "backward"
+    name = ""
+    if category == "residuals" and fact.origin.carried:
+        name = f"({_container(scope)} input)"
+    elif category == "residuals":
+        name = look.names.of(look.module.metadata(maker) for maker in (*fact.origin.chain, instruction))
+    component = "param_copy" if fact.of_parameter else scope.component
+    return {"name": instruction.name, "shape": fact.shape.dims, "dtype": fact.shape.dtype,
+            "category": category, "phase": phase, "component": component, "module": "/".join(scope.path),
+            "op_name": metadata.op_name, "source": source_line(metadata),
+            "checkpoint_name": name}
+
+
+def _container(scope: Scope) -> str:
+    """The scope of the stack of blocks: the outmost container, else the outmost scope."""
+    outmost = scope.path[0] if scope.path else "loop"
+    return next((word for word in scope.path if word.lower() in CONTAINERS), outmost)
+
+
+def _temporary(look: Attribution, life: Life, curve: Curve,
+               points: tuple[TimelinePoint, ...]) -> tuple[Buffer, int]:
+    """A stretch of temporary memory as a buffer, told by the value it holds at the peak, and its elements."""
+    at_peak = life.start <= curve.peak_index <= life.end
+    value = _representative(look.program, life, curve.peak_index if at_peak else None)
+    common = {"bytes": life.bytes, "start": life.start, "end": life.end, "at_peak": at_peak}
+    logical, instruction = buffer_of(look.program, value.buffer)
+    if logical is None or instruction is None:
+        return Buffer(name=f"buffer {value.buffer}", **common), 0
+    told = _told(look, instruction, logical.index, points[value.start].phase)
+    return Buffer(**told, **common), look.flow.shape(instruction, logical.index).elements
+
+
+def _representative(program: Program, life: Life, point: int | None) -> Value:
+    """The value that a stretch of memory holds at a point; without a point, the one that holds it longest."""
+    if point is not None:
+        alive = [v for v in life.values if v.start <= point <= v.end] or list(life.values)
+        return max(alive, key=lambda v: (v.start, v.end))
+    return max(life.values, key=lambda v: (v.end - v.start, v.start))
+
+
+def _points(program: Program, curve: Curve, look: Attribution, base: int) -> tuple[TimelinePoint, ...]:
+    """The timeline: what is held through the step added to the curve, phases from the instructions."""
+    out, phase, component = [], "forward", ""
+    for index, (size, name) in enumerate(curve.points):
+        instruction = program.module.instructions.get(program.module.by_name.get(name, -1))
+        if instruction is not None:
+            metadata = program.module.metadata(instruction)
+            if metadata.op_name:
+                scope = look.scope(instruction)
+                phase, component = look.phase(scope, instruction), scope.component
+        out.append(TimelinePoint(index, base + size, phase if name[1] else "argument", name[1], component))
+    return tuple(out)

@@ -1,0 +1,209 @@
+"""Checkpoint names of residuals.
+
+`jax.ad_checkpoint.checkpoint_name` leaves nothing in a compiled program but the place in the source where it
+was called. A name is found again by
+
+1. a word of the op_name that is in the vocabulary a caller gives (a model that also opens a named scope);
+2. the place of the call in the jaxpr, when the program was given as a `jax.stages.Traced`; else the call in
+   the source file, when that is at hand: `checkpoint_name(x, "q")`, or a function of the user's own that
+   calls it and is given one string that looks like a name;
+3. the place of the operation whose result was named, likewise: XLA often drops the mark of the call itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bytescope.memory.hlo.module import Frame, Metadata
+from bytescope.memory.hlo.scopes import COMPONENTS
+
+Place = tuple[str, int, int]
+Chain = tuple[Place, ...]
+_FORMS = frozenset(("reshape", "convert_element_type", "transpose", "squeeze", "sharding_constraint",
+                    "expand_dims", "reduce_precision", "broadcast_in_dim", "copy"))
+MARK = "reduce_precision"
+_NAME = re.compile(r"^[A-Za-z_][\w.\-/]*$")
+_MAX_SOURCE = 4_000_000
+
+
+class Tagged(NamedTuple):
+    """A place in a jaxpr that tells a checkpoint name.
+
+    chain: (file, line, column) of the equation, inmost frame first; end: (line, column) of the inmost frame;
+    suffix: how the op_name of what is compiled from it ends; name: the checkpoint name.
+    """
+
+    chain: Chain
+    end: tuple[int, int]
+    suffix: str
+    name: str
+
+
+class Names:
+    """Looks up checkpoint names by vocabulary, by `places_of` a jaxpr, or without one in source files."""
+
+    def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[Tagged] | None = None):
+        # A word that also names a part of the model ("embed") does not tell a tensor from that part.
+        self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
+        self._in_source = places is None
+        self._table: dict[Chain, list[Tagged]] = {}
+        for tagged in places or ():
+            # A frame further out may not be in the compiled program's chain: every cut of it can match.
+            for length in range(1, len(tagged.chain) + 1):
+                self._table.setdefault(tagged.chain[:length], []).append(tagged)
+
+    def of(self, makers: Iterable[Metadata]) -> str:
+        """The checkpoint name of a value, from the metadata of what made it, nearest first; "" for none."""
+        metadata = [item for item in makers if item.op_name]
+        looks = (self._by_word, *((_call, _around) if self._in_source else (self._by_place,)))
+        return next((name for look in looks for item in metadata if (name := look(item))), "")
+
+    def _by_word(self, metadata: Metadata) -> str:
+        words = reversed(metadata.op_name.split("/"))
+        return next((word for word in words if word in self.vocabulary), "") if self.vocabulary else ""
+
+    def _by_place(self, metadata: Metadata) -> str:
+        chain = tuple(frame[:3] for frame in metadata.frames)
+        for length in range(len(chain), 0, -1):
+            found = {tagged.name for tagged in self._table.get(chain[:length], ())
+                     if metadata.op_name.endswith(tagged.suffix) and _same_end(metadata.frames[0], tagged.end)}
+            if found:
+                return found.pop() if len(found) == 1 else ""
+        return ""
+
+
+def _same_end(frame: Frame, end: tuple[int, int]) -> bool:
+    """Whether an expression ends there; partitioning a program loses the ends, and then any will do."""
+    known = (frame.end_line, frame.end_column)
+    return known in (end, (0, 0), (frame.line, frame.column))
+
+
+def _call(metadata: Metadata) -> str:
+    # JAX marks a saved value with a reduce_precision at the place of the call that names it.
+    if not metadata.op_name.endswith(MARK):
+        return ""
+    return next((name for frame in metadata.frames if (name := _call_at(*frame[:3]))), "")
+
+
+def _around(metadata: Metadata) -> str:
+    return _call_around(*metadata.frames[0][:3]) if metadata.frames else ""
+
+
+def places_of(jaxpr: object) -> list[Tagged]:
+    """Where a (closed) jaxpr, or any jaxpr within it, names values, and where it makes what it names."""
+    found: list[Tagged] = []
+    pending, seen = [jaxpr], set()
+    while pending:
+        inner = pending.pop()
+        inner = getattr(inner, "jaxpr", inner)
+        if id(inner) in seen or not hasattr(inner, "eqns"):
+            continue
+        seen.add(id(inner))
+        makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
+        named = [equation for equation in inner.eqns if equation.primitive.name == "name"]
+        # Operations of one expression can look alike (the products within a GELU): those tell nothing.
+        alike = Counter(_where(equation) for equation in inner.eqns) if named else Counter()
+        for equation in named:
+            for maker in (equation, *_makers(equation, makers)):
+                if alike[_where(maker)] == 1:
+                    found += _tagged(maker, equation.params["name"])
+        for equation in inner.eqns:
+            for value in equation.params.values():
+                pending += value if isinstance(value, (tuple, list)) else [value]
+    return [tagged for tagged in found if tagged.chain]
+
+
+def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
+    """The equations that make the value which a `name` equation names, seen through changes of its form."""
+    out: list[Any] = []
+    variable = equation.invars[0]
+    for _ in range(8):
+        equation = makers.get(id(variable))
+        if equation is None or equation.primitive.name == "name":
+            break
+        out.append(equation)
+        variable = _same(equation, variable)
+        if variable is None:
+            break
+    return out
+
+
+def _same(equation: Any, result: Any) -> Any:
+    """The operand that a result of an equation is but for its form; None for one that is computed."""
+    if equation.primitive.name in _FORMS:
+        return equation.invars[0]
+    body = getattr(equation.params.get("call_jaxpr"), "jaxpr", None)  # a function with its own gradient
+    if body is None:
+        return None
+    inside = {id(variable): inner for inner in body.eqns for variable in inner.outvars}
+    variable = body.outvars[equation.outvars.index(result)]
+    while (inner := inside.get(id(variable))) is not None and inner.primitive.name in _FORMS:
+        variable = inner.invars[0]
+    return equation.invars[body.invars.index(variable)] if variable in body.invars else None
+
+
+def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
+    """Chain of places, end of the inmost, name stack and primitive of an equation."""
+    from jax._src import source_info_util
+
+    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    chain = tuple((frame.file_name, frame.start_line, frame.start_column) for frame in frames)
+    end = (frames[0].end_line, frames[0].end_column) if frames else (0, 0)
+    return chain, end, str(equation.source_info.name_stack), equation.primitive.name
+
+
+def _tagged(equation: Any, name: str) -> list[Tagged]:
+    """What is compiled from an equation is called for it, or for the mark that JAX puts on what is saved."""
+    chain, end, stack, primitive = _where(equation)
+    return [Tagged(chain, end, f"{stack}/{operation}", name) for operation in (primitive, MARK)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _call_at(file: str, line: int, column: int) -> str:
+    """The name in the call that starts at a place of a source file; "" when there is none."""
+    for node in _source(file)[0].get(line, ()):
+        if node.col_offset == column:
+            strings = [a.value for a in (*node.args[1:], *(k.value for k in node.keywords))
+                       if isinstance(a, ast.Constant) and isinstance(a.value, str) and _NAME.match(a.value)]
+            if len(strings) == 1:
+                return strings[0]
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _call_around(file: str, line: int, column: int) -> str:
+    """The name in the `checkpoint_name` call that a place of a source file lies within."""
+    calls, aliases = _source(file)
+    for node in (node for nodes in calls.values() for node in nodes):
+        function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if function in aliases and (node.lineno, node.col_offset) <= (line, column) \
+                and (line, column) < (node.end_lineno, node.end_col_offset):
+            return _call_at(file, node.lineno, node.col_offset)
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _source(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
+    """The calls of a source file by line, and its names for `checkpoint_name`; empty if it is no Python."""
+    calls: dict[int, list[ast.Call]] = {}
+    aliases = {"checkpoint_name"}
+    try:
+        path = Path(file)
+        if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _MAX_SOURCE:
+            return calls, frozenset()
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                calls.setdefault(node.lineno, []).append(node)
+            elif isinstance(node, ast.ImportFrom):
+                aliases |= {item.asname for item in node.names
+                            if item.name == "checkpoint_name" and item.asname}
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}, frozenset()
+    return calls, frozenset(aliases)

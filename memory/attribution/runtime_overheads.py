@@ -1,0 +1,145 @@
+"""What a runtime takes beside a program's own buffers: every item that the compiler does not count, in one table.
+
+Two kinds. In the pool: what the allocator hands out besides, part of its `peak_bytes_in_use`; with the compiler's
+`allocated_bytes` it makes `predicted_bytes`, and that is what is judged against the limit. On the card: what the
+driver and its libraries take outside the allocator's pool; of that part of the card which the pool leaves free.
+
+Looked at and found in the compiler's own figures, so no row here: cuDNN's workspace (a u8 result of its calls), the
+states of random numbers, the holes between packed temporaries (the report's row fragmentation). Found nothing:
+programs that run before or after the step (their peaks are compared, not added: `train.planning.run_peak`), and the
+autotuner, which takes the operands of one product at a time before there is any state. Of constants, a few bytes as
+a rule, the compiler counts what the runtime keeps outside the pool. An allocator that finds no free piece but one
+less than twice as large, by less than 128 MiB, hands out the whole (bfc_allocator.cc, ShouldSplitChunk): a pool taken
+in one piece, as by default, has the large free piece for what is large, so nothing is added; a run that grows its
+pool, or frees between steps what is large, may see it.
+
+Sources named by file are XLA's (openxla/xla). Figures marked "estimate" have not met a card:
+`python tests/gpu/accuracy.py --calibrate` measures them and prints the line to put here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+MIB = 2**20
+
+# ---- What is calibrated, in bytes.
+# What CUDA takes of a card before the first buffer: context, kernels and their local memory, handles of cuBLAS and
+# cuDNN. For CUDA 13 on Hopper; NVML's used bytes less the allocator's pool, after the first jitted call.
+CONTEXT_BYTES = 500 * MIB
+# One ring connection of NCCL: buffers of its three protocols, Simple 4 MiB, LL 512 KiB, LL128 4.69 MiB (NCCL's
+# device.h, defaults of NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE), and channels inside one NVLink host.
+NCCL_CONNECTION_BYTES, NCCL_CHANNELS = 4 * MIB + 512 * 1024 + 4_915_200, 24
+
+# ---- What XLA fixes.
+# bfc_allocator.h, kMinAllocationSize: every request is rounded up to a multiple.
+ROUNDING = {"cuda": 256}
+# matmul_utils.h, GemmConfig: kHopperWorkspace from compute capability 9 on, kDefaultWorkspace before.
+BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
+
+POOL, CARD = "pool", "card"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unseen:
+    """Bytes of one device that no compiler counts. `where`: "pool" or "card"; `source`: where the figure is from."""
+
+    name: str
+    bytes: int
+    where: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What the loop around a program keeps on the device while it runs.
+
+    Fields:
+        waiting: bytes on one device of each array that lies there besides the arguments: batches to come or gone.
+        results: earlier calls whose results, as far as they alias no argument, nobody has read yet.
+    """
+
+    waiting: tuple[int, ...] = ()
+    results: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the formulas of the table ask; sizes in bytes on one device.
+
+    Fields:
+        platform: of the target, "" when unknown. context: what the target's runtime reserves.
+        requests: every piece that the runtime asks its allocator for: arguments, results, temporaries.
+        results: those of them that are arrays the program gives back in memory of their own.
+        untuned_product: operands of the largest matrix product of a program whose compiler had no card to try cuBLAS
+            on; 0 when it had. hopper: compute capability 9 or more.
+        communicators: groups of devices that talk. code: machine code, as far as the compiler tells.
+    """
+
+    platform: str = ""
+    context: int = 0
+    requests: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    loop: Loop = Loop()
+    untuned_product: int = 0
+    hopper: bool = False
+    communicators: int = 0
+    code: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A row of the table: a name, where the bytes lie, the formula, and what is known of it."""
+
+    name: str
+    where: str
+    of: Callable[[Facts], int]
+    source: str
+
+
+def rounded(size: int, platform: str) -> int:
+    """The bytes that an allocator of `platform` counts for a request of `size` bytes."""
+    unit = ROUNDING.get(platform, 1)
+    return -(-size // unit) * unit
+
+
+def _rounding(facts: Facts) -> int:
+    asked = (*facts.requests, *facts.loop.waiting, *facts.results * facts.loop.results)
+    return sum(rounded(size, facts.platform) - size for size in asked)
+
+
+def _blas(facts: Facts) -> int:
+    most = BLAS_WORKSPACE_BYTES[facts.hopper] if facts.platform == "cuda" else 0
+    return min(most, facts.untuned_product)
+
+
+def _nccl(facts: Facts) -> int:
+    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform == "cuda" else 0
+
+
+ITEMS = (
+    Item("batches waiting", POOL, lambda facts: sum(facts.loop.waiting),
+         "train/data/feed.py: an update's batches are there before the last update is done; counted on the CPU"),
+    Item("results not yet read", POOL, lambda facts: facts.loop.results * sum(facts.results),
+         "train/loop.py: metrics are read a step late"),
+    Item("rounding", POOL, _rounding, "bfc_allocator.cc, RoundedBytes: 256 bytes a request; from the source"),
+    Item("cuBLAS workspace", POOL, _blas,
+         "gemm_workspace_rewriter.cc: a result of the call where a card was there to tune on, and then counted by the "
+         "compiler; else at most this; from the source, an upper bound"),
+    Item("context", CARD, lambda facts: facts.context, "CONTEXT_BYTES on CUDA, the compiler's own on TPU; estimate"),
+    Item("NCCL", CARD, _nccl, "a ring for each group of devices that talks; estimate"),
+    Item("machine code", CARD, lambda facts: facts.code if facts.platform == "cuda" else 0,
+         "generated_code_size_in_bytes, loaded by the driver; from the source"),
+)
+
+
+def find(facts: Facts) -> tuple[Unseen, ...]:
+    """The items that take bytes, in the order of the table."""
+    found = (Unseen(item.name, int(item.of(facts)), item.where, item.source) for item in ITEMS)
+    return tuple(row for row in found if row.bytes)
+
+
+def total(rows: Iterable[Unseen], where: str) -> int:
+    """Bytes of all items of one kind, `POOL` or `CARD`."""
+    return sum(row.bytes for row in rows if row.where == where)

@@ -1,0 +1,252 @@
+"""Lifetimes from the schedule alone, for a finished executable whose backend keeps no heap trace.
+
+The module says in which order everything runs and which values share memory by rule (tuples, bitcasts, loop
+state, in-place updates). From that follow buffers and a heap trace of our own making, in the records that the
+compiler's would be read into. What XLA decides beyond that (which operand an operation overwrites, padding)
+is guessed at; totals therefore come from its statistics, and `memory.analyze` shows the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from bytescope.memory.hlo.buffers import ALLOC, FREE, Allocation, LogicalBuffer, Program, Trace
+from bytescope.memory.hlo.dataflow import flatten
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import Index, Shape, leaves
+
+Node = tuple[int, Index]
+
+_SAME = frozenset(("bitcast", "opt-barrier", "optimization-barrier", "add-dependency", "domain"))
+# Operations that write over an operand that dies with them.
+_OVERWRITING = frozenset(("fusion", "add", "subtract", "multiply", "divide", "maximum", "minimum", "select",
+                          "exp", "tanh", "negate", "convert", "all-reduce"))
+
+
+def derive(module: Module) -> Program:
+    """A program with buffers, allocations and a trace worked out from the module's schedule.
+
+    Sizes are unpadded bytes. Every id is the derivation's own.
+    """
+    return _Derivation(module).program()
+
+
+@dataclasses.dataclass(slots=True)
+class _Group:
+    """Values that live in one stretch of memory."""
+
+    nodes: list[Node]
+    size: int = 0
+    start: int = 0
+    end: int = 0
+    kind: str = "temp"
+    space: int = 0
+
+
+class _Derivation:
+    def __init__(self, module: Module):
+        self.module = module
+        self.order = flatten(module)
+        self.parent: dict[Node, Node] = {}
+        self.starts: dict[int, int] = {}
+        for id, at in self.order.items():
+            computation = module.instructions[id].computation
+            self.starts[computation] = min(self.starts.get(computation, at), at)
+
+    def program(self) -> Program:
+        """Unions first, then lives, then what is overwritten, then records."""
+        instructions = [self.module.instructions[id] for id in self.order]
+        for instruction in instructions:
+            for index, _ in self._leaves(instruction):
+                self.parent.setdefault((instruction.id, index), (instruction.id, index))
+        for instruction in instructions:
+            for left, right in self._shared(instruction):
+                self._join(left, right)
+        entry = self.module.computations.get(self.module.entry)
+        for output, number, index in self.module.aliases if entry else ():
+            self._join((entry.parameters.get(number, -1), index), (entry.root, output))
+        groups = self._groups(instructions)
+        self._overwrite(instructions, groups)
+        return self._records([groups[root] for root in dict.fromkeys(map(self._find, groups))])
+
+    def _leaves(self, instruction: Instruction) -> list[tuple[Index, Shape]]:
+        return list(leaves(self.module.shape(instruction)))
+
+    def _find(self, node: Node) -> Node:
+        root = node
+        while self.parent.get(root, root) != root:
+            root = self.parent[root]
+        while self.parent.get(node, node) != root:
+            self.parent[node], node = root, self.parent[node]
+        return root
+
+    def _join(self, left: Node, right: Node) -> None:
+        if left in self.parent and right in self.parent:
+            self.parent[self._find(right)] = self._find(left)
+
+    def _shared(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
+        """Pairs of values that are in one place by rule."""
+        module, id, operands = self.module, instruction.id, instruction.operands
+        opcode = instruction.opcode
+        if opcode == "while" and operands:
+            ends = [operands[0]]
+            for called in instruction.called:
+                computation = module.computations.get(called)
+                ends += [computation.parameters[0]] if computation and 0 in computation.parameters else []
+            root = module.root(instruction.called[0]) if instruction.called else None
+            ends += [root.id] if root else []
+            for index, _ in self._leaves(instruction):
+                yield from (((id, index), (end, index)) for end in ends)
+        elif opcode in ("call", "conditional"):
+            for branch, called in enumerate(instruction.called):
+                computation = module.computations.get(called)
+                if computation is None:
+                    continue
+                for index, _ in self._leaves(instruction):
+                    yield (id, index), (computation.root, index)
+                for number, parameter in computation.parameters.items():
+                    position = branch + 1 if opcode == "conditional" else number
+                    if position < len(operands) and parameter in module.instructions:
+                        for index, _ in self._leaves(module.instructions[parameter]):
+                            yield (operands[position], index), (parameter, index)
+        else:
+            for index, _ in self._leaves(instruction):
+                source = self._source(instruction, index)
+                if source is not None:
+                    yield (id, index), source
+
+    def _source(self, instruction: Instruction, index: Index) -> Node | None:
+        """The operand's value that this result shares its place with; None for a place of its own."""
+        operands, opcode = instruction.operands, instruction.opcode
+        if not operands:
+            return None
+        if opcode == "tuple" and index and index[0] < len(operands):
+            return operands[index[0]], index[1:]
+        if opcode == "get-tuple-element":
+            return operands[0], (instruction.tuple_index, *index)
+        if opcode in _SAME or opcode in ("dynamic-update-slice", "scatter"):
+            return operands[0], index
+        if opcode.endswith("-start") and index:
+            alias = 1 if opcode == "copy-start" else 0
+            if index[0] == alias:
+                position = index[1] if len(index) > 1 else 0
+                return (operands[position], index[2:]) if position < len(operands) else None
+        if opcode.endswith("-done"):
+            start = self.module.instructions.get(operands[0])
+            if start is None or self.module.shape(start).parts is None:
+                return operands[0], index
+            return operands[0], (0 if start.opcode == "copy-start" else 1, *index)
+        if opcode == "fusion" and instruction.called:
+            return self._updated(instruction, self.module.root(instruction.called[0]), index)
+        return None
+
+    def _updated(self, fusion: Instruction, value: Instruction | None, index: Index) -> Node | None:
+        """The operand that a fusion updates in place: its root writes into a slice of it."""
+        updating = False
+        for _ in range(64):
+            if value is None:
+                return None
+            if value.opcode == "tuple" and index:
+                value, index = self.module.operand(value, index[0]), index[1:]
+            elif value.opcode in ("bitcast", "dynamic-update-slice", "scatter", "convert", "copy"):
+                updating |= value.opcode in ("dynamic-update-slice", "scatter")
+                value = self.module.operand(value, 0)
+            elif value.opcode == "parameter" and updating and value.parameter < len(fusion.operands):
+                return fusion.operands[value.parameter], ()
+            else:
+                return None
+        return None
+
+    def _groups(self, instructions: list[Instruction]) -> dict[Node, _Group]:
+        """Root node -> its stretch of memory with its life."""
+        groups: dict[Node, _Group] = {}
+        entry = self.module.computations.get(self.module.entry)
+        for instruction in instructions:
+            at = self.order[instruction.id]
+            born = self.starts[instruction.computation] if instruction.opcode == "parameter" else at
+            argument = instruction.opcode == "parameter" and entry and instruction.computation == entry.id
+            for index, shape in self._leaves(instruction):
+                root = self._find((instruction.id, index))
+                group = groups.setdefault(root, _Group([], 0, born, at))
+                group.nodes.append((instruction.id, index))
+                group.size = max(group.size, shape.bytes)
+                group.start, group.end = min(group.start, born), max(group.end, at)
+                group.space = group.space or shape.memory_space
+                if argument:
+                    group.kind = "argument"
+                elif entry and instruction.id == entry.root and group.kind == "temp":
+                    group.kind = "output"
+                elif instruction.opcode == "constant" and group.kind == "temp":
+                    group.kind = "constant"
+            for operand in instruction.operands:
+                source = self.module.instructions.get(operand)
+                for index, _ in self._leaves(source) if source and operand in self.order else ():
+                    found = groups.get(self._find((operand, index)))
+                    if found:
+                        found.end = max(found.end, at)
+        return groups
+
+    def _overwrite(self, instructions: list[Instruction], groups: dict[Node, _Group]) -> None:
+        """Puts results where an operand of the same size has just died."""
+        for instruction in instructions:
+            if instruction.opcode not in _OVERWRITING:
+                continue
+            at = self.order[instruction.id]
+            for index, _ in self._leaves(instruction):
+                mine = groups.get(self._find((instruction.id, index)))
+                for operand in instruction.operands:
+                    other = groups.get(self._find((operand, ())))
+                    if (mine and other and other is not mine and other.end == at and other.size == mine.size
+                            and mine.start == at and other.kind == mine.kind == "temp"):
+                        self._merge(groups, (operand, ()), (instruction.id, index))
+                        break
+
+    def _merge(self, groups: dict[Node, _Group], left: Node, right: Node) -> None:
+        kept, gone = groups[self._find(left)], groups.pop(self._find(right))
+        kept.nodes += gone.nodes
+        kept.start, kept.end = min(kept.start, gone.start), max(kept.end, gone.end)
+        self._join(left, right)
+
+    def _records(self, groups: list[_Group]) -> Program:
+        program = Program(self.module)
+        traces: dict[int, Trace] = {}
+        begin: dict[int, list[int]] = {}
+        finish: dict[int, list[int]] = {}
+        for number, group in enumerate(groups):
+            id, index = max(group.nodes, key=self._place)
+            color = group.space
+            program.buffers[number] = LogicalBuffer(number, group.size, id, index, color)
+            if group.kind == "temp":
+                begin.setdefault(group.start, []).append(number)
+                finish.setdefault(group.end, []).append(number)
+            else:
+                program.allocations.append(self._allocation(number, group, color))
+        names = {at: self.module.instructions[id] for id, at in self.order.items()}
+        for at in sorted({*begin, *finish}):
+            where = self.module.computations[names[at].computation].name, names[at].name
+            for kind, numbers in ((ALLOC, begin.get(at, ())), (FREE, finish.get(at, ()))):
+                for number in numbers:
+                    color = program.buffers[number].color
+                    traces.setdefault(color, Trace()).events.append((kind, number, where, 0))
+        program.traces += traces.values()
+        return program
+
+    def _place(self, node: Node) -> tuple[bool, bool, int]:
+        """Which node tells best what a stretch of memory is: a loop's state, an operation, the earliest."""
+        instruction = self.module.instructions[node[0]]
+        passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")
+        return instruction.opcode == "while", not passing, -self.order[node[0]]
+
+    def _allocation(self, number: int, group: _Group, color: int) -> Allocation:
+        out = Allocation(index=number, size=group.size, color=color, assigned=[(number, 0, group.size)])
+        out.live_out = group.kind == "output"
+        out.constant = group.kind == "constant"
+        if group.kind == "argument":
+            entry = self.module.computations[self.module.entry]
+            for id, index in group.nodes:
+                if id in entry.parameters.values():
+                    out.entry_parameter = True
+                    out.parameter, out.parameter_index = self.module.instructions[id].parameter, index
+                    break
+        return out

@@ -1,0 +1,48 @@
+"""bytescope diff: two reports' JSON files against each other."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from bytescope.memory import records
+from bytescope.memory.errors import ReportError
+from bytescope.memory.plan import diff
+from bytescope.memory.text.report import WIDTH
+
+if TYPE_CHECKING:
+    from bytescope.memory.__main__ import Trainer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("before", metavar="A.json", help="a report written with --json")
+    parser.add_argument("after", metavar="B.json", help="the report to compare with it")
+    parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
+                        help="exit 1 when peak or allocated bytes grew by more than this")
+
+
+def _percent(text: str) -> float:
+    value = float(text.removesuffix("%"))
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the table; 1 when memory grew above the bound, else 0."""
+    if overrides:
+        raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
+    before, after = records.load(args.before), records.load(args.after)
+    changes = diff.diff(before, after)
+    console = Console(width=WIDTH) if not Console().is_terminal else Console()
+    console.print(diff.render(before, after, changes))
+    failed = diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
+    for change in failed:
+        percent = "from nothing" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
+        console.print(f"{change.name} grew {percent}, above {args.fail_above:g} %", style="bold red")
+    return 1 if failed else 0

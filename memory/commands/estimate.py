@@ -1,0 +1,184 @@
+"""bytescope estimate: bytes and FLOPs by formula, at once: terminal, JSON, or a page to play with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.formulas.estimate import Estimate, Question, check, estimate, question_of, shape_for
+
+if TYPE_CHECKING:
+    from bytescope.memory.__main__ import Trainer
+
+SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+# What --params leaves open and a config says itself: flag -> (the config's key, what it is).
+SHAPE = {
+    "layers": ("model.n_layers", "layers"), "width": ("model.d_model", "width of the residual stream"),
+    "heads": ("model.n_heads", "attention heads"), "kv-heads": ("model.n_kv_heads", "key/value heads"),
+    "vocabulary": ("model.vocab_size", "size of the vocabulary"),
+    "sequence": ("data.seq_len", "tokens of a sequence (default: 2048)"),
+    "batch": ("batch.micro", "sequences of a replica and micro-step (default: 1)"),
+}
+# Row -> (title, whether it is one of the parts of the total).
+ROWS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer and master copy",
+        "kept": "activations of the layers", "recomputed": "one layer recomputed",
+        "outside": "embedding, head and logits", "total": "total", "host": "in host memory"}
+
+# Least total of a unit -> its name and size, and those of its binary neighbour: GB wherever they fit the columns.
+UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "MB", 1e6, "MiB", 2**20))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--params", metavar="N", help="parameters: 7e9, 7b, 350m; a GPT of about that size is assumed")
+    source.add_argument("--config", metavar="FILE", help="a config file or shipped name")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
+    for flag, (_, summary) in SHAPE.items():
+        parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
+    parser.add_argument("--zero", type=int, choices=training_state.ZERO, help="ZeRO stage over the data-parallel ranks")
+    parser.add_argument("--data", type=int, metavar="N", help="data-parallel ranks")
+    parser.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--sequence-parallel", action="store_true", help="norms and residual stream split as well")
+    parser.add_argument("--optimizer", choices=training_state.OPTIMIZERS)
+    parser.add_argument("--precision", choices=training_state.PRECISIONS)
+    parser.add_argument("--attention", choices=transformer.ATTENTION)
+    parser.add_argument("--offload", choices=training_state.OFFLOAD, help="what lies in host memory")
+    parser.add_argument("--fused", action="store_true", help="layers updated one by one in the backward pass")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with inputs, opens offline")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the estimate and writes the files that were asked for. The trainer's config is read, never compiled."""
+    notes: tuple[str, ...] = ()
+    if args.config:
+        config = trainer.config(args.config, overrides)
+        question, notes = _configured(args, config), _notes_on(args, config)
+    elif overrides:
+        raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --params")
+    else:
+        question = _assumed(args)
+        notes = ("The shape is assumed from the count: say more with --layers, --width, --heads, ...",)
+    found = estimate(check(_spread(question, args)))
+    found = dataclasses.replace(found, notes=notes + found.notes)
+    show(found)
+    _write(args, found)
+    return 0
+
+
+def parse_count(text: str) -> float:
+    """7e9, 7b, 1.5B, 350m, 7_000_000_000 as a number.
+
+    Raises:
+      ReportError: it is none.
+    """
+    match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
+    try:
+        return float(match[1]) * SUFFIXES[match[2]]
+    except (TypeError, ValueError):
+        raise ReportError(f"--params={text}: give a count such as 7e9, 7b or 350m") from None
+
+
+def _assumed(args: argparse.Namespace) -> Question:
+    """The question of --params; what is not given follows from the count."""
+    parameters = parse_count(args.params)
+    if not 1 <= parameters < 1e18:
+        raise ReportError(f"--params={args.params}: give 1 or more, below 1e18")
+    given = {flag: getattr(args, flag.replace("-", "_")) for flag in SHAPE}
+    for flag, value in given.items():
+        if value is not None and not 1 <= value < 1e9:
+            raise ReportError(f"--{flag}={value}: give 1 or more, below 1e9")
+    model = shape_for(parameters, given["vocabulary"] or 50304, layers=given["layers"], width=given["width"])
+    heads = given["heads"] or model.heads
+    model = dataclasses.replace(model, heads=heads, kv_heads=given["kv-heads"] or heads,
+                                head_width=max(model.width // heads, 1))
+    return Question(parameters, model, sequence=given["sequence"] or 2048, batch=given["batch"] or 1)
+
+
+def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
+    for flag, (key, _) in SHAPE.items():
+        if getattr(args, flag.replace("-", "_")) is not None:
+            raise ReportError(f"--{flag} goes with --params: with --config write --config.{key}=...")
+    return question_of(config)
+
+
+def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the estimate does not know of a config's mesh."""
+    notes = []
+    free = [axis for axis in ("data", "fsdp", "tensor") if config[f"mesh.{axis}"] == -1]
+    if free and not (args.tensor if free[0] == "tensor" else args.data):
+        flag = "--tensor" if free[0] == "tensor" else "--data"
+        notes.append(f"mesh.{free[0]}=-1 counts as 1 device here: say how many with {flag}=N.")
+    if config["mesh.context"] != 1:
+        notes.append(f"mesh.context={config['mesh.context']} is left out: each device of a ring has so much less of "
+                     "the activations; report --formulas counts it.")
+    return tuple(notes)
+
+
+def _spread(question: Question, args: argparse.Namespace) -> Question:
+    """The question with what the flags say of devices, precision, optimizer and attention."""
+    layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
+    if args.sequence_parallel:
+        layout["sequence"] = True
+    rest = {name: value for name in ("optimizer", "precision", "attention", "offload")
+            if (value := getattr(args, name))}
+    if args.fused:
+        rest["fused"] = True
+    return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
+
+
+def show(found: Estimate, console: Any = None) -> None:
+    """Prints the estimate, to a console of 100 columns when none is given."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from bytescope.memory.text.report import WIDTH
+
+    console = console or Console(width=WIDTH)
+    q, layout = found.question, found.question.layout
+    console.print(f"[bold]{q.parameters:,.0f} parameters[/bold]  {q.model.layers} layers, width {q.model.width}, "
+                  f"{q.model.heads} heads, {q.batch} x {q.sequence} tokens", highlight=False)
+    tensor = f"tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
+    console.print(f"{tensor}, ZeRO {layout.zero} over {layout.data}; {q.precision}, {q.optimizer}, {q.attention} "
+                  "attention; per device", highlight=False)
+    document = found.to_json()
+    unit, size_of, binary, binary_size = next(row for least, *row in UNITS if found.total("none") >= least)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    table.add_column("B/param", justify="right")
+    for policy in found.activations:
+        table.add_column(f"{policy}, {unit}", justify="right")
+        table.add_column(binary, justify="right", style="dim")
+    for row, title in ROWS.items():
+        if row == "host" and not found.host:
+            continue
+        each = document["per_parameter"].get(row)
+        sizes = [document["policies"][policy][row] for policy in found.activations]
+        table.add_row(title, "" if each is None else f"{each:.4g}",
+                      *(cell for size in sizes for cell in (f"{size / size_of:,.2f}", f"{size / binary_size:,.2f}")),
+                      style="bold" if row == "total" else None)
+    ratios = [f"{flops / found.model_flops:.3f}" for flops in found.hardware_flops.values()]
+    table.add_row("hardware over model FLOPs", "", *(cell for ratio in ratios for cell in (ratio, "")))
+    console.print(table, highlight=False)
+    for note in found.notes:
+        console.print(f"note: {note}", style="dim", highlight=False)
+
+
+def _write(args: argparse.Namespace, found: Estimate) -> None:
+    try:
+        if args.json:
+            args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+        if args.html:
+            from bytescope.memory.pages import estimate as estimate_page
+
+            args.html.write_text(estimate_page.render(found.question), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot write {error.filename}: {error.strerror}") from error

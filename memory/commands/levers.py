@@ -1,0 +1,114 @@
+"""bytescope levers: the staircase of memory savings of a config, each stage compiled with all before it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.commands.compare import (
+    INTERRUPTED,
+    add_compiling,
+    add_subject,
+    check,
+    progress,
+    shares_accelerator,
+    write,
+)
+from bytescope.memory.errors import ReportError
+from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.plan import levers
+from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.levers import Level
+from bytescope.memory.plan.rows import Row
+
+if TYPE_CHECKING:
+    from bytescope.memory.__main__ import Trainer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_subject(parser, "override a key in every stage; the stages that set it are left out")
+    parser.add_argument("--stages", metavar="S,S", help="stages in their order, each with all before it (default: "
+                        f"{','.join(levers.DEFAULT)}; there are {', '.join(levers.BEYOND)} too)")
+    add_compiling(parser, "the staircase's JSON")
+    parser.set_defaults(measure=False)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
+    if not args.config:
+        raise ReportError("no config: give --config=FILE")
+    stages, target = levers.choose(args.stages), args.target.strip().lower()
+    check(args, [target])
+    config, refused = trainer.config(args.config, overrides), {}
+    sources = row_cache.source_digest(trainer.sources())
+    while True:
+        levels, left_out = levers.climb(stages, config, (key for key, _ in overrides), refused)
+        if not levels:
+            raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
+        levels, jobs = _jobs(args.config, target, overrides, levels, config, trainer, sources)
+        answers, interrupted = _compile(args, target, jobs)
+        wrong = next((level for level, job in zip(levels, jobs)
+                      if answers.get(job.name, {"status": "ok"})["status"] != "ok"), None)
+        if wrong is None or interrupted:
+            break
+        why = answers[jobs[levels.index(wrong)].name]["status"]
+        if wrong is levels[0]:  # all others stand on it
+            raise ReportError(f"{wrong.title}, the first stage, does not compile: {why}")
+        refused[wrong.stage] = why
+    done = [_settled(level, answers[job.name]) for level, job in zip(levels, jobs)
+            if answers.get(job.name, {}).get("status") == "ok"]
+    _finish(args, done, left_out, target, answers, interrupted)
+    return INTERRUPTED if interrupted else 0
+
+
+def _jobs(config: str, target: str, overrides: Sequence[tuple[str, str]], levels: Sequence[Level],
+          base: Mapping[str, Any], trainer: Trainer, sources: str) -> tuple[list[Level], list[worker_pool.Job]]:
+    """The levels with their flags, and what compiles each."""
+    from bytescope.memory.devices.compiler import versions
+
+    stated, told, jobs = versions(), [], []
+    for level in levels:
+        pairs = (*overrides, *level.keys.items())
+        flat = trainer.config(config, pairs)
+        values = {key: flat[key] for key in level.keys}
+        told.append(dataclasses.replace(level, flags=levers.differing(level.keys, values, base)))
+        name = row_cache.key(flat, target, stated, sources, False)
+        jobs.append(worker_pool.Job(config, target, pairs, values, name, level.title, flat))
+    return told, jobs
+
+
+def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:
+    """Answers by name, and whether Ctrl-C came; two stages that make one program are compiled once."""
+    once = list({job.name: job for job in jobs}.values())
+    workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
+    with progress(len(once)) as tell:
+        return worker_pool.run(once, workers=workers, env=worker_pool.environment([target]), progress=tell,
+                               cache=None if args.no_cache else row_cache.folder())
+
+
+def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
+    """The level with what came of it."""
+    keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
+    return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"]["model.attention"])
+
+
+def _finish(args: argparse.Namespace, levels: Sequence[Level], left_out: Mapping[str, str], target: str,
+            answers: Mapping[str, Mapping[str, Any]], interrupted: bool) -> None:
+    """Prints the levels and writes the files."""
+    from bytescope.memory.devices.compiler import versions
+    from bytescope.memory.text import levers as levers_text
+
+    done = [answer for answer in answers.values() if answer.get("status") == "ok"]
+    about = done[0]["target"] if done else {"name": target}
+    out = levers.to_json(levels, left_out, about, done[0]["versions"] if done else versions(), interrupted)
+    levers_text.show(levels, left_out, about, out["versions"], interrupted=interrupted)
+    if args.json:
+        write(args.json, json.dumps(out, indent=1) + "\n")
+    if args.html:
+        from bytescope.memory.pages import levers as levers_page
+
+        write(args.html, levers_page.render(out, args.config))

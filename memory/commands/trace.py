@@ -1,0 +1,56 @@
+"""bytescope trace: where the time of traced updates went, from the files of a profiler."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from bytescope.memory import records
+from bytescope.memory.costs import roofline
+from bytescope.memory.errors import ReportError
+from bytescope.memory.profile import breakdown, xplane
+from bytescope.memory.text import profile as profile_text
+from bytescope.memory.text.report import WIDTH
+
+if TYPE_CHECKING:
+    from bytescope.memory.__main__ import Trainer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("trace", metavar="DIR", help="what bytescope train --profile or jax.profiler wrote: a folder, "
+                        "of which the newest trace is read, or one *.xplane.pb")
+    parser.add_argument("--report", metavar="FILE", help="the program's report (a run's memory.json): the roofline's "
+                        "prediction beside what was measured")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the breakdown as JSON")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the breakdown; starts no jax."""
+    if overrides:
+        raise ReportError(f"trace takes no --config.{overrides[0][0]}: it reads a trace")
+    found = breakdown.find(xplane.read(xplane.find(args.trace)))
+    predicted = prediction(records.load(args.report)) if args.report else None
+    profile_text.show(found, Console(width=WIDTH) if not Console().is_terminal else Console(), predicted)
+    if args.json:
+        try:
+            args.json.write_text(json.dumps(to_json(found, predicted), indent=1) + "\n")
+        except OSError as error:
+            raise ReportError(f"cannot write {args.json}: {error.strerror}") from error
+    return 0
+
+
+def prediction(report: records.Report) -> dict | None:
+    """The roofline's seconds of one call, as JSON; None for a program or a target of which too little is known."""
+    found = roofline.of_answer({"work": report.work, "target": report.target})
+    return found.to_json() if found else None
+
+
+def to_json(found: breakdown.Spent, predicted: dict | None) -> dict:
+    """The breakdown as a JSON object, with `predicted_seconds` of one update, null where unknown."""
+    return {**found.to_json(), "predicted_seconds": predicted["total"] * found.calls if predicted else None}

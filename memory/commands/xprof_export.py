@@ -1,0 +1,133 @@
+"""Reports for other people's viewers: XProf and TensorBoard (the compiler's own proto), and pprof.
+
+The pprof profile is written by hand, field by field, as github.com/google/pprof/proto/profile.proto numbers
+them: a few dozen lines in place of a dependency.
+"""
+
+import gzip
+from collections.abc import Iterable
+from pathlib import Path
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records import Buffer, Report
+
+MODULE = "m"  # the name under which XProf lists the program
+
+
+def export(directory: str | Path, report: Report | None = None, hlo_proto: bytes = b"") -> list[Path]:
+    """Writes what other viewers open into `directory` (made if missing); returns the files.
+
+    - `m.hlo_proto.pb` beside an empty `h.xplane.pb`, when there is a serialized HloProto: XProf and
+      TensorBoard's profile plugin show its memory viewer for the pair.
+    - `memory.pprof.gz`, when there is a report: one sample per buffer alive at the peak.
+
+    Raises ReportError when there is neither, or the directory cannot be written.
+    """
+    files: dict[str, bytes] = {}
+    if hlo_proto:
+        files[f"{MODULE}.hlo_proto.pb"] = hlo_proto
+        files["h.xplane.pb"] = b""  # only its presence matters: it makes the folder a profile
+    if report is not None:
+        # No time in the header: the same report gives the same bytes.
+        files["memory.pprof.gz"] = gzip.compress(pprof(report), mtime=0)
+    if not files:
+        raise ReportError("nothing to export: pass a report or an HloProto")
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise ReportError(f"cannot write to {folder}: {error.strerror or error}") from error
+    return [folder / name for name in files]
+
+
+def pprof(report: Report) -> bytes:
+    """The buffers alive at the peak as a pprof profile (uncompressed protobuf).
+
+    Sample value: bytes on one device. Stack, root first: category, each named scope of the module path, the
+    operation, the buffer with its source line. Labels: phase, dtype, shape, checkpoint name. `go tool pprof
+    -http=: memory.pprof.gz` draws it as a flame graph of the peak.
+    """
+    table = _Table()
+    samples = []
+    for buffer in sorted((b for b in report.buffers if b.at_peak and b.memory == "device"),
+                         key=lambda b: -b.bytes):
+        locations = [table.location(*frame) for frame in reversed(_stack(buffer))]
+        labels = b"".join(_message(3, _int(1, table.string(key)) + _int(2, table.string(value)))
+                          for key, value in _labels(buffer) if value)
+        samples.append(_message(2, _packed(1, locations) + _packed(2, [buffer.bytes]) + labels))
+    value_type = _int(1, table.string("space")) + _int(2, table.string("bytes"))
+    comments = b"".join(_int(13, table.string(line)) for line in _comments(report))
+    body = _message(1, value_type) + b"".join(samples) + b"".join(table.locations) + b"".join(table.functions)
+    tail = _message(11, value_type) + _int(12, 1) + comments + _int(14, table.string("space"))
+    strings = b"".join(_message(6, text.encode()) for text in table.strings)
+    return body + strings + tail
+
+
+def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
+    """(name, file, line) from the root to the buffer itself."""
+    file, _, line = buffer.source.rpartition(":")
+    scopes = [scope for scope in buffer.module.split("/") if scope]
+    names = [buffer.category, *scopes]
+    if buffer.op_name and buffer.op_name != buffer.name:  # an argument's operation is its own path
+        names.append(buffer.op_name.rsplit("/", 1)[-1])
+    leaf = (buffer.name, file or buffer.source, int(line) if file and line.isdigit() else 0)
+    return [(name, "", 0) for name in names] + [leaf]
+
+
+def _labels(buffer: Buffer) -> Iterable[tuple[str, str]]:
+    shape = "x".join(map(str, buffer.shape))
+    return (("phase", buffer.phase), ("dtype", buffer.dtype), ("shape", shape),
+            ("checkpoint_name", buffer.checkpoint_name))
+
+
+def _comments(report: Report) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    return [f"program {report.program}: {report.peak_bytes} bytes live at the peak on one device", versions]
+
+
+class _Table:
+    """Strings, functions and locations of a profile, each written once and referred to by its index."""
+
+    def __init__(self) -> None:
+        self.strings: dict[str, int] = {"": 0}  # pprof requires the empty string first
+        self.functions: list[bytes] = []
+        self.locations: list[bytes] = []
+        self._ids: dict[tuple[str, str, int], int] = {}
+
+    def string(self, text: str) -> int:
+        # Unpaired surrogates cannot be encoded: they come from names nobody should have given.
+        return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
+
+    def location(self, name: str, file: str, line: int) -> int:
+        """The id of a frame; ids begin at 1."""
+        key = (name, file, line)
+        if key not in self._ids:
+            number = self._ids[key] = len(self._ids) + 1
+            text = self.string(name)
+            self.functions.append(_message(5, _int(1, number) + _int(2, text) + _int(3, text)
+                                           + _int(4, self.string(file))))
+            self.locations.append(_message(4, _int(1, number) + _message(4, _int(1, number) + _int(2, line))))
+        return self._ids[key]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _int(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _message(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(content)) + content
+
+
+def _packed(field: int, values: list[int]) -> bytes:
+    return _message(field, b"".join(map(_varint, values)))

@@ -1,0 +1,179 @@
+"""Seconds of a step by a roofline: what it computes and moves, over what the target can (Williams, Waterman and
+Patterson 2009, "Roofline", Communications of the ACM 52(4)).
+
+A step's work is a mapping by phase (`PHASES`), of one device and one call, as `memory.costs.step_work` makes it:
+
+- `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
+- `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
+- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends in collectives which nothing hides;
+  `hidden_collective_bytes`: in those with compute between their start and their done.
+- `to_host_bytes`, `to_device_bytes`: over the host link.
+
+A phase takes, one after the other: its products, FLOPs or bytes whichever take longer; the bytes of its other kernels;
+its collectives. Hidden collectives and transfers run beside all that, each direction of the host link by itself; what
+the longest of them takes beyond is waited for. Recompute and backward share one such window.
+
+Left out: the launch of kernels, power limits and clocks below boost, latency, efficiency of kernels below the peak,
+reads that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices.
+Rates are peaks: a prediction ranks configurations of one target, it promises no time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+PHASES = ("forward", "recompute", "backward", "optimizer")
+TERMS = ("products", "memory", "collectives", "host_link")
+LINKS = ("in_host", "between_hosts")
+# Phases in whose time together a transfer is done.
+_WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
+# Keys of `Target.peak_flops`. Where a chip has no unit for a dtype, the next one computes it.
+UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
+# A chip of bfloat16 units alone makes up float32 of so many passes (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
+_PASSES = {"fp32": 6}
+DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
+# Sides of the product and bytes of the copy by which a machine is measured, best of so many.
+_SIDE, _COPY, _TIMES = 1024, 2**26, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Rates of one device: FLOP/s by dtype, bytes per second of its memory, of its host link in each direction and of
+    the links to other devices (`LINKS`); `source`: where they are from.
+
+    Raises ValueError for a rate that is not positive, or a device that computes in no dtype.
+    """
+
+    peak_flops: Mapping[str, float]
+    hbm_bytes_per_s: float
+    host_link_bytes_per_s: float
+    interconnect_bytes_per_s: Mapping[str, float]
+    source: str = DATA_SHEET
+
+    def __post_init__(self) -> None:
+        rates = {**self.peak_flops, **{link: self.interconnect_bytes_per_s.get(link, 0) for link in LINKS},
+                 "memory": self.hbm_bytes_per_s, "host link": self.host_link_bytes_per_s}
+        wrong = [name for name, rate in rates.items() if not rate > 0]
+        if wrong or not any(unit in self.peak_flops for unit in UNITS):
+            raise ValueError(f"figures without a rate of {wrong[0] if wrong else 'any dtype'}: give all of them")
+
+    def flops_per_s(self, dtype: str) -> float:
+        """FLOP/s of products in a dtype: of its own unit, else the next wider one, else passes of bfloat16."""
+        wider = UNITS[UNITS.index(dtype):]
+        unit = next((unit for unit in wider if unit in self.peak_flops), None)
+        if unit:
+            return self.peak_flops[unit]
+        narrower = next(unit for unit in reversed(UNITS) if unit in self.peak_flops)
+        return self.peak_flops[narrower] / _PASSES.get(dtype, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one call of a step. `by_phase` (`PHASES`) and `by_term` (`TERMS`) each add up to `total`.
+
+    host_link: what is waited for transfers, beyond the compute beside them. bound_by: the term that takes most.
+    source: of the rates.
+    """
+
+    total: float
+    by_phase: Mapping[str, float]
+    by_term: Mapping[str, float]
+    bound_by: str
+    source: str = DATA_SHEET
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
+    """What one call of a step takes by its work (see the module) at these rates."""
+    by_phase, by_term = dict.fromkeys(PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
+    for window in _WINDOWS:
+        parts = [work[phase] for phase in window if phase in work]
+        for phase in window:
+            for term, value in _on_device(work.get(phase, {}), figures).items():
+                by_term[term] += value
+                by_phase[phase] += value
+        beside = _beside(parts, figures)
+        longest = max(beside, key=lambda term: beside[term])
+        wait = max(beside[longest] - sum(by_phase[phase] for phase in window), 0.0)
+        by_term[longest] += wait
+        by_phase[window[-1]] += wait
+    return Prediction(sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]),
+                      figures.source)
+
+
+def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
+    """Term -> seconds of one phase, transfers aside."""
+    flops = sum(count / figures.flops_per_s(dtype) for dtype, count in part.get("flops", {}).items())
+    return {
+        "products": max(flops, part.get("product_bytes", 0) / figures.hbm_bytes_per_s),
+        "memory": part.get("other_bytes", 0) / figures.hbm_bytes_per_s,
+        "collectives": _sent(part.get("collective_bytes", {}), figures),
+    }
+
+
+def _beside(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
+    """Term -> seconds of what some phases have under way beside their compute."""
+    moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
+    return {"collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
+            "host_link": max(moved) / figures.host_link_bytes_per_s}
+
+
+def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
+    return sum(size / figures.interconnect_bytes_per_s[link] for link, size in sizes.items())
+
+
+def figures(target: Any) -> Figures | None:
+    """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without any.
+
+    A CPU's are measured, once in a process: the devices that it simulates share them, and all they say to each other
+    and to the host is copies of memory.
+    """
+    known = target if isinstance(target, Mapping) else target.to_json()
+    if known.get("platform") == "cpu":
+        flops, copied = (rate / max(known.get("n_devices", 1), 1) for rate in machine())
+        return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
+    rates = {key: known.get(key) for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s",
+                                             "interconnect_bytes_per_s")}
+    return Figures(**rates) if all(rates.values()) else None
+
+
+@functools.lru_cache(maxsize=1)
+def machine() -> tuple[float, float]:
+    """(float32 FLOP/s of a matrix product, bytes per second read and written by a copy) of this machine, by numpy."""
+    import numpy as np
+
+    left, right = np.ones((2, _SIDE, _SIDE), np.float32)
+    source = np.ones(_COPY // 4, np.float32)
+    copy = np.zeros_like(source)
+    product = np.empty_like(left)
+    return (2 * _SIDE**3 / _best(lambda: np.matmul(left, right, out=product)),
+            2 * _COPY / _best(lambda: np.copyto(copy, source)))
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """The fewest seconds of some runs, a first one aside."""
+    run()
+    taken = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
+    """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
+
+    None where the program was not traced, or nothing is known of the target.
+    """
+    if not answer.get("work") or not answer.get("target"):
+        return None
+    rates = figures(answer["target"])
+    return seconds(answer["work"], rates) if rates else None

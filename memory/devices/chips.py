@@ -1,0 +1,161 @@
+"""The chips that a target can name: one row each, every figure with its source.
+
+Units: bytes, bytes per second, FLOP per second of dense arithmetic. Bandwidths are of one device in one
+direction (data sheets quote NVLink and ICI both ways together: half of that is here). GB and TB are powers
+of ten, as in the data sheets; GIB is 2**30. Add a chip by adding a row.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from bytescope.memory.attribution.runtime_overheads import CONTEXT_BYTES
+
+GIB = 2**30
+GB = 10**9
+T = 1e12  # TFLOP/s, TB/s
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuShape:
+    """What XLA's compiler asks about a GPU. Source: CUDA C++ Programming Guide, table of technical
+    specifications per compute capability; core count, L2 and boost clock from the card's data sheet."""
+
+    capability: tuple[int, int]
+    feature_extension: str  # "" before Hopper
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_per_core: int
+    shared_per_block_optin: int
+    threads_per_core: int = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator and the host it usually comes in.
+
+    Fields:
+        kind: what jax calls `device_kind`.
+        device_memory_bytes: what the driver reports in total (less than the name says: the driver and error
+            correction keep a part). reserved_bytes: what the runtime keeps for itself before any program.
+        devices_per_host, host_memory_bytes: of a whole host.
+        host_link: device to host. in_host, between_hosts: interconnect, per device.
+        max_shape: the largest slice a TPU comes in, () for GPUs.
+        sources: figure -> where it was read.
+    """
+
+    name: str
+    kind: str
+    platform: str
+    device_memory_bytes: int
+    reserved_bytes: int
+    hbm: float
+    host_link: float
+    in_host: float
+    between_hosts: float
+    devices_per_host: int
+    host_memory_bytes: int
+    peak_flops: Mapping[str, float]
+    sources: Mapping[str, str]
+    gpu: GpuShape | None = None
+    max_shape: tuple[int, ...] = ()
+
+
+_TOTAL = "total memory that CUDA reports, as printed in public out-of-memory messages"
+_PCIE = "PCI Express: x16, one direction; gen 4 32 GB/s, gen 5 64 GB/s"
+
+
+def _sources(sheet: str, host: str, total: str = _TOTAL, link: str = _PCIE) -> dict[str, str]:
+    return {"device_memory_bytes": total, "hbm_bytes_per_s": sheet, "peak_flops": sheet,
+            "interconnect_bytes_per_s": f"{sheet}; {host}", "host_memory_bytes": host,
+            "host_link_bytes_per_s": link}
+
+
+_AMPERE = GpuShape((8, 0), "", 108, 64, 1.41, 40 * 2**20, 164 * 1024, 163 * 1024)
+_HOPPER = GpuShape((9, 0), "ACCELERATED_FEATURES", 132, 128, 1.98, 50 * 2**20, 228 * 1024, 227 * 1024)
+_BLACKWELL = GpuShape((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 126 * 2**20, 228 * 1024, 227 * 1024)
+_L40S = GpuShape((8, 9), "", 142, 128, 2.52, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
+_ADA = dataclasses.replace(_L40S, cores=128, l2_bytes=72 * 2**20)
+
+_A100_FLOPS = {"fp32": 19.5 * T, "tf32": 156 * T, "bf16": 312 * T, "fp16": 312 * T}
+_H100_FLOPS = {"fp32": 67 * T, "tf32": 494.7 * T, "bf16": 989.4 * T, "fp16": 989.4 * T, "fp8": 1978.9 * T}
+_B200_FLOPS = {"fp32": 75 * T, "tf32": 1125 * T, "bf16": 2250 * T, "fp16": 2250 * T, "fp8": 4500 * T}
+_L40S_FLOPS = {"fp32": 91.6 * T, "tf32": 183 * T, "bf16": 362 * T, "fp16": 362 * T, "fp8": 733 * T}
+# With fp32 accumulation, at half the rate of fp16 accumulation on this card.
+_4090_FLOPS = {"fp32": 82.6 * T, "tf32": 82.6 * T, "bf16": 165.2 * T, "fp16": 165.2 * T, "fp8": 330.3 * T}
+
+
+def _gpu(name: str, kind: str, total_gib: float, hbm: float, link: float, nvlink: float, nic: float,
+         host_bytes: int, flops: Mapping[str, float], shape: GpuShape, sheet: str, host: str) -> Chip:
+    """A GPU row; eight cards a host throughout. Without NVLink the cards of a host meet over PCIe."""
+    return Chip(name, kind, "cuda", int(total_gib * GIB), CONTEXT_BYTES, hbm, link, nvlink or link, nic, 8,
+                host_bytes, flops, _sources(sheet, host), gpu=shape)
+
+
+_TPU_LINK = "PCIe of a TPU host, How to Scale Your Model (jax-ml.github.io/scaling-book), table of TPU specs"
+
+
+def _tpu(name: str, kind: str, total: int, usable_gib: float, hbm: float, link: float, ici: float, dcn: float,
+         host_bytes: int, flops: Mapping[str, float], max_shape: tuple[int, ...]) -> Chip:
+    """A TPU row; hosts are virtual machines of four chips. XLA itself names the usable HBM."""
+    page = f"Google Cloud documentation, TPU {name} system architecture"
+    sources = _sources(page, f"{page} and its four-chip machine type",
+                       f"{page}; usable part as libtpu's compiler states it", _TPU_LINK)
+    return Chip(name, kind, "tpu", total, total - int(usable_gib * GIB), hbm, link, ici, dcn, 4, host_bytes,
+                flops, sources, max_shape=max_shape)
+
+
+_CHIPS = (
+    _gpu("h200", "NVIDIA H200", 139.8, 4.8 * T, 64 * GB, 450 * GB, 50 * GB, 2048 * GIB, _H100_FLOPS, _HOPPER,
+         "NVIDIA H200 data sheet (SXM)", "NVIDIA DGX H200 data sheet"),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 3.35 * T, 64 * GB, 450 * GB, 50 * GB, 2048 * GIB, _H100_FLOPS,
+         _HOPPER, "NVIDIA H100 data sheet (SXM5)", "NVIDIA DGX H100 data sheet"),
+    _gpu("a100-40g", "NVIDIA A100-SXM4-40GB", 39.39, 1.555 * T, 32 * GB, 300 * GB, 25 * GB, 1024 * GIB,
+         _A100_FLOPS, _AMPERE, "NVIDIA A100 data sheet (SXM4 40 GB)", "NVIDIA DGX A100 320GB data sheet"),
+    _gpu("a100-80g", "NVIDIA A100-SXM4-80GB", 79.15, 2.039 * T, 32 * GB, 300 * GB, 25 * GB, 2048 * GIB,
+         _A100_FLOPS, _AMPERE, "NVIDIA A100 data sheet (SXM4 80 GB)", "NVIDIA DGX A100 640GB data sheet"),
+    _gpu("b200", "NVIDIA B200", 178.35, 8 * T, 64 * GB, 900 * GB, 50 * GB, 2048 * GIB, _B200_FLOPS,
+         _BLACKWELL, "NVIDIA HGX B200 data sheet (per GPU, dense)", "NVIDIA DGX B200 data sheet"),
+    _gpu("l40s", "NVIDIA L40S", 44.39, 0.864 * T, 32 * GB, 0, 25 * GB, 768 * GIB, _L40S_FLOPS, _L40S,
+         "NVIDIA L40S data sheet", "NVIDIA OVX server guide (8 cards)"),
+    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.52, 1.008 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB,
+         _4090_FLOPS, _ADA, "NVIDIA Ada GPU architecture whitepaper",
+         "assumed workstation: 64 GiB a card, 10 Gb/s Ethernet"),
+    _tpu("v5e", "TPU v5 lite", 16 * GIB, 15.75, 819 * GB, 16 * GB, 200 * GB, 3.125 * GB, 192 * GIB,
+         {"bf16": 197 * T}, (16, 16)),
+    _tpu("v5p", "TPU v5", 96 * GIB, 95.74, 2765 * GB, 16 * GB, 600 * GB, 6.25 * GB, 448 * GIB,
+         {"bf16": 459 * T}, (16, 20, 28)),
+    _tpu("v6e", "TPU v6 lite", 32 * GIB, 31.25, 1600 * GB, 32 * GB, 400 * GB, 12.5 * GB, 720 * GIB,
+         {"bf16": 918 * T}, (16, 16)),
+)
+
+CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
+
+
+def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
+    """XLA's description of a GPU (GpuTargetConfigProto) as text: what compiles without the card.
+
+    Only fields that older versions of jax know are used. `runtime` is the CUDA version (major, minor). Raises
+    ValueError for a chip that is no GPU.
+    """
+    gpu = chip.gpu
+    if gpu is None:
+        raise ValueError(f"{chip.name} is no GPU: it has no target configuration")
+    extension = f"feature_extension: {gpu.feature_extension}" if gpu.feature_extension else ""
+    info = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * 1024,
+        "shared_memory_per_core": gpu.shared_per_core, "threads_per_core_limit": gpu.threads_per_core,
+        "core_count": gpu.cores, "fpus_per_core": gpu.fpus_per_core, "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535, "block_dim_limit_z": 65535, "memory_bandwidth": int(chip.hbm),
+        "l2_cache_size": gpu.l2_bytes, "clock_rate_ghz": gpu.clock_ghz,
+        "device_memory_size": chip.device_memory_bytes,
+        "shared_memory_per_block_optin": gpu.shared_per_block_optin,
+        "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+    }
+    fields = "\n".join(f"  {name}: {value}" for name, value in info.items())
+    return (f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {gpu.capability[0]} "
+            f"minor: {gpu.capability[1]} {extension} }}\n}}\n"
+            f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 }}\n'
+            f"runtime_version {{ major: {runtime[0]} minor: {runtime[1]} }}\n"
+            f'device_description_str: "{chip.kind}"\n')

@@ -1,0 +1,145 @@
+"""Compiling with the buffer assignment kept: the one place of the package that drives jax.
+
+XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only when it really compiles: an
+executable from the persistent cache has none. The dump goes to a folder that is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records import XlaStats
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
+             "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """A compiled program and what the compiler left of its buffers.
+
+    Fields:
+        proto: a serialized HloProto with the buffer assignment, b"" if there is none.
+        module, assignment: else the serialized HloModuleProto and BufferAssignmentProto (may be b"").
+        compiled: the executable, None when only a proto was given.
+        stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
+        local: it was compiled for devices that are here.
+    """
+
+    proto: bytes = b""
+    module: bytes = b""
+    assignment: bytes = b""
+    compiled: Any = None
+    stats: XlaStats | None = None
+    jaxpr: Any = None
+    local: bool = False
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True,
+                    options: Mapping[str, Any] | None = None) -> Compilation:
+    """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
+
+    With `exact`, an executable that comes out of the persistent cache is compiled again without it, since
+    a cached one has no heap trace; without `exact` its lifetimes are derived from the schedule.
+    `described`: for devices that are not here, whose programs the cache cannot give back. `options`: of the
+    compiler, as `Lowered.compile(compiler_options=)` takes them.
+    """
+    described = described or _is_described(lowered)
+    with _no_cache() if described else contextlib.nullcontext():
+        compiled, proto = _compile(lowered, options or {})
+    if not proto and exact and not described:
+        with _no_cache():
+            compiled, proto = _compile(lowered, options or {})
+    if not proto:
+        return dataclasses.replace(read_compiled(compiled), local=not described)
+    return Compilation(proto=proto, compiled=compiled, stats=stats_of(compiled), local=not described,
+                       versions=versions())
+
+
+def read_compiled(compiled: Any) -> Compilation:
+    """What a finished `jax.stages.Compiled` still tells: its module, and on some backends its buffers."""
+    try:
+        modules = compiled.runtime_executable().hlo_modules()
+        module = modules[0].as_serialized_hlo_module_proto()
+    except Exception as error:  # a runtime without HLO raises errors of its own kinds
+        raise ReportError("an executable without its program in it: give the Lowered it is of") from error
+    analysis = compiled.memory_analysis()
+    assignment = getattr(analysis, "serialized_buffer_assignment_proto", None) or b""
+    return Compilation(module=module, assignment=assignment, compiled=compiled, stats=stats_of(compiled),
+                       local=hasattr(compiled.runtime_executable(), "local_devices"), versions=versions())
+
+
+def stats_of(compiled: Any) -> XlaStats | None:
+    """XLA's memory statistics of an executable, None when the backend gives none."""
+    try:
+        analysis = compiled.memory_analysis()
+    except Exception:  # not implemented on some runtimes
+        return None
+    if analysis is None:
+        return None
+    return XlaStats(
+        argument_bytes=analysis.argument_size_in_bytes, output_bytes=analysis.output_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes, temp_bytes=analysis.temp_size_in_bytes,
+        host_temp_bytes=getattr(analysis, "host_temp_size_in_bytes", None),
+        peak_bytes=getattr(analysis, "peak_memory_in_bytes", None),
+        generated_code_bytes=analysis.generated_code_size_in_bytes)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a program's memory."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bytes]:
+    """(executable, HloProto); b"" when the compiler wrote none with buffers in it."""
+    folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
+    with folders as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
+        compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
+        # Small programs may be compiled on the way; the step's is the largest.
+        protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda p: p.stat().st_size)
+        proto = protos[-1].read_bytes() if protos else b""
+    return compiled, proto if _has_buffers(proto) else b""
+
+
+def _has_buffers(proto: bytes) -> bool:
+    from bytescope.memory.hlo import wire
+
+    return any(field == 3 and not isinstance(value, int) and value[1] > value[0]
+               for field, value in wire.fields(proto, (0, len(proto))))
+
+
+def _is_described(lowered: Any) -> bool:
+    """Whether a Lowered is for devices that are not here. Nothing public tells; unknown counts as here."""
+    arguments = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
+    return "CompileOnly" in type(arguments.get("backend")).__name__
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """No persistent compilation cache inside. jax looks at the setting once, so the look is reset."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

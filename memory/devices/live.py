@@ -1,0 +1,161 @@
+"""What a device really holds right now, and how that compares with what was predicted.
+
+`sample()` is cheap (a quarter of a millisecond on the CPU, most of it reading /proc), waits for no
+computation and never raises: what a backend does not tell is None.
+"""
+
+import dataclasses
+import functools
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.devices.limits import free_host_bytes
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveMemory:
+    """Memory of one device at one moment, in bytes; None for what nobody tells.
+
+    Fields:
+        device: jax' device_kind. source: "allocator" (memory_stats) or "host" (a CPU device: the figures in
+            use, peak and limit are those of the whole process, which its simulated devices share).
+        sharing: how many local devices the figures are shared by; 1 on an accelerator.
+        in_use_bytes, peak_bytes: of the allocator now, and the most since the process began.
+        limit_bytes: what it may hand out. largest_free_block_bytes: the largest buffer that still fits.
+        fragmentation: 1 - largest free block / free bytes of the pool, 0.0 to 1.0.
+        card_used_bytes, card_total_bytes: NVML's account of the whole card: context, other processes and all.
+        host_rss_bytes, host_peak_rss_bytes: resident memory of this process.
+    """
+
+    device: str
+    source: str
+    sharing: int = 1
+    in_use_bytes: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    largest_free_block_bytes: int | None = None
+    fragmentation: float | None = None
+    card_used_bytes: int | None = None
+    card_total_bytes: int | None = None
+    host_rss_bytes: int | None = None
+    host_peak_rss_bytes: int | None = None
+
+    def metrics(self, prefix: str = "memory/") -> dict[str, float]:
+        """What is known, as flat numbers for a metrics writer: `memory/in_use_bytes` and so on."""
+        values = dataclasses.asdict(self)
+        return {prefix + name: float(value) for name, value in values.items()
+                if name not in ("device", "source", "sharing") and value is not None}
+
+
+def sample(device: Any) -> LiveMemory | None:
+    """The memory of one local jax device now; None for a device that is not here (compile-only).
+
+    Never raises.
+    """
+    try:
+        if getattr(device, "client", None) is None or device.process_index != device.client.process_index():
+            return None
+        stats = device.memory_stats()
+    except Exception:  # compile-only devices and old plugins raise kinds of their own
+        return None
+    rss, peak_rss = _resident()
+    if stats:
+        return LiveMemory(device=device.device_kind, source="allocator", host_rss_bytes=rss,
+                          host_peak_rss_bytes=peak_rss, **_allocator(stats), **_card(device))
+    if device.platform != "cpu":
+        return LiveMemory(device.device_kind, "allocator", host_rss_bytes=rss, host_peak_rss_bytes=peak_rss,
+                          **_card(device))
+    limit = None if rss is None else rss + free_host_bytes()
+    return LiveMemory(device.device_kind, "host", len(device.client.local_devices()), rss, peak_rss, limit,
+                      host_rss_bytes=rss, host_peak_rss_bytes=peak_rss)
+
+
+def predicted_against_measured(report: Any, live: LiveMemory | None) -> str:
+    """One line: the bytes a report says the runtime will take, beside the peak it really took.
+
+    `report` is a `memory.records.Report`, or anything with its `predicted_bytes` (bytes on one device). On
+    the CPU the prediction is multiplied by the simulated devices, and the measured figure also holds Python
+    and its libraries.
+    """
+    predicted = int(report.predicted_bytes)
+    if live is None or live.peak_bytes is None:
+        return f"memory: predicted {_gib(predicted)} a device, nothing measured (it keeps no statistics)"
+    if live.source == "host":
+        devices = f"{live.sharing} CPU device{'s' * (live.sharing != 1)}"
+        return (f"memory: predicted {_gib(predicted * live.sharing)} on {devices}, process "
+                f"peaked at {_gib(live.peak_bytes)} (Python and its libraries included)")
+    error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
+    limit = f", limit {_gib(live.limit_bytes)}" if live.limit_bytes else ""
+    card = ""
+    if live.card_used_bytes is not None and live.card_total_bytes is not None:
+        card = f", card {_gib(live.card_used_bytes)} of {_gib(live.card_total_bytes)} in use"
+    return (f"memory: predicted {_gib(predicted)}, measured {_gib(live.peak_bytes)} on {live.device} "
+            f"(prediction {error:+.1f} %){limit}{card}")
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
+    """The fields that XLA's allocator tells; the free part of the pool is what fragmentation is about."""
+    in_use, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
+    block = stats.get("largest_free_block_bytes")
+    pool = stats.get("pool_bytes") or limit
+    fragmentation = None
+    if in_use is not None and pool and block is not None:
+        # A pool that still grows has its next region outside `pool`: the block can be the larger one.
+        fragmentation = min(max(1.0 - block / max(pool - in_use, 1), 0.0), 1.0) if pool > in_use else 0.0
+    return {"in_use_bytes": in_use, "peak_bytes": stats.get("peak_bytes_in_use"), "limit_bytes": limit,
+            "largest_free_block_bytes": block, "fragmentation": fragmentation}
+
+
+def _resident() -> tuple[int | None, int | None]:
+    """Resident bytes of this process: now and at most. /proc on Linux; elsewhere only the most is known.
+
+    Not `ru_maxrss` on Linux: it survives exec, so a process would report the peak of the one that started it.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            kib = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in status)
+                   if key in ("VmRSS", "VmHWM")}
+        return kib["VmRSS"] * 1024, kib["VmHWM"] * 1024
+    except (OSError, ValueError, IndexError, KeyError):
+        pass
+    try:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    except (OSError, ValueError):
+        return None, None
+    peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, the others KiB
+    return peak, peak
+
+
+def _card(device: Any) -> dict[str, int]:
+    """NVML's figures of the card behind a CUDA device; {} without NVML or for another make."""
+    if device.platform not in ("gpu", "cuda"):
+        return {}
+    try:
+        import pynvml
+
+        memory = pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(device.local_hardware_id or 0))
+        return {"card_used_bytes": int(memory.used), "card_total_bytes": int(memory.total)}
+    except Exception:  # not installed, no driver, no permission, another driver's version: all the same here
+        return {}
+
+
+@functools.lru_cache(maxsize=64)
+def _nvml_handle(local_id: int) -> Any:
+    """NVML's handle of the process' n-th visible card: CUDA_VISIBLE_DEVICES holds indices or UUIDs."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    name = visible[local_id] if local_id < len(visible) else str(local_id)
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)

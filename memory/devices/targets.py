@@ -1,0 +1,277 @@
+"""What a program is compiled for, by name: the devices at hand, simulated ones, or ones that are not here.
+
+    local              the default devices of jax
+    cpu:8              eight CPU devices of this process (simulated ones share the host)
+    h200  h100:8       described GPUs of one host: compiled with no GPU in the machine
+    h100:2x8           hosts x devices per host
+    v5e:4x4  v5p:2x2x1 a described TPU slice, by its shape in chips
+
+Described names are checked without importing jax; `local` and `cpu:8` ask it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.devices import topologies
+from bytescope.memory.devices.chips import CHIPS, Chip
+from bytescope.memory.devices.limits import limit_bytes, physical_bytes
+from bytescope.memory.devices.platform import accelerator, choose_platform, simulate_devices
+from bytescope.memory.errors import ReportError
+
+_CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Devices to compile for, and what is known of them.
+
+    Fields (bytes; bytes per second of one device in one direction; 0 or empty where nothing is known):
+        name: as the user gave it. platform: "cpu", "cuda", "rocm" or "tpu". kind: jax' device_kind.
+        shape: (hosts, devices per host) of GPUs, chips along each axis of a TPU, (devices,) otherwise.
+        device_memory_bytes: of one device. reserved_bytes: what the runtime keeps of it for itself.
+        host_memory_bytes: of one host, the share that goes with the devices taken of it (one GPU of a host of
+            eight comes with an eighth).
+        interconnect_bytes_per_s: "in_host" and "between_hosts".
+        peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s; a dtype that is missing has no unit.
+        sources: figure -> where it was read.
+        is_described: the devices are not here; programs are compiled for them and never run.
+    """
+
+    name: str
+    platform: str
+    kind: str
+    shape: tuple[int, ...]
+    n_devices: int
+    devices_per_host: int
+    device_memory_bytes: int = 0
+    reserved_bytes: int = 0
+    host_memory_bytes: int = 0
+    hbm_bytes_per_s: float = 0.0
+    host_link_bytes_per_s: float = 0.0
+    interconnect_bytes_per_s: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    peak_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    is_described: bool = False
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the runtime may hand out on one device, in bytes: see `memory.devices.limits.limit_bytes`."""
+        return limit_bytes(self)
+
+    @property
+    def host_bytes_per_device(self) -> float:
+        """Host memory that goes with one device, in bytes; infinite where nothing is known of it."""
+        return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
+
+    def devices(self) -> list[Any]:
+        """The jax devices, compile-only ones for a described target; the same objects at every call.
+
+        Raises ReportError when the extra that compiles for them is missing or the machine has too few.
+        """
+        return list(_devices(self.name))
+
+    def mesh_devices(self, *sizes: int) -> Any:
+        """The devices as an array of shape `sizes`, to build a `jax.sharding.Mesh` of.
+
+        Raises ReportError when the sizes do not multiply to the number of devices.
+        """
+        import numpy as np
+
+        if math.prod(sizes) != self.n_devices:
+            mesh = " x ".join(map(str, sizes)) or "()"
+            raise ReportError(f"a mesh of {mesh} devices on {self.name}, which has {self.n_devices}: "
+                              "change the mesh or the target")
+        return np.array(self.devices()).reshape(sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field and the limit as plain JSON values."""
+        return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes}
+
+
+def names() -> tuple[str, ...]:
+    """What `parse` takes, without the counts."""
+    return ("local", "cpu", *CHIPS)
+
+
+def parse(name: str) -> Target:
+    """The target of a name such as `local`, `cpu:8`, `h100:2x8`, `v5e:4x4` (see the module).
+
+    Raises ReportError: for an unknown name, with the nearest one; for a shape that does not exist, with what
+    does; for `cpu:N` and `local`, when jax has not that many devices.
+    """
+    base, colon, count = name.strip().lower().partition(":")
+    if base not in names():
+        near = [known for known in names() if base and known.startswith(base)]
+        near = near or difflib.get_close_matches(base, names(), 1, 0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ReportError(f"unknown target {name!r}: {hint}Targets: {', '.join(names())} "
+                          "(cpu:8, h100:8, h100:2x8, v5e:4x4)")
+    shape = _numbers(count) if colon else ()
+    if colon and not shape:
+        raise ReportError(f"target {name!r}: after the colon comes a count such as 8 or a shape such as 2x8")
+    if base == "local":
+        if colon:
+            raise ReportError(f"target {name!r}: local takes no count, it is all devices of this process")
+        return _local()
+    if base == "cpu":
+        return _cpu(name, shape)
+    chip = CHIPS[base]
+    full = _SHAPES[chip.platform](name, chip, shape)
+    return _described(f"{base}{':' if colon else ''}{'x'.join(map(str, shape))}", chip, full)
+
+
+def to_compile_for(name: str) -> Target:
+    """The target of a name, for a process that compiles and runs nothing.
+
+    GPUs of this machine are described, not opened: that takes none of their memory.
+
+    Raises ReportError as `parse` does, and for local GPUs that the table does not know.
+    """
+    choose_platform()
+    if name.strip().lower() != "local" or accelerator() != "cuda":
+        simulate_devices([name.strip().lower()])
+        return parse(name)
+    kind, count = topologies.local_gpus()
+    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+    if chip is None:
+        raise ReportError(f"nothing is known of {kind}: give --target, one of {', '.join(names())}")
+    return parse(f"{chip.name}:{count}")
+
+
+def of(devices: Sequence[Any]) -> Target:
+    """The target that these jax devices are, present or described.
+
+    Raises ReportError for described devices of a chip that the table does not know.
+    """
+    import jax
+
+    devices, first = list(devices), devices[0]
+    if first.platform == "cpu":
+        return _cpu(f"cpu:{len(devices)}", (len(devices),))
+    if devices == jax.devices():
+        return _local()
+    chip = next((chip for chip in CHIPS.values() if chip.kind == first.device_kind), None)
+    if chip is None:
+        raise ReportError(f"nothing is known of {first.device_kind}: compile for one of {', '.join(names())}")
+    if chip.platform == "tpu":
+        shape = tuple(max(places) + 1 for places in zip(*(d.coords[:len(chip.max_shape)] for d in devices)))
+    else:
+        hosts = len({device.process_index for device in devices})
+        shape = (hosts, len(devices) // hosts)
+    return _described(f"{chip.name}:{'x'.join(map(str, shape))}", chip, shape)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`2x8` -> (2, 8); () for what is no shape of positive numbers."""
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", text):
+        return ()
+    return tuple(int(part) for part in text.split("x"))
+
+
+def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(hosts, devices per host); a single number counts devices of one host."""
+    full = (1, *shape)[-2:] if shape else (1, 1)
+    per_host = chip.devices_per_host
+    if len(shape) > 2 or full[1] > per_host:
+        hosts, left = divmod(math.prod(shape), per_host)
+        example = f"{chip.name}:{hosts if hosts and not left else 2}x{per_host}"
+        raise ReportError(f"target {name!r}: a host holds at most {per_host} of these; "
+                          f"say {example} (hosts x devices)")
+    return full
+
+
+def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Chips along each axis. Hosts are 2x2 chips, so the first two axes are even; a flat slice may be one."""
+    rank = len(chip.max_shape)
+    smallest = (1, 1) if rank == 2 else (2, 2, 1)
+    full = shape or smallest
+    fits = len(full) == rank and all(n <= most for n, most in zip(full, chip.max_shape, strict=True))
+    if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
+        least, largest = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
+        raise ReportError(f"target {name!r}: a {chip.name} slice has {rank} axes: {least}, or even numbers "
+                          f"of chips on the first two, up to {largest}")
+    return full
+
+
+_SHAPES = {"cuda": _gpu_shape, "tpu": _tpu_shape}
+
+
+def _described(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
+    n_devices = math.prod(shape)
+    per_host = shape[1] if chip.platform == "cuda" else min(n_devices, chip.devices_per_host)
+    return Target(
+        name=name, platform=chip.platform, kind=chip.kind, shape=shape, n_devices=n_devices,
+        devices_per_host=per_host, device_memory_bytes=chip.device_memory_bytes,
+        host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host, is_described=True,
+        **_figures(chip))
+
+
+def _figures(chip: Chip) -> dict[str, Any]:
+    return {"reserved_bytes": chip.reserved_bytes, "hbm_bytes_per_s": chip.hbm,
+            "host_link_bytes_per_s": chip.host_link, "peak_flops": dict(chip.peak_flops),
+            "interconnect_bytes_per_s": {"in_host": chip.in_host, "between_hosts": chip.between_hosts},
+            "sources": dict(chip.sources)}
+
+
+def _cpu(name: str, shape: tuple[int, ...]) -> Target:
+    if len(shape) > 1:
+        raise ReportError(f"target {name!r}: CPU devices are counted, as in cpu:8")
+    n = shape[0] if shape else 1
+    plain = f"cpu:{n}"
+    _devices(plain)
+    return Target(plain, "cpu", "cpu", (n,), n, n, physical_bytes(), host_memory_bytes=physical_bytes(),
+                  sources={"device_memory_bytes": "this host's memory, shared by its simulated devices"})
+
+
+def _local() -> Target:
+    devices = _devices("local")
+    first = devices[0]
+    per_host = sum(d.process_index == first.process_index for d in devices)
+    chip = next((c for c in CHIPS.values() if c.kind == first.device_kind), None)
+    platform = _platform(first)
+    host = physical_bytes()
+    memory = host if platform == "cpu" else chip.device_memory_bytes if chip else limit_bytes(first)
+    return Target("local", platform, first.device_kind, (len(devices),), len(devices), per_host, memory,
+                  host_memory_bytes=host, **(_figures(chip) if chip else {}))
+
+
+def _platform(device: Any) -> str:
+    """jax calls both makes of GPU "gpu"; the version string of the client tells them apart."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"
+
+
+@functools.lru_cache(maxsize=64)
+def _devices(name: str) -> tuple[Any, ...]:
+    """The devices of a target's name. Cached: meshes of two topologies of one name would not be equal."""
+    import jax
+
+    base, _, count = name.partition(":")
+    if base == "local":
+        return tuple(_ask(name, jax.devices))
+    if base == "cpu":
+        n, here = int(count), _ask(name, lambda: jax.local_devices(backend="cpu"))
+        if len(here) < n:
+            raise ReportError(f"target {name}: this process has {len(here)} CPU devices; "
+                              + _CPU_REMEDY.format(n=n) + " before jax starts")
+        return tuple(here[:n])
+    chip = CHIPS[base]
+    shape = _SHAPES[chip.platform](name, chip, _numbers(count))
+    return tuple((topologies.gpu_devices if chip.platform == "cuda" else topologies.tpu_devices)(name, chip, shape))
+
+
+def _ask(name: str, devices: Callable[[], list[Any]]) -> list[Any]:
+    """jax's own devices; its errors at start (JAX_PLATFORMS names what is not here) become one line."""
+    try:
+        return devices()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ReportError(f"target {name}: jax cannot start ({reason}); unset JAX_PLATFORMS") from error

@@ -1,0 +1,210 @@
+"""The instant calculator: what a training step should need by the formulas, nothing compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.formulas.transformer import Layout, Model
+
+ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
+
+NOTES = (
+    "Formulas only: kernels' workspace, gathered parameters, fragmentation and what the compiler keeps besides are "
+    "left out; bytescope report compiles the step.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What to estimate.
+
+    Fields:
+        parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
+        logit_tokens: tokens of a replica that have logits at once, None for all.
+        attention, precision, optimizer, offload: rows of the tables in formulas/transformer.py and formulas/training_state.py.
+        mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
+        the backward pass.
+    """
+
+    parameters: float
+    model: Model
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    sequence: int = 2048
+    batch: int = 1
+    precision: str = "mixed"
+    optimizer: str = "adamw"
+    attention: str = "naive"
+    logit_tokens: int | None = None
+    mlp_tokens: int = 0
+    offload: str = "none"
+    fused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes on a device under one policy.
+
+    kept: what all layers keep; recomputed: what comes back while one layer is recomputed; outside: embedding, final
+    norm, head and logits.
+    """
+
+    kept: float
+    recomputed: float
+    outside: float
+
+    @property
+    def total(self) -> float:
+        return self.kept + self.recomputed + self.outside
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """`state`: bytes on a device by role; `activations` and `hardware_flops` by recomputation policy.
+
+    `host`: bytes of state in host memory, in no total. FLOPs are of one micro-step over all replicas.
+    """
+
+    question: Question
+    state: Mapping[str, float]
+    host: float
+    activations: Mapping[str, Activations]
+    model_flops: float
+    hardware_flops: Mapping[str, float]
+    notes: tuple[str, ...] = NOTES
+
+    def total(self, policy: str) -> float:
+        """Bytes on a device under a policy."""
+        return sum(self.state.values()) + self.activations[policy].total
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: `question`, `per_parameter` (bytes), `policies` {policy: {role: bytes, ..., host, total}},
+        FLOPs."""
+        q = self.question
+        policies = {policy: {**self.state, **dataclasses.asdict(found), "activations": found.total,
+                             "host": self.host, "total": self.total(policy),
+                             "hardware_flops": self.hardware_flops[policy]}
+                    for policy, found in self.activations.items()}
+        return {"question": dataclasses.asdict(q), "model_flops": self.model_flops, "policies": policies,
+                "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
+                "notes": list(self.notes)}
+
+
+def estimate(question: Question) -> Estimate:
+    """The formulas of formulas/transformer.py, put together for one device (the first stage's, of a pipeline)."""
+    q, layout = question, question.layout
+    held = training_state.state_bytes(q.parameters, fused_parameters(q.model), precision=q.precision, optimizer=q.optimizer,
+                             layout=layout, offload=q.offload, fused=q.fused)
+    itemsize = training_state.PRECISIONS[q.precision].activation
+    layers = transformer.layers_in_flight(q.model.layers, layout)
+    outside = transformer.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=itemsize,
+                                     logit_tokens=q.logit_tokens)
+    shape = {"attention": q.attention, "itemsize": itemsize, "operand": training_state.PRECISIONS[q.precision].operand,
+             "tile": q.mlp_tokens}
+    found = {}
+    for policy in transformer.RECOMPUTE:
+        kept, again = (rule(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
+                       for rule in (transformer.layer_bytes, transformer.recomputed_bytes))
+        found[policy] = Activations(layers * kept, again, outside)
+    sequences = q.batch * layout.data
+    notes = NOTES
+    if q.attention == "flash":
+        notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
+    return Estimate(q, {role: held[role] for role in training_state.ROLES}, held["host"], found,
+                    transformer.model_flops(q.model, q.sequence, sequences),
+                    {policy: transformer.hardware_flops(q.model, q.sequence, sequences, _again(policy, q.attention),
+                                                     q.mlp_tokens > 0)
+                     for policy in transformer.RECOMPUTE}, notes)
+
+
+def fused_parameters(model: Model) -> int:
+    """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
+    update until the layers have theirs, and one layer's or an untied token table's."""
+    table = model.vocabulary * model.width
+    layer = (transformer.parameter_count(model) - table * (1 if model.tied else 2)) // model.layers
+    return table + max(layer, 0 if model.tied else table)
+
+
+def _again(policy: str, attention: str) -> str:
+    return "none" if (policy, attention) == ("selective", "flash") else policy
+
+
+def check(question: Question) -> Question:
+    """The question itself.
+
+    Raises:
+      ReportError: a size below 1, or one that does not divide.
+    """
+    q, layout, model = question, question.layout, question.model
+    sizes = {"params": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
+             "kv-heads": model.kv_heads, "sequence": q.sequence, "batch": q.batch, "tensor": layout.tensor,
+             "data": layout.data, "vocabulary": model.vocabulary}
+    for name, size in sizes.items():
+        if not 1 <= size < 1e18:
+            raise ReportError(f"--{name}={size:g}: give 1 or more, below 1e18")
+    if model.heads % model.kv_heads:
+        raise ReportError(f"--kv-heads={model.kv_heads}: give a divisor of the {model.heads} heads")
+    if model.kv_heads % layout.tensor:
+        raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
+    if layout.sequence and layout.tensor == 1:
+        raise ReportError("--sequence-parallel splits over the tensor-parallel devices: give --tensor=2 or more")
+    return question
+
+
+def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None = None,
+              width: int | None = None) -> Model:
+    """A GPT of about `parameters` besides its table, from 12 L h^2 with h near 128 L and heads of 128."""
+    def rounded(exact: float) -> int:
+        return max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))
+
+    if width is None:
+        width = rounded((parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5)
+    layers = layers or max(1, math.floor(parameters / 12 / width**2 + 0.5))
+    return transformer.gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)
+
+
+# The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
+KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# The trainer's sharding strategies -> ZeRO stages.
+STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+# (offload.optimizer, offload.params) -> row of the formulas.
+OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
+
+
+def question_of(config: Mapping[str, Any]) -> Question:
+    """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
+
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
+    latter holds its part of the activations is left to the caller.
+
+    Raises:
+      ReportError: a config that names what the formulas do not know.
+    """
+    for key, table in (("precision.preset", training_state.PRECISIONS), ("optimizer.name", training_state.OPTIMIZERS),
+                       ("model.attention", KERNELS), ("mesh.strategy", STAGES)):
+        if config[key] not in table:
+            raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
+                              "bytescope report compiles it")
+    m = {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
+    vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
+    model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
+                  gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"])
+    shards = max(config["mesh.fsdp"], 1) * max(config["mesh.context"], 1)
+    shared, copies = config["mesh.fsdp"] == -1 or shards > 1, config["mesh.data"]
+    ranks = shards if shared else copies
+    tensor = max(config["mesh.tensor"], 1)
+    layout = Layout(tensor, config["mesh.sequence_parallel"] and tensor > 1, max(ranks, 1),
+                    zero=STAGES[config["mesh.strategy"]] if shared else 0)
+    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences in float32.
+    short = config["precision.preset"] == "fp32" and config["data.seq_len"] <= 1024
+    attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
+    offload = OFFLOADS[config["offload.optimizer"], config["offload.params"]]
+    return Question(transformer.parameter_count(model), model, layout, config["data.seq_len"], config["batch.micro"],
+                    config["precision.preset"], config["optimizer.name"], attention,
+                    config["loss.chunk"] if config["loss.kind"] == "chunked" else None,
+                    m["mlp_chunk"] * config["batch.micro"], offload, config["optimizer.fused_backward"])

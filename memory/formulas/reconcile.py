@@ -1,0 +1,224 @@
+"""The published formulas beside the compiler: one step's bytes and FLOPs by both, the gap, and why it is there. Pure.
+
+The formulas are those of formulas/transformer.py, told the mesh, the kernel and the policies that the trainer settled on.
+Policies that keep named tensors follow from shapes (formulas/rematerialized.py). A policy without a formula has none here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import estimate, rematerialized, transformer
+from bytescope.memory.formulas.communication import accumulation
+from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
+
+# Policies whose tensors are names, and those that keep the products with weights: on the device, on the host.
+NAMES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
+PRODUCTS = ("dots_no_batch", "offload_dots")
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """A step by formula: bytes on one device, FLOPs of one call over all; None where no formula has a word.
+
+    accumulator_bytes: summed gradients, 0 without accumulation. residual_bytes: what all layers keep; host_bytes: what
+    they keep in host memory; state_host_bytes: state that lies there. peak_bytes: all of it on the device, one layer
+    made again, embedding, head and logits. notes: why the compiler may differ.
+    """
+
+    params_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    accumulator_bytes: float
+    residual_bytes: float | None
+    host_bytes: float | None
+    peak_bytes: float | None
+    model_flops: float
+    hardware_flops: float | None
+    notes: tuple[str, ...] = ()
+    state_host_bytes: float = 0.0
+
+
+class Kept(NamedTuple):
+    """One segment of layers: bytes on the device and on the host, of them `layer` in each layer; FLOPs made again
+    for every token."""
+
+    device: float
+    host: float
+    layer: float
+    again: float
+
+
+def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: str = "") -> Formula | str:
+    """The formulas' figures, or in one line why there are none.
+
+    Args:
+        config: dotted key -> value. settled: what the trainer made of it: `model.attention` (the kernel), `mesh.*`
+            (no -1 left) and `segments`, a list of {"layers", "policy", "groups", "save", "offload"}.
+        platform: of the target; on "cpu" there is no other memory to offload to.
+    """
+    segments, resolved = settled["segments"], {**config, **settled}
+    try:
+        asked = estimate.question_of(resolved)
+    except ReportError as error:
+        return str(error)
+    ranks = resolved["mesh.data"] * resolved["mesh.fsdp"]
+    micro_steps = accumulation(config, ranks)
+    calls = ranks * (micro_steps if config["batch.mode"] == "scan" else 1)
+    sequences, micro = asked.batch * calls, asked.batch
+    # Devices of a ring hold their share of every sequence.
+    asked = dataclasses.replace(asked, batch=micro / resolved["mesh.context"])
+    state, copy = _state(asked, config, micro_steps)
+    precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
+    whole = transformer.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
+                                 tile=asked.mlp_tokens, **precision)
+    tile = transformer.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
+    parts = [_kept(asked, segment, resolved, platform, whole) for segment in segments]
+    model_flops = transformer.model_flops(asked.model, asked.sequence, sequences)
+    residuals = host = peak = hardware = None
+    if None not in parts:
+        residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
+        again = max(whole - part.layer for part in parts)
+        peak = (sum(state.values()) - state["state_host"] + copy + residuals + max(again, 0.0) + tile
+                + transformer.outside_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
+                                         itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
+        hardware = model_flops + sum(part.again for part in parts) * sequences * asked.sequence
+        if asked.attention == "flash":
+            hardware += _kernel_flops(asked.model, asked.sequence, sequences)
+    return Formula(**{f"{role}_bytes": size for role, size in state.items()}, residual_bytes=residuals,
+                   host_bytes=host, peak_bytes=peak, model_flops=model_flops, hardware_flops=hardware,
+                   notes=_notes(resolved, asked, segments, platform))
+
+
+def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int) -> tuple[dict[str, float], float]:
+    """(bytes of state by role, bytes of the whole copy that is computed with).
+
+    Where the optimizer state is shared, the trainer shares the master parameters with it (its `zero1` and `zero2`
+    then compute with a copy of all parameters); summed gradients lie like parameters between calls of the step, like
+    gradients inside one.
+    """
+    def spread(zero: int) -> dict[str, float]:
+        layout = dataclasses.replace(asked.layout, zero=zero)
+        return state_bytes(asked.parameters, estimate.fused_parameters(asked.model), precision=asked.precision,
+                           optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused)
+
+    stage, summed = asked.layout.zero, micro_steps > 1
+    state = spread(3 if stage else 0)
+    state["gradients"] = spread(stage)["gradients"]
+    like = state["gradients" if config["batch.mode"] == "scan" else "params"]
+    copy = asked.parameters * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
+    return {"state_host": state.pop("host"), **state, "accumulator": like if summed else 0.0}, copy
+
+
+def _itemsize(asked: estimate.Question) -> int:
+    return PRECISIONS[asked.precision].activation
+
+
+def _kernel_flops(model: transformer.Model, sequence: int, sequences: int) -> float:
+    """Q K^T again inside a flash kernel's gradient: 2 B s^2 h a layer (Dao et al. 2022, algorithm 4)."""
+    return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.head_width
+
+
+def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str,
+          whole: float) -> Kept | None:
+    """What one segment keeps and makes again, None where its policy has no formula; `whole`: one layer's tensors."""
+    policy, layers, groups, model = segment["policy"], segment["layers"], segment["groups"], asked.model
+    tiled = asked.mlp_tokens > 0
+    if policy == "none":
+        return Kept(layers * whole, 0.0, whole, layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0)
+    if policy not in NAMES + PRODUCTS:
+        return None
+    save, offload = set(segment["save"]), set(segment["offload"])
+    if policy in PRODUCTS:
+        (offload if policy == "offload_dots" else save).update(rematerialized.WEIGHT_PRODUCTS)
+    stay = _outside(config, save | offload) | (frozenset(("mid",)) if tiled else frozenset())
+    if tiled:
+        save, offload = save - rematerialized.TILED, offload - rematerialized.TILED
+    path = rematerialized.walk(model, asked.attention, save | offload | stay)
+    moved = path.kept & offload - stay if platform != "cpu" else frozenset()
+    device, host = (rematerialized.bytes_of(names, model, asked.layout, asked.sequence, asked.sequence * asked.batch,
+                                  _itemsize(asked), PRECISIONS[asked.precision].operand)
+                    for names in (path.kept - moved, moved))
+    again = layers * rematerialized.made_again_flops(model, asked.attention, path.again, asked.sequence)
+    if groups == 1:
+        return Kept(device * layers, host * layers, device, again)
+    # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is made again.
+    again += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
+    return Kept(device * (groups + layers / groups), 0.0, device, again)
+
+
+def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
+    """Names that stay whatever the policy says, since they lie between two checkpoints of one block."""
+    if config["model.attention"] == "cudnn" and "context" in names:
+        return frozenset(rematerialized.AROUND_KERNEL)
+    return frozenset(("mid",)) if config["remat.granularity"] == "parts" else frozenset()
+
+
+# ---- why they differ -----------------------------------------------------------------------------------------
+
+def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequence[Mapping[str, Any]],
+           platform: str) -> tuple[str, ...]:
+    """What the formulas are known to leave out of such a step."""
+    policies = {segment["policy"] for segment in segments}
+    unknown = sorted(policies - {"none", *NAMES, *PRODUCTS})
+    conditions = (
+        (unknown, f"{', '.join(unknown)}: no formula says which tensors such a policy keeps"),
+        ("none" in policies, "none: plain autodiff keeps more than the tensors that the papers count"),
+        (platform == "cpu" and asked.precision == "bf16", "the CPU widens 16-bit tensors to float32"),
+        (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
+        (asked.layout.zero in (1, 2), "total: the formula has a whole copy of the parameters, made once a step"),
+        (config["model.attention"] == "chunked",
+         "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
+        (True, "parameters: formulas leave out norms, biases and learned positions"),
+        (True, "gradients: at the peak those of the layers still to come are not there yet"),
+        (True, "total: gathered parameters, kernels' workspace and the optimizer's temporaries have no formula"),
+    )
+    return tuple(note for holds, note in conditions if holds)
+
+
+# ---- side by side --------------------------------------------------------------------------------------------
+
+class Line(NamedTuple):
+    """One figure by both: `kind` is "bytes" or "flops"; None where one has no figure."""
+
+    title: str
+    kind: str
+    compiler: float | None
+    formula: float | None
+
+    @property
+    def gap(self) -> float | None:
+        """Compiler less formula."""
+        return None if self.compiler is None or self.formula is None else self.compiler - self.formula
+
+    @property
+    def share(self) -> float | None:
+        """The gap as a share of the formula's figure: 0 for nothing by both."""
+        return share(self.compiler, self.formula)
+
+
+def share(compiler: float | None, formula: float | None) -> float | None:
+    """By how much the compiler's figure exceeds the formula's, as a share of the latter."""
+    if compiler is None or formula is None:
+        return None
+    return (compiler - formula) / formula if formula else 0.0 if not compiler else math.inf
+
+
+def lines(formula: Formula, peak_bytes: int, breakdown: Mapping[str, int],
+          flops: Mapping[str, float | None], host_bytes: int = 0) -> list[Line]:
+    """A report's figures beside the formulas'; `flops` holds `model_flops` and `hardware_flops`."""
+    host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
+    rows = [("parameters", "params", formula.params_bytes), ("gradients", "gradients", formula.gradients_bytes),
+            ("optimizer state", "optimizer", formula.optimizer_bytes),
+            ("accumulated gradients", "accumulator", formula.accumulator_bytes),
+            ("activations kept", "residuals", formula.residual_bytes)]
+    out = [Line(title, "bytes", breakdown.get(name, 0), by_formula) for title, name, by_formula in rows
+           if name != "accumulator" or by_formula or breakdown.get(name)]
+    return [*out, Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
+            *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
+            Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),
+            Line("hardware FLOPs", "flops", flops.get("hardware_flops"), formula.hardware_flops)]

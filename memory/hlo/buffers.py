@@ -1,0 +1,204 @@
+"""HloProto -> records: the compiled module, where its buffers were put, and the trace of its heap.
+
+Field numbers are those of XLA's hlo.proto. Pure reading: what a buffer means is for
+`memory.attribution.rules` to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bytescope.memory.attribution.batch_axes import Activation
+from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo import module as hlo_module
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.mesh import Axes, Layout
+from bytescope.memory.hlo.module import Index, Module
+from bytescope.memory.hlo.wire import Span, WireError
+
+
+@dataclasses.dataclass(slots=True)
+class LogicalBuffer:
+    """A value that needs memory: `size` bytes, defined by `instruction` at a tuple `index`."""
+
+    id: int = 0
+    size: int = 0
+    instruction: int = 0
+    index: Index = ()
+    color: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Allocation:
+    """A stretch of memory that the runtime takes. `assigned`: (logical buffer, offset, size)."""
+
+    index: int = 0
+    size: int = 0
+    thread_local: bool = False
+    entry_parameter: bool = False
+    parameter: int = 0
+    parameter_index: Index = ()
+    live_out: bool = False
+    constant: bool = False
+    is_tuple: bool = False
+    color: int = 0
+    assigned: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def indefinite(self) -> bool:
+        """Whether it is held for the whole step: an argument, an output or a constant."""
+        return self.entry_parameter or self.constant or self.live_out
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """A heap simulation: events (kind, buffer, instruction name, buffer shared with) of one allocation."""
+
+    allocation: int = 0
+    events: list[tuple[int, int, tuple[str, str], int]] = dataclasses.field(default_factory=list)
+
+
+ALLOC, FREE, SHARE = 0, 1, 2
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """Everything read from one HloProto.
+
+    `replicated`: numbers of the entry parameters that every device of several holds whole; None when unknown.
+    `mesh`: names and sizes of the mesh axes, () when unknown; `layouts`: how entry parameters lie on it, by number;
+    `activations`: the global arrays of the forward pass that carry the batch, None without a jaxpr.
+    """
+
+    module: Module
+    buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)
+    allocations: list[Allocation] = dataclasses.field(default_factory=list)
+    traces: list[Trace] = dataclasses.field(default_factory=list)
+    replicated: frozenset[int] | None = None
+    mesh: Axes = ()
+    layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
+    activations: tuple[Activation, ...] | None = None
+
+
+_REMEDY = ("give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' "
+           "writes")
+
+
+def read(data: bytes) -> Program:
+    """Reads an HloProto. Raises ReportError when the bytes are empty, damaged or something else."""
+    if not data:
+        raise ReportError(f"empty, not an HloProto: {_REMEDY}")
+    try:
+        module, assignment = None, None
+        for field, value in wire.fields(data, (0, len(data))):
+            if field == 1:
+                module = wire.message(value)
+            elif field == 3:
+                assignment = wire.message(value)
+        program = Program(hlo_module.read_module(data, module)) if module else None
+        if program and assignment:
+            _assignment(data, assignment, program)
+    except WireError as error:
+        raise ReportError(f"not an HloProto ({error}): {_REMEDY}") from error
+    if program is None or not program.module.instructions:
+        raise ReportError(f"not an HloProto (no module in it): {_REMEDY}")
+    return program
+
+
+def read_module(data: bytes, assignment: bytes = b"") -> Program:
+    """Reads a bare HloModuleProto, with a BufferAssignmentProto if there is one: what a Compiled gives."""
+    try:
+        program = Program(hlo_module.read_module(data, (0, len(data))))
+        if assignment:
+            _assignment(assignment, (0, len(assignment)), program)
+    except WireError as error:
+        raise ReportError(f"not an HloModuleProto ({error}): compile the program with this jax") from error
+    if not program.module.instructions:
+        raise ReportError("not an HloModuleProto (no instructions in it): compile the program with this jax")
+    return program
+
+
+def _assignment(data: bytes, span: Span, program: Program) -> None:
+    """BufferAssignmentProto: logical_buffers 1, buffer_allocations 3, heap_simulator_traces 4."""
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            buffer = _buffer(data, wire.message(value))
+            program.buffers[buffer.id] = buffer
+        elif field == 3:
+            program.allocations.append(_allocation(data, wire.message(value)))
+        elif field == 4:
+            program.traces.append(_trace(data, wire.message(value)))
+
+
+def _size(value: wire.Value) -> int:
+    size = wire.signed(wire.number(value))
+    if size < 0:
+        raise WireError(f"a buffer of {size} bytes")
+    return size
+
+
+def _buffer(data: bytes, span: Span) -> LogicalBuffer:
+    out = LogicalBuffer()
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            out.id = wire.number(value)
+        elif field == 2:
+            out.size = _size(value)
+        elif field == 4:
+            out.color = wire.number(value)
+        elif field == 3:
+            for part, item in wire.fields(data, wire.message(value)):
+                if part == 4:
+                    out.instruction = wire.number(item)
+                elif part == 3:
+                    out.index += tuple(wire.numbers(data, item))
+    return out
+
+
+_FLAGS = {3: "thread_local", 5: "entry_parameter", 7: "live_out", 11: "is_tuple", 12: "constant"}
+_NUMBERS = {1: "index", 6: "parameter", 8: "color"}
+
+
+def _allocation(data: bytes, span: Span) -> Allocation:
+    out = Allocation()
+    for field, value in wire.fields(data, span):
+        if field == 9:
+            out.assigned.append(_assigned(data, wire.message(value)))
+        elif field == 2:
+            out.size = _size(value)
+        elif field in _FLAGS:
+            setattr(out, _FLAGS[field], bool(wire.number(value)))
+        elif field in _NUMBERS:
+            setattr(out, _NUMBERS[field], wire.number(value))
+        elif field == 10:
+            out.parameter_index += tuple(wire.numbers(data, value))
+    return out
+
+
+def _assigned(data: bytes, span: Span) -> tuple[int, int, int]:
+    found = {1: 0, 2: 0, 3: 0}
+    for field, value in wire.fields(data, span):
+        found[field] = _size(value) if field in (2, 3) else wire.number(value)
+    return found[1], found[2], found[3]
+
+
+def _trace(data: bytes, span: Span) -> Trace:
+    out = Trace()
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            kind, buffer, computation, instruction, shared = 0, 0, "", "", 0
+            for part, item in wire.fields(data, wire.message(value)):
+                if part == 4:
+                    instruction = wire.text(data, item)
+                elif part == 3:
+                    computation = wire.text(data, item)
+                elif part == 1:
+                    kind = wire.number(item)
+                elif part == 2:
+                    buffer = wire.number(item)
+                elif part == 5:
+                    shared = wire.number(item)
+            out.events.append((kind, buffer, (computation, instruction), shared))
+        elif field == 3:
+            out.allocation = wire.number(value)
+    return out

@@ -1,0 +1,228 @@
+"""Where a value comes from and where it goes: through tuples, copies, calls and loops of a compiled module.
+
+A stacked residual of a scan is, to the buffer assignment, an output of a `while` whose initial value is an
+anonymous broadcast of zeros. `Flow.origin` walks from it through the loop's body to the dynamic-update-slice
+that fills it, and on to what is written there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import Index, Shape
+
+# Operations that hand their first operand on: the same values, perhaps elsewhere or seen otherwise.
+_PASSING = frozenset(("bitcast", "copy", "opt-barrier", "optimization-barrier", "domain", "copy-done",
+                      "copy-start", "add-dependency", "reshape", "transpose", "convert"))
+_CALLING = frozenset(("fusion", "call", "async-start"))
+_LIMIT = 400
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+               "collective-broadcast", "ragged-all-to-all")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What made a value.
+
+    Fields:
+        instruction: the operation that computed it, None when the walk found none.
+        chain: instructions on the way there that carry names, nearest to the value first.
+        stack: the dynamic-update-slice that fills the stacked value, None when it is no stack.
+        looped: the value is the state of a loop.
+        carried: what is stacked is what the loop carries, as it stands before the body: a block's input.
+    """
+
+    instruction: Instruction | None
+    chain: tuple[Instruction, ...] = ()
+    stack: Instruction | None = None
+    looped: bool = False
+    carried: bool = False
+
+
+class Flow:
+    """The value flow of one module; results are remembered."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.callers: dict[int, list[Instruction]] = {}
+        self._users: dict[int, list[Instruction]] | None = None
+        self._origins: dict[tuple[int, Index], Origin] = {}
+        for instruction in module.instructions.values():
+            for computation in instruction.called:
+                self.callers.setdefault(computation, []).append(instruction)
+
+    @property
+    def users(self) -> dict[int, list[Instruction]]:
+        """Instruction id -> the instructions that read it."""
+        if self._users is None:
+            self._users = {}
+            for instruction in self.module.instructions.values():
+                for operand in dict.fromkeys(instruction.operands):
+                    self._users.setdefault(operand, []).append(instruction)
+        return self._users
+
+    def origin(self, instruction: Instruction | None, index: Index = ()) -> Origin:
+        """What made the value at `index` of an instruction's result."""
+        if instruction is None:
+            return Origin(None)
+        key = (instruction.id, index)
+        if key not in self._origins:
+            self._origins[key] = self._walk(instruction, index)
+        return self._origins[key]
+
+    def _walk(self, instruction: Instruction | None, index: Index) -> Origin:
+        chain: list[Instruction] = []
+        seen: set[tuple[int, Index]] = set()
+        entered: list[tuple[Instruction, Index]] = []
+        stack, looped, carried, inside = None, False, False, False
+        for _ in range(_LIMIT):
+            # Round once, unchanged: a loop hands on what came in from outside. A walk that began in its body meets that
+            # beginning before the loop itself.
+            while instruction is not None and (instruction.id, index) in seen and entered:
+                loop, index = entered.pop()
+                instruction = self.module.operand(loop, 0)
+            if instruction is None or (instruction.id, index) in seen:
+                return Origin(None, tuple(chain), stack, looped, carried)
+            seen.add((instruction.id, index))
+            opcode = instruction.opcode
+            if opcode == "while":
+                looped = True
+                entered.append((instruction, index))
+            carried |= opcode == "while" and stack is not None and inside
+            inside = opcode == "parameter"
+            if opcode == "dynamic-update-slice" and stack is None:
+                stack, after = instruction, (self.module.operand(instruction, 1), index)
+                chain.clear()  # what came before is named for the loop's writing, not for what is written
+            else:
+                after = self._step(instruction, index, seen)
+            # Control flow carries the names of the whole loop, not of the value.
+            if opcode not in ("while", "tuple", "get-tuple-element", "parameter", "dynamic-update-slice"):
+                chain.append(instruction)
+            if after is None:
+                return Origin(instruction, tuple(chain), stack, looped, carried)
+            instruction, index = after
+        return Origin(None, tuple(chain), stack, looped, carried)
+
+    def _step(self, instruction: Instruction, index: Index,
+              seen: set[tuple[int, Index]]) -> tuple[Instruction | None, Index] | None:
+        """One step towards the origin, None at it."""
+        module, opcode = self.module, instruction.opcode
+        if opcode == "get-tuple-element":
+            return module.operand(instruction, 0), (instruction.tuple_index, *index)
+        if opcode == "tuple":
+            return (module.operand(instruction, index[0]), index[1:]) if index else None
+        if opcode == "while":
+            return module.root(instruction.called[0]) if instruction.called else None, index
+        if opcode == "async-start" and index[:1] == (0,):
+            return module.operand(instruction, index[1] if len(index) > 1 else 0), index[2:]
+        if opcode in _CALLING or opcode == "conditional":
+            root = module.root(instruction.called[0]) if instruction.called else None
+            return (root, index[1:] if opcode == "async-start" else index) if root else None
+        if opcode == "parameter":
+            return self._argument(instruction, index, seen)
+        if opcode in ("async-done", "async-update") and instruction.operands:
+            return module.operand(instruction, 0), (1, *index)
+        if opcode in _PASSING and instruction.operands:
+            return module.operand(instruction, 0), () if opcode == "copy-start" else index
+        return None
+
+    def _argument(self, parameter: Instruction, index: Index,
+                  seen: set[tuple[int, Index]]) -> tuple[Instruction | None, Index] | None:
+        """From a computation's parameter to what is passed for it; None for the entry's."""
+        callers = self.callers.get(parameter.computation)
+        if not callers:
+            return None
+        caller = callers[0]
+        if caller.opcode == "while":
+            # The body's result is what the loop carries; what it leaves alone came in from outside.
+            if (caller.id, index) in seen:
+                return self.module.operand(caller, 0), index
+            return caller, index
+        if caller.opcode == "conditional":
+            branch = caller.called.index(parameter.computation) + 1
+            return self.module.operand(caller, branch), index
+        return self.module.operand(caller, parameter.parameter), index
+
+    def dependent(self, sources: set[int]) -> set[int]:
+        """Ids of the instructions that read, however indirectly, what `sources` compute."""
+        found: set[int] = set()
+        pending = list(sources)
+        while pending:
+            id = pending.pop()
+            instruction = self.module.instructions.get(id)
+            if instruction is None:
+                continue
+            reached = [user.id for user in self.users.get(id, ())]
+            computation = self.module.computations.get(instruction.computation)
+            if computation and computation.root == id:
+                reached += [caller.id for caller in self.callers.get(computation.id, ())]
+            if id in found:  # what a dependent calls depends as well
+                for called in instruction.called:
+                    inner = self.module.computations.get(called)
+                    reached += inner.parameters.values() if inner else ()
+            fresh = [other for other in reached if other not in found]
+            found.update(fresh)
+            pending += fresh
+        return found
+
+    def makers(self, instruction: Instruction | None, index: Index = ()) -> Iterator[Instruction]:
+        """Instructions that made a value, the one whose name tells most first."""
+        if instruction is not None:
+            origin = self.origin(instruction, index)
+            yield from origin.chain
+            if origin.stack is not None:
+                yield origin.stack
+            yield instruction
+
+    def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
+        """Instructions that read a value, nearest first, on through what they make of it."""
+        pending, seen = [instruction.id], {instruction.id}
+        while pending and len(seen) < limit:
+            for user in self.users.get(pending.pop(0), ()):
+                if user.id not in seen:
+                    seen.add(user.id)
+                    pending.append(user.id)
+                    yield user
+
+    def shape(self, instruction: Instruction, index: Index = ()) -> Shape:
+        """The shape of the value at `index`."""
+        return self.module.shape(instruction).leaf(index)
+
+
+def is_collective(opcode: str) -> bool:
+    """Whether an opcode talks to other devices, in its plain or its asynchronous form."""
+    return opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES
+
+
+def flatten(module: Module) -> dict[int, int]:
+    """Instruction id -> its place in one order of execution of the whole module, loop bodies once.
+
+    Computations without a schedule are taken in dependency order.
+    """
+    order: dict[int, int] = {}
+    done: set[int] = set()
+    pending: list[tuple[str, int]] = [("computation", module.entry)]
+    while pending:
+        kind, key = pending.pop()
+        if kind == "instruction":
+            order.setdefault(key, len(order))
+            continue
+        computation = module.computations.get(key)
+        if computation is None or key in done:
+            continue
+        done.add(key)
+        tasks: list[tuple[str, int]] = []
+        for id in computation.schedule or computation.instructions:
+            instruction = module.instructions.get(id)
+            if instruction is None:
+                continue
+            if instruction.opcode in ("call", "conditional", "async-start"):
+                tasks += [("computation", called) for called in instruction.called]
+            elif instruction.opcode == "while":
+                tasks += [("computation", called) for called in reversed(instruction.called)]
+            tasks.append(("instruction", id))
+        pending.extend(reversed(tasks))
+    return order

@@ -1,0 +1,243 @@
+"""The mesh of a compiled program: its axes, how its arguments lie on them, and which axes a collective spans.
+
+A compiled module knows devices by their place in the mesh, counted row by row; names and sizes of axes come from
+the shardings of the executable's arguments, or from a config's `mesh.*` keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.wire import Span
+
+Axes = tuple[tuple[str, int], ...]
+Groups = list[list[int]]
+
+# The order in which the trainer lays its axes over the devices, the last one over neighbours.
+ORDER = ("data", "fsdp", "context", "tensor")
+# Groups of more devices than this are no mesh anyone has, but a damaged file.
+_MOST = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an argument lies on the mesh: `dims` of the global array, `local` those of one device's part, `spec` the
+    mesh axes that divide each dimension, `position` its place among all arguments."""
+
+    dims: tuple[int, ...]
+    local: tuple[int, ...]
+    dtype: str
+    spec: tuple[tuple[str, ...], ...] = ()
+    position: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Values of the global array."""
+        return math.prod(self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis that divides it."""
+        return tuple(axis for dim in self.spec for axis in dim)
+
+
+def of_compiled(compiled: Any) -> tuple[Axes, tuple[Layout, ...]]:
+    """(mesh axes, layouts of the arguments that are used, in order) of an executable; () for what it does not tell."""
+    import jax
+
+    try:
+        # An argument that is not used has None for a sharding.
+        shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+        arrays = jax.tree.leaves(compiled.args_info)
+        meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
+        axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
+        if len(shardings) != len(arrays):
+            return axes, ()
+        layouts = tuple(
+            Layout(tuple(array.shape), tuple(sharding.shard_shape(array.shape)), str(array.dtype),
+                   _spec(sharding, len(array.shape)), at)
+            for at, (sharding, array) in enumerate(zip(shardings, arrays)) if sharding is not None)
+    except Exception:  # loaded executables, shardings of kinds without shards
+        return (), ()
+    return axes, layouts
+
+
+def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
+    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in getattr(sharding, "spec", ())]
+    parts += [()] * (rank - len(parts))
+    return tuple(tuple(axis for axis in part if sizes[axis] > 1) for part in parts)
+
+
+def of_config(config: Mapping[str, Any], devices: int) -> Axes:
+    """Mesh axes by a config's sizes `mesh.*`, one of which may be -1; () where they do not make `devices`."""
+    known = flat(config)
+    sizes = {axis: known[f"mesh.{axis}"] for axis in ORDER if type(known.get(f"mesh.{axis}")) is int}
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        return ()
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    axes = tuple((name, size if size > 0 else devices // fixed) for name, size in sizes.items())
+    return axes if axes and math.prod(size for _, size in axes) == devices else ()
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a config, nested or flat already."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def match(module: Module, layouts: Iterable[Layout]) -> dict[int, Layout]:
+    """Entry parameter number -> layout; jax leaves out arguments that are not used."""
+    entry = module.computations.get(module.entry)
+    left = iter(layouts)
+    found = {}
+    for number, id in sorted(entry.parameters.items()) if entry else ():
+        shape = module.shape(module.instructions[id])
+        for layout in left:
+            if (layout.local, layout.dtype) == (shape.dims, shape.dtype):
+                found[number] = layout
+                break
+    return found
+
+
+def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
+    """Names of the mesh axes along which the devices of a group differ; () when the mesh is not theirs."""
+    sizes = [size for _, size in axes]
+    if not axes or any(not 0 <= device < math.prod(sizes) for group in groups for device in group):
+        return ()
+    differ = set()
+    for group in groups:
+        places = [_place(device, sizes) for device in group]
+        differ |= {i for i in range(len(sizes)) if len({place[i] for place in places}) > 1}
+    return tuple(name for i, (name, _) in enumerate(axes) if i in differ)
+
+
+def _place(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    out = []
+    for size in reversed(sizes):
+        out.append(device % size)
+        device //= size
+    return tuple(reversed(out))
+
+
+def groups_of(data: bytes, span: Span, devices: int) -> Groups:
+    """The groups of device numbers that a collective talks within, all devices in one group when it names none.
+
+    HloInstructionProto: replica_groups 49 and collective_device_list 87 list them, iota_collective_device_list 92
+    and mesh_axes_replica_group_list 93 describe them; source_target_pairs 52 of a permutation are its groups.
+    """
+    groups: Groups = []
+    for field, value in wire.fields(data, span):
+        if field == 49:
+            groups.append(_members(data, wire.message(value)))
+        elif field == 52:
+            pair = wire.plain(data, wire.message(value))
+            groups.append([pair.get(1, 0), pair.get(2, 0)])
+        elif field == 87:
+            groups = groups or _device_list(data, wire.message(value))
+        elif field == 92:
+            groups = _iota(data, wire.message(value))
+        elif field == 93:
+            groups = _mesh_axes(data, wire.message(value))
+    if not groups and devices > _MOST:
+        raise wire.WireError(f"a program of {devices} devices")
+    return groups or [list(range(devices))]
+
+
+def _device_list(data: bytes, span: Span) -> Groups:
+    """CollectiveDeviceListProto: replica_groups 1, iota_replica_group_list 2, mesh axes 3."""
+    groups: Groups = []
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            groups.append(_members(data, wire.message(value)))
+        elif field == 2:
+            groups = _iota(data, wire.message(value))
+        elif field == 3:
+            groups = _mesh_axes(data, wire.message(value))
+    return groups
+
+
+def _members(data: bytes, span: Span) -> list[int]:
+    return [id for field, value in wire.fields(data, span) if field == 1 for id in wire.numbers(data, value)]
+
+
+def _iota(data: bytes, span: Span) -> Groups:
+    """[groups, size] <= [dims] T(perm): num_replica_groups 1, num_devices_per_group 2, dims 3, perm 4."""
+    found: dict[int, list[int]] = {1: [], 2: [], 3: [], 4: []}
+    for field, value in wire.fields(data, span):
+        if field in found:
+            found[field] += wire.numbers(data, value)
+    (count, size), dims = ((found[key] or [1])[-1] for key in (1, 2)), found[3]
+    order = _transposed(dims or [count * size], found[4])
+    if count * size != len(order):
+        raise wire.WireError(f"{count} groups of {size} of {len(order)} devices")
+    return [order[i * size:(i + 1) * size] for i in range(count)]
+
+
+def _mesh_axes(data: bytes, span: Span) -> Groups:
+    """Groups along axes of a mesh: mesh 1 {axes 1 {size 2}, device_ids 2, iota 3 {dims 1, perm 2}},
+    axes 2 {mesh_axis_index 1, sub_axis 2 {pre_size 1, size 2}}."""
+    sizes: list[int] = []
+    ids: list[int] = []
+    chosen: list[tuple[int, int, int]] = []
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            sizes, ids = _mesh(data, wire.message(value))
+        elif field == 2:
+            index, before, size = 0, 1, 0
+            for part, item in wire.fields(data, wire.message(value)):
+                if part == 1:
+                    index = wire.number(item)
+                elif part == 2:
+                    sub = wire.plain(data, wire.message(item))
+                    before, size = sub.get(1, 1), sub.get(2, 1)
+            chosen.append((index, before, size))
+    members: dict[tuple[int, ...], list[int]] = {}
+    for position, id in enumerate(ids):
+        place = list(_place(position, sizes))
+        for index, before, size in chosen:
+            if index >= len(sizes):
+                raise wire.WireError(f"a group along axis {index} of {len(sizes)}")
+            inner = sizes[index] // (before * size) if size else 0  # a part of an axis varies in its middle
+            place[index] = 0 if not inner else (place[index] // (inner * size), place[index] % inner)
+        members.setdefault(tuple(place), []).append(id)
+    return list(members.values())
+
+
+def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
+    """(axis sizes, device at each place)."""
+    sizes: list[int] = []
+    ids: list[int] = []
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            sizes.append(wire.plain(data, wire.message(value)).get(2, 1))
+        elif field == 2:
+            ids += wire.numbers(data, value)
+        elif field == 3:
+            dims: dict[int, list[int]] = {1: [], 2: []}
+            for part, item in wire.fields(data, wire.message(value)):
+                dims.setdefault(part, []).extend(wire.numbers(data, item))
+            ids = _transposed(dims[1], dims[2])
+    count = math.prod(sizes)
+    if count > _MOST or (ids and len(ids) != count):
+        raise wire.WireError(f"a mesh of {count} places")
+    return sizes, ids or list(range(count))
+
+
+def _transposed(dims: list[int], order: list[int]) -> list[int]:
+    """Numbers 0, 1, ... laid out in `dims`, read with its axes in `order`."""
+    order = order or list(range(len(dims)))
+    if math.prod(dims) > _MOST or sorted(order) != list(range(len(dims))):
+        raise wire.WireError(f"devices {dims} in the order {order}")
+    steps = [math.prod(dims[i + 1:]) for i in range(len(dims))]
+    out = [0]
+    for axis in order:
+        out = [base + k * steps[axis] for base in out for k in range(dims[axis])]
+    return out

@@ -1,0 +1,297 @@
+"""HloModuleProto -> records of computations and instructions. Pure reading, no interpretation.
+
+Field numbers are those of XLA's hlo.proto and xla_data.proto; only what a report needs is read. Shapes and
+metadata are decoded when asked for: most instructions sit inside fusions and are never looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.shapes import Index, Shape, read_shape
+from bytescope.memory.hlo.wire import Span
+
+_MAX_FRAMES = 64
+
+@dataclasses.dataclass(slots=True)
+class Instruction:
+    """One HLO instruction. `called`: ids of computations; `metadata`, `shape`, `span` (all): places in the proto."""
+
+    id: int = 0
+    name: str = ""
+    opcode: str = ""
+    operands: list[int] = dataclasses.field(default_factory=list)
+    called: list[int] = dataclasses.field(default_factory=list)
+    shape: Span = (0, 0)
+    metadata: Span = (0, 0)
+    parameter: int = 0
+    tuple_index: int = 0
+    target: str = ""
+    computation: int = 0
+    sharding: Span = (0, 0)
+    span: Span = (0, 0)
+
+
+@dataclasses.dataclass(slots=True)
+class Computation:
+    """A computation: ids of its instructions in dependency order, its root, its schedule if it has one."""
+
+    id: int = 0
+    name: str = ""
+    root: int = 0
+    instructions: list[int] = dataclasses.field(default_factory=list)
+    schedule: list[int] | None = None
+    parameters: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Frame(NamedTuple):
+    """A place in a source file: the span of the expression, lines from 1, columns from 0 (0 for unknown)."""
+
+    file: str
+    line: int
+    column: int = 0
+    end_line: int = 0
+    end_column: int = 0
+    function: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata:
+    """What JAX wrote on an instruction: its op_name, and where it was called, inmost frame first."""
+
+    op_name: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Module:
+    """A compiled HLO module."""
+
+    data: bytes = b""
+    name: str = ""
+    entry: int = 0
+    instructions: dict[int, Instruction] = dataclasses.field(default_factory=dict)
+    computations: dict[int, Computation] = dataclasses.field(default_factory=dict)
+    by_name: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    aliases: list[tuple[Index, int, Index]] = dataclasses.field(default_factory=list)
+    devices: int = 1
+    frames: Frames | None = None
+    _shapes: dict[int, Shape] = dataclasses.field(default_factory=dict)
+    _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
+
+    def shape(self, instruction: Instruction) -> Shape:
+        """The shape of an instruction's result, tuple structure included."""
+        if instruction.id not in self._shapes:
+            self._shapes[instruction.id] = read_shape(self.data, instruction.shape)
+        return self._shapes[instruction.id]
+
+    def metadata(self, instruction: Instruction) -> Metadata:
+        """The op_name and source frames of an instruction."""
+        if instruction.id not in self._metadata:
+            self._metadata[instruction.id] = _metadata(self.data, instruction.metadata, self.frames)
+        return self._metadata[instruction.id]
+
+    def replicated(self, instruction: Instruction) -> bool:
+        """Whether every device holds all of a value: OpSharding type 1 = 0, or no axis of it is tiled.
+
+        False where the module says nothing: newer compilers leave shardings out.
+        """
+        if instruction.sharding == (0, 0):
+            return False
+        kind, tiles, partial = 0, [], False
+        for field, value in wire.fields(self.data, instruction.sharding):
+            if field == 1:
+                kind = wire.number(value)
+            elif field == 3:
+                tiles += wire.numbers(self.data, value)
+            elif field == 6:
+                partial = bool(wire.number(value))
+        tiled = tiles[:-1] if partial else tiles
+        return kind == 0 or (kind == 3 and all(tile == 1 for tile in tiled))
+
+    def operand(self, instruction: Instruction, i: int) -> Instruction | None:
+        """The i-th operand, None when there is none."""
+        if 0 <= i < len(instruction.operands):
+            return self.instructions.get(instruction.operands[i])
+        return None
+
+    def root(self, computation: int) -> Instruction | None:
+        """The root of a computation, None when the id leads nowhere."""
+        found = self.computations.get(computation)
+        return self.instructions.get(found.root) if found else None
+
+
+class Frames:
+    """The module's table of source frames, decoded once on first use."""
+
+    def __init__(self, data: bytes, span: Span):
+        self._data, self._span = data, span
+        self._files: list[str] = []
+        self._functions: list[str] = []
+        self._locations: list[dict[int, int]] = []
+        self._frames: list[dict[int, int]] = []
+        self._chains: dict[int, tuple[Frame, ...]] = {}
+        self._ready = False
+
+    def chain(self, frame: int) -> tuple[Frame, ...]:
+        """Places from the inmost frame outwards; () for an unknown frame."""
+        if not self._ready:
+            self._read()
+        if frame not in self._chains:
+            self._chains[frame] = self._walk(frame)
+        return self._chains[frame]
+
+    def _walk(self, frame: int) -> tuple[Frame, ...]:
+        out, seen = [], set()
+        while 1 <= frame <= len(self._frames) and frame not in seen and len(out) < _MAX_FRAMES:
+            seen.add(frame)
+            fields = self._frames[frame - 1]
+            where = fields.get(1, 0)
+            place = self._locations[where - 1] if 1 <= where <= len(self._locations) else {}
+            out.append(Frame(_pick(self._files, place.get(1, 0)), place.get(3, 0), place.get(4, 0),
+                             place.get(5, 0), place.get(6, 0), _pick(self._functions, place.get(2, 0))))
+            frame = fields.get(2, 0)
+        return tuple(out)
+
+    def _read(self) -> None:
+        self._ready = True
+        for field, value in wire.fields(self._data, self._span):
+            if field == 1:
+                self._files.append(wire.text(self._data, value))
+            elif field == 2:
+                self._functions.append(wire.text(self._data, value))
+            elif field == 3:
+                self._locations.append(wire.plain(self._data, wire.message(value)))
+            elif field == 4:
+                self._frames.append(wire.plain(self._data, wire.message(value)))
+
+
+def _pick(names: list[str], position: int) -> str:
+    return names[position - 1] if 1 <= position <= len(names) else ""
+
+
+def read_module(data: bytes, span: Span) -> Module:
+    """Reads a HloModuleProto that lies at `span` of `data`. Raises WireError when it is damaged."""
+    module = Module(data)
+    sequences: dict[int, list[int]] = {}
+    for field, value in wire.fields(data, span):
+        if field == 1:
+            module.name = wire.text(data, value)
+        elif field == 6:
+            module.entry = wire.number(value)
+        elif field == 3:
+            _computation(data, wire.message(value), module)
+        elif field == 7:
+            _schedule(data, wire.message(value), sequences)
+        elif field == 8:
+            module.aliases += _aliases(data, wire.message(value))
+        elif field == 15:
+            assignment = wire.plain(data, wire.message(value))
+            module.devices = max(assignment.get(1, 1), 1) * max(assignment.get(2, 1), 1)
+        elif field == 17:
+            module.frames = Frames(data, wire.message(value))
+    for key, sequence in sequences.items():
+        if key in module.computations:
+            module.computations[key].schedule = sequence
+    return module
+
+
+def _computation(data: bytes, span: Span, module: Module) -> None:
+    computation = Computation()
+    read = []
+    for field, value in wire.fields(data, span):
+        if field == 2:
+            read.append(_instruction(data, wire.message(value)))
+        elif field == 1:
+            computation.name = wire.text(data, value)
+        elif field == 5:
+            computation.id = wire.number(value)
+        elif field == 6:
+            computation.root = wire.number(value)
+    for instruction in read:
+        instruction.computation = computation.id
+        module.instructions[instruction.id] = instruction
+        module.by_name[computation.name, instruction.name] = instruction.id
+        computation.instructions.append(instruction.id)
+        if instruction.opcode == "parameter":
+            computation.parameters[instruction.parameter] = instruction.id
+    module.computations[computation.id] = computation
+
+
+def _instruction(data: bytes, span: Span) -> Instruction:
+    out = Instruction(span=span)
+    for field, value in wire.fields(data, span):
+        if field == 36:
+            out.operands += wire.numbers(data, value)
+        elif field == 1:
+            out.name = wire.text(data, value)
+        elif field == 2:
+            out.opcode = wire.text(data, value)
+        elif field == 3:
+            out.shape = wire.message(value)
+        elif field == 7:
+            out.metadata = wire.message(value)
+        elif field == 35:
+            out.id = wire.number(value)
+        elif field == 38:
+            out.called += wire.numbers(data, value)
+        elif field == 9:
+            out.parameter = wire.number(value)
+        elif field == 13:
+            out.tuple_index = wire.number(value)
+        elif field == 28:
+            out.target = wire.text(data, value)
+        elif field == 40:
+            out.sharding = wire.message(value)
+    return out
+
+
+def _schedule(data: bytes, span: Span, sequences: dict[int, list[int]]) -> None:
+    """The map computation id -> instruction ids in order of execution."""
+    for _, entry in wire.fields(data, span):
+        key, order = 0, []
+        for field, value in wire.fields(data, wire.message(entry)):
+            if field == 1:
+                key = wire.number(value)
+            elif field == 2:
+                for _, ids in wire.fields(data, wire.message(value)):
+                    order += wire.numbers(data, ids)
+        sequences[key] = order
+
+
+def _aliases(data: bytes, span: Span) -> list[tuple[Index, int, Index]]:
+    """(output index, parameter number, parameter index) of every donated argument."""
+    out = []
+    for _, entry in wire.fields(data, span):
+        output: Index = ()
+        index: Index = ()
+        parameter = 0
+        for field, value in wire.fields(data, wire.message(entry)):
+            if field == 1:
+                output += tuple(wire.numbers(data, value))
+            elif field == 2:
+                parameter = wire.number(value)
+            elif field == 3:
+                index += tuple(wire.numbers(data, value))
+        out.append((output, parameter, index))
+    return out
+
+
+def _metadata(data: bytes, span: Span, frames: Frames | None) -> Metadata:
+    """OpMetadata: op_name 2, source_file 3, source_line 4, stack_frame_id 15."""
+    op_name, file, line, frame = "", "", 0, 0
+    for field, value in wire.fields(data, span):
+        if field == 2:
+            op_name = wire.text(data, value)
+        elif field == 3:
+            file = wire.text(data, value)
+        elif field == 4:
+            line = wire.number(value)
+        elif field == 15:
+            frame = wire.number(value)
+    chain = frames.chain(frame) if frames and frame else ()
+    if not chain and file:
+        chain = (Frame(file, line),)
+    return Metadata(op_name, chain)

@@ -1,0 +1,94 @@
+"""Shapes of HLO values: dtype, dimensions, tuple structure, and the bytes they take unpadded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.wire import Span
+
+Index = tuple[int, ...]
+
+# PrimitiveType: number -> (name, bits).
+DTYPES = {
+    1: ("bool", 8), 2: ("int8", 8), 3: ("int16", 16), 4: ("int32", 32), 5: ("int64", 64), 6: ("uint8", 8),
+    7: ("uint16", 16), 8: ("uint32", 32), 9: ("uint64", 64), 10: ("float16", 16), 11: ("float32", 32),
+    12: ("float64", 64), 15: ("complex64", 64), 16: ("bfloat16", 16), 18: ("complex128", 128),
+    19: ("float8_e5m2", 8), 20: ("float8_e4m3fn", 8), 21: ("int4", 4), 22: ("uint4", 4),
+    23: ("float8_e4m3b11fnuz", 8), 24: ("float8_e5m2fnuz", 8), 25: ("float8_e4m3fnuz", 8), 26: ("int2", 2),
+    27: ("uint2", 2), 28: ("float8_e4m3", 8), 29: ("float8_e3m4", 8), 32: ("float4_e2m1fn", 4),
+    33: ("float8_e8m0fnu", 8),
+}
+_TUPLE = 13
+_MAX_NESTING = 32
+_MAX_RANK = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """An array's dtype, dimensions and memory space (5 is the host), or a tuple of shapes."""
+
+    dtype: str = ""
+    dims: tuple[int, ...] = ()
+    memory_space: int = 0
+    parts: tuple[Shape, ...] | None = None
+    bits: int = 0
+
+    def leaf(self, index: Index) -> Shape:
+        """The shape at a tuple index; an index that leads nowhere gives the empty shape."""
+        shape = self
+        for i in index:
+            if shape.parts is None or not 0 <= i < len(shape.parts):
+                return Shape()
+            shape = shape.parts[i]
+        return shape
+
+    @property
+    def elements(self) -> int:
+        """Number of values of an array; 0 for tuples, tokens and unknown types."""
+        if not self.dtype:
+            return 0
+        count = 1
+        for dim in self.dims:
+            count *= dim
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Unpadded size of an array in bytes."""
+        return (self.elements * self.bits + 7) // 8
+
+
+def read_shape(data: bytes, span: Span, depth: int = 0) -> Shape:
+    """Reads a ShapeProto: element_type 2, dimensions 3, tuple_shapes 4, layout 5 {memory_space 8}.
+
+    Raises WireError when it is damaged.
+    """
+    if depth > _MAX_NESTING:
+        raise wire.WireError("a shape nested too deep")
+    element, dims, parts, space = 0, (), [], 0
+    for field, value in wire.fields(data, span):
+        if field == 2:
+            element = wire.number(value)
+        elif field == 3:
+            dims += tuple(wire.signed(dim) for dim in wire.numbers(data, value))
+        elif field == 4:
+            parts.append(read_shape(data, wire.message(value), depth + 1))
+        elif field == 5:
+            space = wire.plain(data, wire.message(value)).get(8, 0)
+    if len(dims) > _MAX_RANK:
+        raise wire.WireError(f"a shape of {len(dims)} dimensions")
+    if element == _TUPLE:
+        return Shape(parts=tuple(parts))
+    dtype, bits = DTYPES.get(element, ("", 0))
+    return Shape(dtype, tuple(max(dim, 0) for dim in dims), space, None, bits)
+
+
+def leaves(shape: Shape, index: Index = ()) -> Iterator[tuple[Index, Shape]]:
+    """(index, shape) of every array in a shape."""
+    if shape.parts is None:
+        yield index, shape
+    else:
+        for i, part in enumerate(shape.parts):
+            yield from leaves(part, (*index, i))

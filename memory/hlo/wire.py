@@ -1,0 +1,122 @@
+"""A reader of the protobuf wire format: just enough to walk messages whose field numbers are known.
+
+No generated code and no protobuf package: a report must read what any XLA version wrote, skipping what it
+does not know. A field's value is an int (varint and fixed widths) or a `Span`, a (start, end) pair of offsets
+into the data, so that a message of some megabytes is walked without copying it. Every read is checked
+against the end of its message; a bad one raises WireError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bytescope.memory.errors import ReportError
+
+Span = tuple[int, int]
+Value = int | Span
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class WireError(ReportError):
+    """The bytes are not the message they should be."""
+
+
+def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
+    """Yields (field number, value) of one message in order; WireError where the bytes make no field."""
+    at, end = span
+    while at < end:
+        key = data[at]
+        at += 1
+        if key > 127:
+            key, at = _long_varint(data, at, end, key & 127)
+        wire = key & 7
+        if wire == _BYTES:
+            if at >= end:
+                raise WireError(f"truncated at byte {at}")
+            size = data[at]
+            at += 1
+            if size > 127:
+                size, at = _long_varint(data, at, end, size & 127)
+            stop = at + size
+            if stop > end:
+                raise WireError(f"truncated at byte {at}: a field of {size} bytes does not fit its message")
+            yield key >> 3, (at, stop)
+            at = stop
+        elif wire == _VARINT:
+            if at >= end:
+                raise WireError(f"truncated at byte {at}")
+            value = data[at]
+            at += 1
+            if value > 127:
+                value, at = _long_varint(data, at, end, value & 127)
+            yield key >> 3, value
+        elif wire in (_FIXED64, _FIXED32):
+            stop = at + (8 if wire == _FIXED64 else 4)
+            if stop > end:
+                raise WireError(f"truncated at byte {at}")
+            yield key >> 3, int.from_bytes(data[at:stop], "little")
+            at = stop
+        else:
+            raise WireError(f"no protobuf field at byte {at - 1} (wire type {wire})")
+
+
+def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
+    """The rest of a varint whose first seven bits are `value`; (number, offset after it)."""
+    shift = 7
+    while at < end:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value & 0xFFFFFFFFFFFFFFFF, at
+        shift += 7
+        if shift > 63:
+            break
+    raise WireError(f"a number without an end at byte {at}")
+
+
+def signed(value: int) -> int:
+    """An int64 field's value: protobuf writes negative numbers as their 64-bit complement."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def text(data: bytes, value: Value) -> str:
+    """A string field; bytes that are no UTF-8 become U+FFFD."""
+    if isinstance(value, int):
+        raise WireError("a number where a string should be")
+    return data[value[0]:value[1]].decode("utf-8", "replace")
+
+
+def message(value: Value) -> Span:
+    """A sub-message field. Raises WireError when the field holds a number."""
+    if isinstance(value, int):
+        raise WireError("a number where a message should be")
+    return value
+
+
+def number(value: Value) -> int:
+    """A number field. Raises WireError when the field holds bytes."""
+    if not isinstance(value, int):
+        raise WireError("bytes where a number should be")
+    return value
+
+
+def numbers(data: bytes, value: Value) -> list[int]:
+    """One occurrence of a repeated number field: packed (many in a span) or a single one."""
+    if isinstance(value, int):
+        return [value]
+    at, end = value
+    out = []
+    while at < end:
+        item = data[at]
+        at += 1
+        if item > 127:
+            item, at = _long_varint(data, at, end, item & 127)
+        out.append(item)
+    return out
+
+
+def plain(data: bytes, span: Span) -> dict[int, int]:
+    """A message's number fields as a dict; a repeated one keeps its last value."""
+    return {field: value for field, value in fields(data, span) if isinstance(value, int)}

@@ -1,0 +1,90 @@
+"""Finished rows on disk, by program, target and versions: what makes a comparison resumable.
+
+A row is one small file under $XDG_CACHE_HOME/bytescope/compare; its name is a digest of all that decides the
+figures. Files are written whole or not at all, and a damaged one counts as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Rises when a cached answer changes its meaning.
+LAYOUT = 3
+
+# Variables that change what is compiled, or what a device may hand out.
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
+_PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
+
+# Rooms of memory/ that search or show results: a change there leaves rows valid.
+_SHOWING = ("commands", "formulas", "pages", "text")
+# Of these rooms, only the modules that make a row; the others choose what is compiled.
+_MAKING = {"plan": ("cache", "worker"), "remat": ("block_graph",)}
+
+
+def folder(env: Mapping[str, str] | None = None) -> Path:
+    """Where rows are kept."""
+    env = os.environ if env is None else env
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
+
+
+def source_digest(packages: Iterable[Path]) -> str:
+    """A digest of this package's analysis and of every .py file under `packages`, names included."""
+    memory = Path(__file__).parents[1]
+    own = [path for path in memory.rglob("*.py") if (room := path.parent.name) not in _SHOWING
+           and path.stem in _MAKING.get(room, (path.stem,))]
+    digest = hashlib.sha256()
+    for path in sorted([*own, *(file for package in packages for file in package.rglob("*.py"))]):
+        digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def key(config: Mapping[str, Any], target: str, versions: Mapping[str, str], sources: str, measure: bool,
+        env: Mapping[str, str] | None = None) -> str:
+    """The name of a row: a digest of the resolved config, the target, versions, sources and environment."""
+    env = os.environ if env is None else env
+    settings = {name: value for name, value in env.items()
+                if name in _VARIABLES or name.startswith(_PREFIXES)}
+    # What is local here is another machine's elsewhere, where a home may be shared.
+    machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
+    parts = [LAYOUT, dict(config), target, dict(versions), sources, measure, settings, machine]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def read(place: Path, name: str) -> dict[str, Any] | None:
+    """A finished row's answer, None when there is none that can be read."""
+    try:
+        value = json.loads((place / f"{name}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) and value.get("status") == "ok" else None
+
+
+def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
+    """Keeps an answer. A cache that cannot be written is no reason to fail."""
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        write_whole(place / f"{name}.json", json.dumps(answer))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that a reader finds all of it or the one before. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's are for the owner alone
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,105 @@
+"""Two reports against each other: which categories and buffers grew or shrank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bytescope.memory.records import ROWS, Report
+from bytescope.memory.text.report import human
+
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Bytes of one thing in the first and the second report; `kind`: total, category, residual, buffer."""
+
+    kind: str
+    name: str
+    before: int
+    after: int
+
+    @property
+    def growth(self) -> int:
+        """Bytes gained; negative for bytes saved."""
+        return self.after - self.before
+
+    @property
+    def percent(self) -> float:
+        """Growth in per cent of the first report; infinite for what was not there."""
+        if not self.before:
+            return float("inf") if self.after else 0.0
+        return 100.0 * self.growth / self.before
+
+
+def diff(before: Report, after: Report) -> tuple[Change, ...]:
+    """Totals first, then what changed: categories, residuals by name, buffers at the peak, largest first.
+
+    Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
+    compiler's names for them change from one compile to the next.
+    """
+    totals = [Change("total", name, getattr(before, name), getattr(after, name))
+              for name in ("peak_bytes", "allocated_bytes", "host_bytes")]
+    parts = [*_changes("category", before.breakdown, after.breakdown, ROWS),
+             *_changes("residual", before.residuals_by_name, after.residuals_by_name),
+             *_changes("buffer", _by_identity(before), _by_identity(after))]
+    changed = [change for change in parts if change.growth]
+    order = ("category", "residual", "buffer")
+    return (*totals, *sorted(changed, key=lambda c: (order.index(c.kind), -abs(c.growth), c.name)))
+
+
+def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
+    """The totals that grew by more than `percent` per cent, peak and allocated bytes."""
+    return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
+
+
+def version_changes(before: Report, after: Report) -> tuple[tuple[str, str, str], ...]:
+    """(package, version before, version after) of what differs."""
+    names = dict.fromkeys((*before.versions, *after.versions))
+    pairs = ((name, before.versions.get(name, "none"), after.versions.get(name, "none")) for name in names)
+    return tuple(pair for pair in pairs if pair[1] != pair[2])
+
+
+def render(before: Report, after: Report, changes: Iterable[Change]) -> RenderableType:
+    """A table for the terminal: totals, changed categories and residuals, the buffers that changed most."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name, justify in (("", "left"), ("", "left"), ("before", "right"), ("after", "right"),
+                          ("change", "right"), ("%", "right")):
+        table.add_column(name, justify=justify, no_wrap=bool(name), overflow="fold")
+    buffers = 0
+    for change in changes:
+        buffers += change.kind == "buffer"
+        if buffers > _SHOWN:
+            break
+        style = "red" if change.growth > 0 else "green" if change.growth < 0 else "dim"
+        percent = "new" if change.percent == float("inf") else f"{change.percent:+.1f}"
+        table.add_row(change.kind, change.name, human(change.before), human(change.after),
+                      Text(f"{'+' if change.growth > 0 else ''}{human(change.growth)}", style=style), percent)
+    versions = (f"{name} {old} -> {new}" for name, old, new in version_changes(before, after))
+    table.caption = "; ".join(versions) or None
+    return table
+
+
+def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int],
+             names: Iterable[str] = ()) -> list[Change]:
+    keys = dict.fromkeys((*names, *before, *after))
+    return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
+
+
+def _by_identity(report: Report) -> dict[str, int]:
+    """Bytes at the peak by what a buffer is."""
+    out: dict[str, int] = {}
+    for b in report.alive_at(report.peak_index):
+        if b.phase == "argument":
+            words = (b.category, b.name)
+        else:
+            what = b.checkpoint_name or b.op_name.rsplit("/", 1)[-1] or b.name
+            words = (b.category, b.phase, b.module, what)
+        key = f"{'/'.join(filter(None, words))} {b.dtype}{list(b.shape)}"
+        out[key] = out.get(key, 0) + b.bytes
+    return out

@@ -1,0 +1,179 @@
+"""The staircase: from a plain float32 step to the smallest, one lever after the other. Pure.
+
+The JSON of a staircase has these keys (sizes are bytes on ONE device, null where nothing is known):
+
+- `levels`: one object a stage: `stage`, `title`, `flags` (what this stage adds), `all_flags` (what it takes to run
+  it, beside the config), `kernel` (of attention), `why` (what the lever does and what it costs), `change_bytes`
+  (allocated, against the level before) and the figures of `memory.plan.rows.Row`.
+- `left_out`: stage -> why it is not among them; the stages after it go on without it.
+- `first_that_fits`: the stage of the first level that fits the target; null for none.
+- `target`, `versions`, `interrupted`: as in a comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.plan.rows import Row, as_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A lever: the keys it sets (dotted key -> text), and in words what it does and what it costs."""
+
+    title: str
+    adds: Mapping[str, str]
+    why: str
+
+
+# What every level starts from: nothing saved, nothing moved. Keys that a config lacks have nothing to set back.
+BASELINE = {
+    "precision.preset": "fp32", "loss.kind": "full", "model.attention": "naive", "remat.policy": "none",
+    "optimizer.name": "adamw", "remat.layers": "()", "remat.save": "()", "remat.offload": "()", "model.mlp_chunk": "0",
+    "optimizer.fused_backward": "false", "optimizer.clip": "global", "offload.optimizer": "false",
+    "offload.params": "false",
+}
+
+STAGES: Mapping[str, Stage] = {
+    "fp32": Stage("fp32", {"precision.preset": "fp32"}, "nothing saved, nothing recomputed"),
+    "bf16": Stage("bf16", {"precision.preset": "bf16"}, "half the activations, float32 master parameters; rounding"),
+    "loss": Stage("+ chunked loss", {"loss.kind": "chunked"}, "logits of one chunk at a time, recomputed in its "
+                  "gradient"),
+    "attention": Stage("+ flash attention", {"model.attention": "auto"}, "no scores in memory; the kernel recomputes "
+                       "them in its gradient"),
+    "selective": Stage("+ selective remat", {"remat.policy": "selective"}, "the attention core, norms and rotations "
+                       "are made again"),
+    "full": Stage("+ full remat", {"remat.policy": "full"}, "every block runs forward twice"),
+    "adamw_8bit": Stage("+ 8-bit moments", {"optimizer.name": "adamw_8bit"}, "moments in a byte each; quantization"),
+    "fused_backward": Stage("+ fused backward", {"optimizer.fused_backward": "true",
+                                                 "optimizer.clip": "layer"},
+                            "a layer is updated as soon as its gradient is there; no accumulation, each layer clipped "
+                            "by its own norm"),
+    "offload": Stage("+ offload", {"offload.optimizer": "true"}, "moments live in host memory and travel twice an "
+                     "update"),
+    "offload_params": Stage("+ offload of params", {"offload.params": "true"}, "master parameters live in host memory"),
+    # Beyond the staircase of the default, for --stages.
+    "bf16_params": Stage("+ 16-bit params", {"precision.preset": "bf16_params"}, "no float32 master; updates are "
+                         "rounded stochastically"),
+    "offload_blocks": Stage("+ offload of block inputs", {"remat.policy": "offload"}, "inputs of blocks travel to the "
+                            "host and back"),
+    "mlp_chunk": Stage("+ tiled MLP", {"model.mlp_chunk": "4096"}, "the MLP over pieces of the sequence, each made "
+                       "again in its gradient"),
+}
+DEFAULT = ("fp32", "bf16", "loss", "attention", "selective", "full", "adamw_8bit", "fused_backward", "offload",
+           "offload_params")
+BEYOND = tuple(name for name in STAGES if name not in DEFAULT)
+
+
+# No bar is longer than so many limits of the target, or so many times the shortest where there is none.
+MOST_LIMITS, MOST_TIMES = 5, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One stage with everything before it. `adds`: the keys it sets; `keys`: all set so far; `row`: its figures;
+    `flags`: what runs it, beside the config; `kernel`: of attention, as settled ("" for not known)."""
+
+    stage: str
+    adds: Mapping[str, str]
+    keys: Mapping[str, str]
+    flags: str = ""
+    kernel: str = ""
+    row: Row = dataclasses.field(default_factory=lambda: Row({}))
+
+    @property
+    def title(self) -> str:
+        return STAGES[self.stage].title
+
+    @property
+    def moved_bytes(self) -> int | None:
+        """Bytes over the link to the host in one call of the step, both ways."""
+        if self.row.to_host_bytes is None or self.row.to_device_bytes is None:
+            return None
+        return self.row.to_host_bytes + self.row.to_device_bytes
+
+
+def choose(text: str | None) -> list[str]:
+    """The stages of `a,b,c`, the default ones for None. Raises ReportError for one that does not exist."""
+    names = list(DEFAULT) if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in STAGES:
+            raise ReportError(f"--stages={text}: no stage {name!r}; choose from {', '.join(STAGES)}")
+    if len(set(names)) < len(names):
+        raise ReportError(f"--stages={text}: a stage twice")
+    return names
+
+
+def climb(stages: Sequence[str], config: Mapping[str, Any], given: Iterable[str],
+          refused: Mapping[str, str]) -> tuple[list[Level], dict[str, str]]:
+    """The levels to compile, each with everything before it, and stage -> why it is left out.
+
+    Args:
+        config: dotted key -> value, the keys there are.
+        given: keys of the command line: they hold in every level, and a stage that sets one is left out.
+        refused: stage -> why the config cannot run with it.
+    """
+    given, left_out, levels = set(given), {}, []
+    keys = {key: text for key, text in BASELINE.items() if key in config and key not in given}
+    for name in stages:
+        adds = STAGES[name].adds
+        lacking, fixed = [key for key in adds if key not in config], [key for key in adds if key in given]
+        if name in refused:
+            left_out[name] = refused[name]
+        elif lacking:
+            left_out[name] = f"there is no key {lacking[0]}"
+        elif fixed and name != "fp32":
+            left_out[name] = f"--config.{fixed[0]} is given, and holds everywhere"
+        else:
+            keys = {**keys, **{key: text for key, text in adds.items() if key not in given}}
+            # The first level has the baseline's keys too.
+            levels.append(Level(name, dict(adds) if levels else dict(keys), keys))
+    return levels, left_out
+
+
+def differing(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The flags of `keys` that change a config, quoted for a shell; `values`: as the trainer resolves them."""
+    return shlex.join(f"--config.{key}={as_text(values[key])}" for key in keys if values[key] != config[key])
+
+
+def changes(levels: Sequence[Level]) -> list[int | None]:
+    """Allocated bytes of each level less those of the one before it; None for the first."""
+    sizes = [level.row.allocated_bytes for level in levels]
+    return [None if before is None or here is None else here - before
+            for before, here in zip([None, *sizes], sizes)]
+
+
+def first_that_fits(levels: Sequence[Level]) -> Level | None:
+    """The first level that the target holds."""
+    return next((level for level in levels if level.row.ok and level.row.fits), None)
+
+
+def scale_of(sizes: Sequence[int], limit: int | None) -> int:
+    """Bytes of the longest bar: the largest size, unless that made slivers of what matters, those near the limit."""
+    least = min(sizes, default=1)
+    return max(1, min(max(sizes, default=1), max(MOST_LIMITS * limit, 2 * least) if limit else MOST_TIMES * least))
+
+
+def to_json(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any],
+            versions: Mapping[str, str], interrupted: bool = False) -> dict[str, Any]:
+    """The staircase as JSON values; see the module for the keys."""
+    winner = first_that_fits(levels)
+    return {
+        "levels": [dataclasses.asdict(level.row) | {
+            "stage": level.stage, "title": level.title, "why": STAGES[level.stage].why, "kernel": level.kernel,
+            "flags": flags_of(level), "all_flags": level.flags, "change_bytes": change}
+            for level, change in zip(levels, changes(levels))],
+        "left_out": dict(left_out), "first_that_fits": winner.stage if winner else None,
+        "target": dict(target), "versions": dict(versions), "interrupted": interrupted,
+    }
+
+
+def flags_of(level: Level) -> str:
+    """What a stage adds to the command; of the first, the keys that later stages change."""
+    changed = {key for stage in DEFAULT for key in STAGES[stage].adds}
+    return shlex.join(f"--config.{key}={text}" for key, text in level.adds.items()
+                      if key in changed and text != "false")

@@ -1,0 +1,249 @@
+"""Running a comparison's combinations in worker processes, with a cache, a progress bar, and survival.
+
+Workers are subprocesses that speak JSON lines (`memory.plan.worker`); a thread each feeds them. A worker
+that dies costs the row it was at, and is replaced. Ctrl-C stops the workers; finished rows are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.devices.limits import free_host_bytes
+from bytescope.memory.devices.platform import simulate_devices
+from bytescope.memory.plan import cache as row_cache
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+
+# What all workers together may hold, and what one compile takes at most in our configs (bytes).
+CEILING = 20 * 2**30
+PER_WORKER = 3 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One combination to compile: `overrides` are (dotted key, text) for the trainer, `chosen` the grid's values.
+
+    `name` is its file in the cache, `label` what people see, `flat` the whole config as the trainer resolved it.
+    With `describe` nothing is compiled: the answer is what `auto` has to know of the program.
+    """
+
+    config: str
+    target: str
+    overrides: tuple[tuple[str, str], ...]
+    chosen: Mapping[str, Any]
+    name: str
+    label: str
+    flat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    describe: bool = False
+
+    def message(self, measure: bool) -> str:
+        return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,
+                           "measure": measure, "describe": self.describe}) + "\n"
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
+        # A session of its own: Ctrl-C reaches us alone, and we decide what becomes of it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bytescope.memory.plan.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, env=dict(env), text=True, encoding="utf-8", start_new_session=True)
+
+    def ask(self, message: str) -> dict[str, Any]:
+        """The answer to a job; `{"status": why, "dead": True}` when the process ends first."""
+        try:
+            self._process.stdin.write(message)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (OSError, ValueError):  # the pipe is broken or closed
+            line = ""
+        if line.endswith("\n"):
+            return json.loads(line)
+        return {"status": self._epitaph(), "dead": True}
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        with contextlib.suppress(OSError):
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process and gives back what belongs to it."""
+        self.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _epitaph(self) -> str:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "the worker closed its output"
+        if code == -signal.SIGKILL:
+            return "the worker was killed: out of host memory? Give --jobs=1"
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - 4000))
+        last = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return " ".join(["the worker died", f"({how}):", *last])[:300]
+
+
+# Is told the labels of jobs under way and how many are done.
+Progress = Callable[[Sequence[str], int], None]
+
+
+class Pool:
+    """Threads that each drive a worker, and the queue their answers come by. Workers wait for more jobs until `stop`.
+
+    Args:
+        count: how many workers at most; one is hired with its first job. env: their environment.
+        measure: whether each step is run too, in a process of its own.
+    """
+
+    def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._env, self._measure, self._most = env, measure, CEILING // count // 2
+        self._stopped, self._workers, self._lock = threading.Event(), set(), threading.Lock()
+        self.answers: queue.SimpleQueue[tuple[Job, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Adds jobs; what comes of them is put into `answers`."""
+        for job in jobs:
+            self._waiting.put(job)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kills the workers and waits for their threads."""
+        self._stopped.set()
+        for _ in self._threads:
+            self._waiting.put(None)
+        with self._lock:
+            for worker in self._workers:
+                worker.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        worker = None
+        while not self._stopped.is_set():
+            job = self._waiting.get()
+            if job is None:
+                break
+            self.answers.put((job, None))  # begun
+            try:
+                worker = worker or self._hire()
+                answer = worker.ask(job.message(self._measure)) if worker else {}
+            except Exception as error:  # no process could be started, or it does not speak JSON
+                answer = {"status": f"no worker: {error}", "dead": True}
+            if self._stopped.is_set():
+                break
+            self.answers.put((job, answer))
+            # A measured peak is the process' own: each needs a fresh one. A grown worker gives its memory back.
+            if answer.get("dead") or self._measure or answer.get("rss_bytes", 0) > self._most:
+                self._dismiss(worker)
+                worker = None
+        self._dismiss(worker)
+
+    def _hire(self) -> Worker | None:
+        with self._lock:
+            if self._stopped.is_set():
+                return None
+            worker = Worker(self._env)
+            self._workers.add(worker)
+            return worker
+
+    def _dismiss(self, worker: Worker | None) -> None:
+        if worker is not None:
+            with self._lock:
+                self._workers.discard(worker)
+            worker.close()
+
+
+def run(jobs: Sequence[Job], *, workers: int, env: Mapping[str, str], measure: bool = False,
+        cache: Path | None = None, progress: Progress = lambda labels, done: None,
+        ) -> tuple[dict[str, dict[str, Any]], bool]:
+    """As `ask`, by workers of its own: `workers` of them at most, with the environment `env`."""
+    with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
+        return ask(pool, jobs, cache=cache, progress=progress)
+
+
+def ask(pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None,
+        progress: Progress = lambda labels, done: None) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Answers by `Job.name`, and whether Ctrl-C came first.
+
+    Args:
+        cache: the folder of finished rows, None for no reading and no writing.
+        progress: is told the labels of jobs under way and how many are done.
+    """
+    answers = {job.name: found for job in jobs if cache and (found := row_cache.read(cache, job.name))}
+    left, begun = [job for job in jobs if job.name not in answers], {}
+    progress((), len(answers))
+    pool.submit(left)
+    try:
+        while len(answers) < len(jobs):
+            job, answer = _next(pool)
+            if answer is None:
+                begun[job.name] = job.label
+            else:
+                begun.pop(job.name, None)
+                answers[job.name] = answer
+                if cache and answer.get("status") == "ok":
+                    row_cache.write(cache, job.name, answer)
+            progress(tuple(begun.values()), len(answers))
+    except KeyboardInterrupt:
+        return answers, True
+    return answers, False
+
+
+def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return pool.answers.get(timeout=0.5)  # a wait without end would not see Ctrl-C everywhere
+
+
+def worker_count(jobs: int, asked: int | None = None) -> int:
+    """How many workers: as asked, else one per core that is ours, within the ceiling and the free memory."""
+    if asked:
+        return max(1, min(asked, jobs))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, jobs, min(CEILING, free_host_bytes()) // PER_WORKER))
+
+
+def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The workers' environment: as many simulated CPU devices as the targets name, and no idle accelerator.
+
+    Compiling for described devices needs no card; workers that all opened one would fight for its memory.
+    """
+    out = dict(os.environ if env is None else env)
+    simulate_devices(targets, out)
+    if "local" not in targets:
+        out.setdefault("JAX_PLATFORMS", "cpu")
+    return out
+
+
+def environment_for(target: Target) -> dict[str, str]:
+    """The environment of workers that compile for one target; a described one's open no card of this machine."""
+    return environment([target.name]) | ({"JAX_PLATFORMS": "cpu"} if target.is_described else {})

@@ -1,0 +1,161 @@
+"""A worker of compare: jobs as JSON lines on standard input, answers as JSON lines on standard output.
+
+Started as `python -m memory.plan.worker`, one process per core, so that jax and the compiler are loaded
+once for many combinations. Its standard output is kept for answers: what libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.records import Report
+
+# Updates run before the clock starts, and how long it runs: at least so many updates and about so many seconds.
+_WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
+
+
+def main(trainer: Trainer) -> None:
+    """Answers until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    from bytescope.memory.devices.platform import choose_platform
+
+    choose_platform()  # before jax is imported
+    for line in sys.stdin:
+        try:
+            answer = answer_to(json.loads(line), trainer)
+        except Exception as error:  # whatever one combination runs into, the others go on
+            answer = {"status": one_line(error)}
+        _forget()
+        try:
+            answers.write(json.dumps(answer | {"rss_bytes": _resident()}) + "\n")
+            answers.flush()
+        except BrokenPipeError:  # nobody waits any more
+            os._exit(0)
+
+
+def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """The figures of one combination: `{"config", "overrides", "target", "measure"}` -> the fields of a row.
+
+    With `"describe"`: what `Trainer.describe` tells, nothing compiled.
+    """
+    from bytescope.memory.analyze import report_of
+    from bytescope.memory.devices import targets
+
+    target = targets.parse(job["target"])
+    overrides = [tuple(pair) for pair in job["overrides"]]
+    if job.get("describe"):
+        return {"status": "ok", **trainer.describe(job["config"], overrides, target)}
+    program = trainer.program(job["config"], overrides, target)
+    began = time.perf_counter()
+    compilation = program.compile_for_report(exact=True)
+    seconds = time.perf_counter() - began
+    report = report_of(compilation, target=target, loop=trainer.kept(program))
+    row = {
+        "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
+        "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,
+        "to_host_bytes": report.moved("to host"), "to_device_bytes": report.moved("to device"),
+        "residual_bytes": residuals_of(report), "breakdown": dict(report.breakdown),
+        "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
+        "target": dict(report.target), "versions": dict(report.versions),
+        "settled": trainer.settled(program), **flops_of(compilation.jaxpr), "work": dict(report.work),
+        "calls_per_update": program.calls_per_update, "tokens_per_update": tokens_of(program),
+    }
+    if job["measure"]:
+        row["measured"] = measure(program, compilation.compiled)
+    return row
+
+
+def residuals_of(report: Report) -> int:
+    """Bytes of residuals at the highest point that holds any: the peak may lie in the update, when all are freed."""
+    steps: Counter[int] = Counter()
+    for buffer in report.buffers:
+        if buffer.category == "residuals" and buffer.memory == "device":
+            steps[buffer.start] += buffer.bytes
+            steps[buffer.end + 1] -= buffer.bytes
+    held = itertools.accumulate(steps[point.index] for point in report.timeline)
+    return max(((point.bytes, size) for point, size in zip(report.timeline, held) if size), default=(0, 0))[1]
+
+
+def flops_of(jaxpr: Any) -> dict[str, float | None]:
+    """The FLOPs of one call of the step over all devices, {} where the program was not traced."""
+    try:
+        from bytescope.memory.costs.flops import count
+    except ModuleNotFoundError:
+        return {}
+    if jaxpr is None:
+        return {}
+    flops = count(jaxpr)
+    return {"recompute_flops_fraction": flops.recompute_fraction, "kernel_recompute_flops": flops.kernel_recomputed,
+            "model_flops": flops.model_flops, "hardware_flops": flops.hardware_flops}
+
+
+def tokens_of(program: Any) -> int:
+    """Tokens of one optimizer update, over all devices."""
+    import jax
+
+    return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
+
+
+def measure(program: Any, compiled: Any) -> dict[str, float | None]:
+    """Runs the executable on zeros: median seconds of one update, tokens/s, the devices' highest peak in bytes."""
+    import jax
+    import jax.numpy as jnp
+
+    state = program.init()
+    zeros = jax.tree.map(lambda array: jax.jit(lambda: jnp.zeros(array.shape, array.dtype),
+                                               out_shardings=array.sharding)(), program.batch_shapes)
+    tokens = tokens_of(program)
+    times: list[float] = []
+    for update in range(_WARM_UP + _MOST):
+        began = time.perf_counter()
+        for _ in range(program.calls_per_update):
+            state, metrics = compiled(state, zeros)
+        jax.block_until_ready((state, metrics))
+        if update >= _WARM_UP:
+            times.append(time.perf_counter() - began)
+        if len(times) >= _LEAST and sum(times) >= _SECONDS:
+            break
+    median = statistics.median(times)
+    stats = [device.memory_stats() or {} for device in program.mesh.local_devices]
+    peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+    return {"step_seconds": median, "tokens_per_s": tokens / median, "peak_bytes": max(peaks, default=None)}
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An error as a row's status."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    named = text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}"
+    return named if len(named) <= most else named[:most - 1] + "…"
+
+
+def _forget() -> None:
+    """Lets go of the last combination's traces and executables."""
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.collect()
+
+
+def _resident() -> int:
+    """Bytes of memory this process holds, 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+if __name__ == "__main__":
+    from bytescope.memory.__main__ import Trainer  # the hinge: what this process knows of the trainer comes by it alone
+
+    main(Trainer())

@@ -1,0 +1,104 @@
+"""Gives a profiler's files the scope names of the program that they are of.
+
+XLA writes the name of its instruction on what a CPU or a GPU runs, not the operation in JAX's words. Here every such
+event of a trace gets it (`tf_op`, as TPUs have it): for a CPU in the *.xplane.pb, on the event's kind, where XProf and
+TensorBoard show it; for a device of its own they find it in the HloProto by themselves. In Perfetto's JSON it stands on
+the event, with phase and component. Times and all else stay.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.wire import Span, WireError
+from bytescope.memory.profile.op_scopes import Place, Places
+from bytescope.memory.profile.xplane import CALLS, Trace, is_host
+
+PERFETTO = "perfetto_trace.json.gz"
+_OP = "tf_op"
+# A number for the name of the stat that no other has: the profiler counts from 1.
+_STAT = 1 << 40
+
+
+def name(path: Path, trace: Trace) -> None:
+    """Rewrites a trace's *.xplane.pb, and Perfetto's file beside it where there is one, with names of scopes.
+
+    Raises ReportError where they cannot be written.
+    """
+    places = Places(trace)
+    named: dict[str, tuple[str, Place]] = {}
+    for operation in trace.operations:
+        if operation.program[1] == places.main and operation.name and operation.name not in named:
+            key = (operation.program, operation.name, operation.op_name)
+            named[operation.name] = places.op_name(key), places.of(key)
+    try:
+        path.write_bytes(with_names(path.read_bytes(), {op: text for op, (text, _) in named.items() if text}))
+        beside = path.parent / PERFETTO
+        if beside.is_file():
+            _perfetto(beside, named, places.main)
+    except (OSError, WireError, ValueError) as error:
+        raise ReportError(f"cannot write names into {path.parent}: {error}") from error
+
+
+def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
+    """A serialized XSpace with a stat `tf_op` on each kind of the host's events that is named as one of `names`."""
+    out = []
+    for field, value in wire.fields(data, (0, len(data))):
+        if isinstance(value, int):  # XSpace has messages and strings alone
+            raise WireError("no trace")
+        body = data[value[0]:value[1]]
+        out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
+    return b"".join(out)
+
+
+def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
+    """A plane with more entries in its maps: of those with the same key readers take the last."""
+    title, added = "", []
+    for field, value in wire.fields(data, span):
+        if field == 2:
+            title = wire.text(data, value)
+        elif field == 4:
+            entry = dict(wire.fields(data, wire.message(value)))
+            kind = wire.message(entry.get(2, (0, 0)))
+            called = next((wire.text(data, part) for at, part in wire.fields(data, kind) if at == 2), "")
+            if called in names:
+                stat = _field(1, _STAT) + _field(5, names[called].encode())
+                more = data[kind[0]:kind[1]] + _field(5, stat)
+                added.append(_field(4, _field(1, wire.number(entry.get(1, 0))) + _field(2, more)))
+    if not added or not is_host(title):
+        return body
+    stat_name = _field(1, _STAT) + _field(2, _OP.encode())
+    return body + _field(5, _field(1, _STAT) + _field(2, stat_name)) + b"".join(added)
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """One protobuf field: a number as varint, bytes with their length."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes(out) + bytes([value])
+
+
+def _perfetto(path: Path, named: Mapping[str, tuple[str, Place]], main: str) -> None:
+    """The same for Perfetto's JSON."""
+    with gzip.open(path, "rt") as file:
+        found = json.load(file)
+    for event in found.get("traceEvents", ()):
+        arguments = event.get("args", {})
+        text, place = named.get(str(arguments.get("hlo_op", "")).rsplit(CALLS, 1)[-1], ("", None))
+        if place and arguments.get("hlo_module", main) == main:
+            arguments.update({_OP: text, "phase": place.phase, "component": place.component})
+    with gzip.open(path, "wt", compresslevel=3) as file:
+        file.write(json.dumps(found, separators=(",", ":")))  # at once: json.dump takes many times as long

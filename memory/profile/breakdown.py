@@ -1,0 +1,236 @@
+"""Where the time of traced updates went: a trace's records (`memory.profile.xplane`) -> seconds by phase and component.
+
+At every moment of a device each of its running instructions has the same share of the moment, so that all shares add
+up to the time in which anything ran (`busy`), on however many threads or streams; busy and idle add up to the wall
+time, from the start of the first traced update to the end of the last thing that it did. Collectives take a moment only
+when nothing is computed, transfers only when no collective runs either, and a loop only when nothing in it runs: what
+they ran beside is `hidden`. A CPU's product on several threads is one instruction, and counts once.
+
+`memory.profile.op_scopes` tells what an instruction is of. Times are picoseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.profile.op_scopes import (
+    COLLECTIVE,
+    COLLECTIVES,
+    ENCLOSING,
+    OTHER,
+    TRANSFER,
+    TRANSFERS,
+    Key,
+    Place,
+    Places,
+    key_of,
+    priority,
+)
+from bytescope.memory.profile.xplane import HOST, Operation, Span, Trace
+
+PHASES = ("forward", "recompute", "backward", "optimizer", OTHER)
+PICO = 1e-12
+# Work of the host that no update waits for otherwise: a run does it between updates.
+PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
+_BESIDE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instructions:
+    """All runs of one instruction: its share of time on all devices, and how often it ran there."""
+
+    name: str
+    place: Place
+    taken: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRow:
+    """Work of the host: its time without what it called that has a row of its own, and `idle`, the mean over the
+    devices of what they idled meanwhile."""
+
+    name: str
+    taken: int
+    idle: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """Times in picoseconds. `wall` is the same for every device; `cells` (phase, component), `hidden` (component) and
+    `instructions` are summed over `devices`. `calls`: of the program for one update; `paused`: of `wall`,
+    in evaluations and checkpoints. Longest instructions first."""
+
+    program: str
+    steps: tuple[int, ...]
+    devices: int
+    wall: int
+    cells: Mapping[tuple[str, str], int]
+    instructions: tuple[Instructions, ...]
+    host: tuple[HostRow, ...]
+    hidden: Mapping[str, int]
+    calls: int = 1
+    paused: int = 0
+
+    @property
+    def measured(self) -> float:
+        """Wall seconds of one update, evaluations and checkpoints between updates aside."""
+        return (self.wall - self.paused) * PICO / self.updates
+
+    @property
+    def updates(self) -> int:
+        """Over how many updates the times are; a trace without numbered steps is one."""
+        return len(self.steps) or 1
+
+    @property
+    def busy(self) -> int:
+        """Time in which a device ran anything, summed over the devices."""
+        return sum(self.cells.values())
+
+    @property
+    def idle(self) -> int:
+        """Time in which a device ran nothing, summed over the devices."""
+        return self.devices * self.wall - self.busy
+
+    def seconds(self, taken: int) -> float:
+        """Seconds of one update and device, of a time summed over updates and devices."""
+        return taken * PICO / (self.updates * self.devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds of one update and device: `cells` by phase and component, `busy`, `idle`, and `total`, their sum."""
+        return {
+            "program": self.program, "steps": list(self.steps), "devices": self.devices,
+            "calls_per_update": self.calls, "total": self.wall * PICO / self.updates,
+            "without_pauses": self.measured,
+            "busy": self.seconds(self.busy), "idle": self.seconds(self.idle),
+            "cells": [{"phase": phase, "component": component, "seconds": self.seconds(taken)}
+                      for (phase, component), taken in self.cells.items()],
+            "hidden": {name: self.seconds(taken) for name, taken in self.hidden.items()},
+            "host": [{"name": row.name, "seconds": row.taken * PICO / self.updates,
+                      "device_idle_seconds": row.idle * PICO / self.updates, "count": row.count} for row in self.host],
+            "instructions": [{"name": row.name, **dataclasses.asdict(row.place), "seconds": self.seconds(row.taken),
+                              "count": row.count} for row in self.instructions]}
+
+
+def find(trace: Trace) -> Spent:
+    """Where the time of a trace went. Raises ReportError for one in which no device ran anything."""
+    places = Places(trace)
+    steps = [span for span in trace.spans if span.step is not None]
+    start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
+    stop = max([op.stop for op in trace.operations] + [span.stop for span in steps], default=0)
+    by_device = defaultdict(list)
+    for operation in trace.operations:
+        if operation.stop > start:
+            by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
+    if not by_device:
+        raise ReportError("the trace holds nothing that a device ran: trace some updates, with a profiler that the "
+                          "device's driver lets read its counters")
+    taken, idle, hidden, counts = Counter(), {}, Counter(), Counter()
+    for device, operations in by_device.items():
+        shares, idle[device], beside = divide(operations, places.of, start, stop)
+        taken.update(shares)
+        hidden.update(beside)
+        counts.update(map(key_of, operations))
+    rows = sorted((Instructions(key[1], places.of(key), taken[key], counts[key]) for key in counts),
+                  key=lambda row: (-row.taken, row.name))
+    cells = Counter()
+    for row in rows:
+        cells[row.place.phase, row.place.component] += row.taken
+    numbers = tuple(sorted({span.step for span in steps}))
+    calls = max((counts[key] for key in counts if places.runs_once(key)), default=1)
+    return Spent(places.main, numbers, len(by_device), stop - start, dict(cells), tuple(rows),
+                 tuple(host_rows(trace.spans, idle.values(), start, stop)), dict(hidden),
+                 max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
+                 sum(max(min(span.stop, stop) - max(span.start, start), 0)
+                     for span in trace.spans if span.name in PAUSES))
+
+
+def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -> tuple[
+        Counter[Key], list[tuple[int, int]], Counter[str]]:
+    """Divides the moments from `start` to `stop` of one device between what ran in them.
+
+    Returns instruction -> its share, the intervals in which nothing ran, and component -> what it ran beside others
+    that took the moment. The shares and the intervals add up to `stop - start` exactly.
+    """
+    edges = []
+    for number, operation in enumerate(operations):
+        if operation.stop <= operation.start:
+            continue
+        key = key_of(operation)
+        rank = priority(place(key))
+        edges += [(operation.start, 1, number, rank, key), (operation.stop, 0, number, rank, key)]
+    edges.sort(key=lambda edge: edge[:3])
+    running: list[dict[int, Key]] = [{} for _ in range(ENCLOSING + 1)]
+    shares, idle, hidden, since = Counter(), [], Counter(), start
+    for at, begins, number, rank, key in [*edges, (stop, 0, -1, 0, None)]:
+        if at > since:
+            first = next((group for group in running if group), None)
+            if first is None:
+                idle.append((since, at))
+            else:
+                _share(shares, first.values(), at - since)
+            for beside, component in _BESIDE:
+                if running[beside] and running[beside] is not first:
+                    hidden[component] += at - since
+            since = at
+        if begins:
+            running[rank][number] = key
+        else:
+            running[rank].pop(number, None)
+    return shares, idle, hidden
+
+
+def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
+    """Gives each the same whole number of picoseconds, the first ones what is left over."""
+    keys = list(keys)
+    each, rest = divmod(taken, len(keys))
+    for place, key in enumerate(keys):
+        shares[key] += each + (place < rest)
+
+
+def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:
+    """Rows of the host's annotated work between `start` and `stop`, longest first, and the rest of that time."""
+    idle = list(idle)
+    by_thread = defaultdict(list)
+    for span in spans:
+        if span.name.startswith(HOST) and span.stop > start:
+            by_thread[span.thread].append(span)
+    taken, beside, counts = Counter(), Counter(), Counter()
+    for mine in by_thread.values():
+        counts.update(span.name for span in mine)
+        for name, begin, end in inmost(mine):
+            begin, end = max(begin, start), min(end, stop)
+            taken[name] += max(end - begin, 0)
+            beside[name] += sum(_overlap(gaps, begin, end) for gaps in idle) // max(len(idle), 1)
+    rows = [HostRow(name.removeprefix(HOST), time, beside[name], counts[name]) for name, time in taken.most_common()]
+    rest = stop - start - sum(taken.values())
+    if not rows or rest < 0:  # no annotations, or several threads at once
+        return rows
+    gaps = sum(high - low for found in idle for low, high in found) // max(len(idle), 1)
+    return [*rows, HostRow("launch and other", rest, gaps - sum(beside.values()), 0)]
+
+
+def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
+    """(name, start, stop) of the stretches of one thread in which a span is the inmost; spans are nested."""
+    open_spans: list[Span] = []
+    at = 0
+    for span in [*sorted(spans, key=lambda span: (span.start, -span.stop)), None]:
+        while open_spans and (span is None or open_spans[-1].stop <= span.start):
+            done = open_spans.pop()
+            if done.stop > at:
+                yield done.name, at, done.stop
+                at = done.stop
+        if span is not None:
+            if open_spans and span.start > at:
+                yield open_spans[-1].name, at, span.start
+            open_spans.append(span)
+            at = span.start
+
+
+def _overlap(gaps: list[tuple[int, int]], start: int, stop: int) -> int:
+    return sum(max(min(high, stop) - max(low, start), 0) for low, high in gaps)

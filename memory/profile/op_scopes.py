@@ -1,0 +1,163 @@
+"""What an instruction of a trace is of: its phase and component, by the compiled modules in the trace itself.
+
+An instruction is what the module says of it by name; a kernel that no name joins to the module, as inside of a CUDA
+graph, is joined by its own. A fusion is of the phase and component of its root. What is the compiler's own, and has no
+name of JAX, is of what made its operands, or else reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+from bytescope.memory.attribution import assemble
+from bytescope.memory.attribution.checkpoint_names import Names
+from bytescope.memory.attribution.rules import Attribution
+from bytescope.memory.hlo import buffers as hlo_buffers
+from bytescope.memory.hlo import scopes
+from bytescope.memory.hlo.dataflow import Flow, flatten, is_collective
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.profile.xplane import Operation, Trace
+
+OTHER, OTHER_PROGRAMS = "other", "other programs"
+COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
+COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
+_ENCLOSING = frozenset(("while", "call", "conditional"))
+_COPYING = frozenset(("copy", "copy-start", "copy-done", "transpose", "bitcast"))
+_TRANSFER_KERNEL = re.compile(r"memcpy|memset", re.I)
+_COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """What an instruction is of: phase, component in the words of the report, scopes joined by "/", opcode.
+
+    phase: forward, recompute, backward, optimizer or other.
+    """
+
+    phase: str = OTHER
+    component: str = OTHER
+    path: str = ""
+    opcode: str = ""
+
+
+Key = tuple[tuple[int | None, str], str, str]
+
+
+def key_of(operation: Operation) -> Key:
+    """What runs of one instruction have in common: program, instruction, op_name; a kernel's own name for none."""
+    return operation.program, operation.name or operation.kernel, operation.op_name
+
+
+class Places:
+    """Tells what instructions are of, by the modules in the trace; `main`: the program that ran longest."""
+
+    def __init__(self, trace: Trace):
+        self.trace = trace
+        self._known: dict[Key, Place] = {}
+        self._modules: dict[Any, _Module | None] = {}
+        lengths: Counter[str] = Counter()
+        for operation in trace.operations:
+            lengths[operation.program[1]] += operation.stop - operation.start
+        named = [name for name, _ in lengths.most_common() if name]
+        self.main = named[0] if named else ""
+
+    def of(self, key: Key) -> Place:
+        """The place of an instruction; where no module knows it, what its op_name or its kernel tells."""
+        if key not in self._known:
+            self._known[key] = self._find(key)
+        return self._known[key]
+
+    def op_name(self, key: Key) -> str:
+        """The operation in JAX's words: that of the instruction, else of what `place` was found by; "" for none."""
+        module = self._module(key[0])
+        found = module.instruction(key[1]) if module else None
+        return module.op_name(found) if found else key[2]
+
+    def runs_once(self, key: Key) -> bool:
+        """Whether an instruction of the main program runs once a call: it is in no loop and no branch."""
+        module = self._module(key[0])
+        found = module.instruction(key[1]) if module and key[0][1] == self.main else None
+        return found is not None and found.computation == module.look.module.entry
+
+    def _find(self, key: Key) -> Place:
+        program, name, op_name = key
+        module = self._module(program)
+        found = module.instruction(name) if module else None
+        if program[1] and program[1] != self.main:
+            return Place(OTHER, OTHER_PROGRAMS, program[1], found.opcode if found else "")
+        if found:
+            return module.place(found)
+        if _COLLECTIVE_KERNEL.search(name):
+            return Place(OTHER, COLLECTIVES)
+        if _TRANSFER_KERNEL.search(name):
+            return Place(OTHER, TRANSFERS)
+        scope = scopes.parse(op_name)
+        return Place(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
+
+    def _module(self, program: tuple[int | None, str]) -> _Module | None:
+        """The module of a program: by its number; a kernel that tells no program is sought in the main one."""
+        if program not in self._modules:
+            number, name = program
+            known = self.trace.programs
+            protos = [known[number][1]] if number in known else [
+                proto for title, proto in known.values() if title == (name or self.main)]
+            self._modules[program] = _Module(protos[0]) if len(protos) == 1 else None
+        return self._modules[program]
+
+
+class _Module:
+    """The instructions of one compiled module, by name."""
+
+    def __init__(self, proto: bytes):
+        program = hlo_buffers.read(proto)
+        module = program.module
+        self.look = Attribution(program, Flow(module), flatten(module), assemble.parameter_roles(program), Names())
+        self._named = {instruction.name: instruction for instruction in module.instructions.values()}
+        self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
+
+    def instruction(self, name: str) -> Instruction | None:
+        """An instruction by its name, or by that of its kernel, which has no dots and dashes."""
+        return self._named.get(name) or self._kernels.get(_plain(name))
+
+    def place(self, instruction: Instruction) -> Place:
+        """What an instruction is of."""
+        look, opcode = self.look, instruction.opcode
+        scope = look.scope(instruction)
+        named = "/" in look.module.metadata(instruction).op_name
+        if not named:  # the compiler's own: of what made its operands, or reads it
+            scope = look.teller(instruction, ())[2]
+        phase = "optimizer" if "optimizer" in scope.path else look.phase(scope, instruction)
+        component = scope.component or OTHER
+        if opcode in _ENCLOSING:
+            component = LOOPS
+        elif is_collective(opcode):
+            component = COLLECTIVES
+        elif not named and self._copies(instruction):
+            component = COPIES
+        return Place(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
+
+    def op_name(self, instruction: Instruction) -> str:
+        """What JAX named an instruction, or else what stands nearest to it."""
+        own = self.look.module.metadata(instruction).op_name
+        return own if "/" in own else self.look.teller(instruction, ())[1].op_name
+
+    def _copies(self, instruction: Instruction) -> bool:
+        """Whether an instruction only moves its operand."""
+        if instruction.opcode == "fusion" and instruction.called:
+            root = self.look.module.root(instruction.called[0])
+            return root is not None and root.opcode in _COPYING
+        return instruction.opcode in _COPYING
+
+
+def priority(place: Place) -> int:
+    """Who takes a moment that several run in: the first of compute, collectives, transfers, what encloses others."""
+    if place.opcode in _ENCLOSING:
+        return ENCLOSING
+    return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(place.component, COMPUTE)
+
+
+def _plain(name: str) -> str:
+    return name.replace(".", "_").replace("-", "_")

@@ -1,0 +1,246 @@
+"""A profiler's trace -> records: what ran on each device and when, and what the host did meanwhile.
+
+Read is the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto), with no jax: the
+format is the same in all its versions. Where operations stand in it:
+
+- CPU: on the host's plane, one line a thread; events with the stats `hlo_op`, `hlo_module`, `program_id` and
+  `device_ordinal`. A result that comes later than its call returns ends at the event "end: ..." of its flow. Seen
+  with jax 0.10.2, 0.11.2 and 0.12.0.
+- GPU: on planes "/device:GPU:0", one line a stream; events are kernels and copies, with `hlo_op` (scopes of several
+  calls joined by "::", the inmost last) and `hlo_module`. Read in XLA's sources, not seen on a card.
+- TPU: on planes "/device:TPU:0", line "XLA Ops", whose events carry the instruction's name. Read, not seen.
+
+Lines that a viewer derives from these ("XLA Modules", "Framework Ops") are left out. The plane "/host:metadata" holds
+the HloProto of every program that ran, by `program_id`; one out of the persistent cache too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.wire import Span as Bytes
+from bytescope.memory.hlo.wire import WireError
+
+# Annotations (jax.profiler.TraceAnnotation) whose names begin so are work of the host that a breakdown tells.
+HOST = "host/"
+SUFFIX = ".xplane.pb"
+_METADATA, _HOST_PLANE, _DEVICE = "/host:metadata", "/host:", "/device:"
+_STREAM, _XLA_OPS, _END, CALLS = "Stream", "XLA Ops", "end: ", "::"
+# Where the stats that are asked for stand in an XStat, by kind; a reference is to the name of another stat.
+_DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One run of an instruction on a device; times in picoseconds on the trace's clock.
+
+    name: the HLO instruction's, "" for a kernel or copy that tells none; kernel: the event's own name; program:
+    (id of the program, name of its module), None and "" where unknown; op_name: what JAX named it, mostly "".
+    """
+
+    device: str
+    name: str
+    kernel: str
+    program: tuple[int | None, str]
+    start: int
+    stop: int
+    op_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Work of the host under an annotation, in picoseconds; `step`: the number of a StepTraceAnnotation."""
+
+    name: str
+    thread: str
+    start: int
+    stop: int
+    step: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What one process's trace holds. `programs`: id -> (name of the module, HloProto)."""
+
+    operations: tuple[Operation, ...] = ()
+    spans: tuple[Span, ...] = ()
+    programs: Mapping[int, tuple[str, bytes]] = dataclasses.field(default_factory=dict)
+
+
+def find(place: str | Path) -> Path:
+    """The trace of a path: a *.xplane.pb itself, or the newest below a folder.
+
+    Raises ReportError where there is none, and for a folder with the traces of several processes.
+    """
+    place = Path(place)
+    if place.is_file():
+        return place
+    found = sorted(place.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent.name, path.name))
+    if not found:
+        raise ReportError(f"no *{SUFFIX} in {place}: bytescope train --profile=3 writes one, as jax.profiler does")
+    newest = [path for path in found if path.parent == found[-1].parent]
+    if len(newest) > 1:
+        raise ReportError(f"{len(newest)} traces in {newest[0].parent}, one a process: name one, such as {newest[0]}")
+    return newest[0]
+
+
+def read(path: str | Path) -> Trace:
+    """Reads a *.xplane.pb. Raises ReportError for one that cannot be read or is damaged."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return parse(data)
+    except WireError as error:
+        raise ReportError(f"{path} is no trace ({error}): give a *{SUFFIX}") from error
+
+
+def is_host(plane: str) -> bool:
+    """Whether a plane of this name holds events of the host, and of a CPU as a device."""
+    return plane != _METADATA and plane.startswith(_HOST_PLANE)
+
+
+def parse(data: bytes) -> Trace:
+    """The records of a serialized XSpace. Raises WireError for other bytes."""
+    operations: list[Operation] = []
+    on_host: list[Operation] = []
+    spans: list[Span] = []
+    programs: dict[int, tuple[str, bytes]] = {}
+    for field, value in wire.fields(data, (0, len(data))):
+        if field != 1:
+            continue
+        plane = _Plane(data, wire.message(value))
+        if plane.name == _METADATA:
+            programs.update(plane.programs())
+        elif plane.name.startswith(_DEVICE):
+            operations += plane.device_operations()
+        elif is_host(plane.name):
+            found, more = plane.host_events()
+            on_host += found
+            spans += more
+    # Beside an accelerator, what the host's own threads ran is not the step.
+    return Trace(tuple(operations or on_host), tuple(spans), programs)
+
+
+class _Plane:
+    """XPlane: name 2, lines 3, event_metadata 4, stat_metadata 5 (both maps: key 1, value 2)."""
+
+    def __init__(self, data: bytes, span: Bytes):
+        self.data, self.name = data, ""
+        self.lines: list[Bytes] = []
+        self.kinds: dict[int, Bytes] = {}
+        self.stat_names: dict[int, str] = {}
+        self._known: dict[int, tuple[str, str, dict[str, Any]]] = {}
+        for field, value in wire.fields(data, span):
+            if field == 2:
+                self.name = wire.text(data, value)
+            elif field == 3:
+                self.lines.append(wire.message(value))
+            elif field in (4, 5):
+                entry = dict(wire.fields(data, wire.message(value)))
+                key, inner = wire.number(entry.get(1, 0)), wire.message(entry.get(2, (0, 0)))
+                if field == 4:
+                    self.kinds[key] = inner
+                else:
+                    named = dict(wire.fields(data, inner))
+                    self.stat_names[key] = wire.text(data, named[2]) if 2 in named else ""
+
+    def kind(self, key: int) -> tuple[str, str, dict[str, Any]]:
+        """(name, display name, stats) of a kind of event. XEventMetadata: name 2, display_name 4, stats 5."""
+        if key not in self._known:
+            name, shown, stats = "", "", {}
+            for field, value in wire.fields(self.data, self.kinds.get(key, (0, 0))):
+                if field == 2:
+                    name = wire.text(self.data, value)
+                elif field == 4:
+                    shown = wire.text(self.data, value)
+                elif field == 5:
+                    stats.update([self.stat(wire.message(value))])
+            self._known[key] = name, shown, stats
+        return self._known[key]
+
+    def stat(self, span: Bytes) -> tuple[str, Any]:
+        """(name, value) of a XStat: metadata_id 1, the value in one of the fields 2 to 7; bytes stay a place."""
+        name, found = "", None
+        for field, value in wire.fields(self.data, span):
+            if field == 1:
+                name = self.stat_names.get(wire.number(value), "")
+            elif field == _STRING:
+                found = wire.text(self.data, value)
+            elif field == _REFERENCE:
+                found = self.stat_names.get(wire.number(value), "")
+            elif field != _DOUBLE:  # none that is asked for is one
+                found = value
+        return name, found
+
+    def programs(self) -> Iterator[tuple[int, tuple[str, bytes]]]:
+        """Program id -> (module's name, HloProto), from a plane that has them as kinds of events."""
+        for key in self.kinds:
+            name, _, stats = self.kind(key)
+            blob = next((value for value in stats.values() if isinstance(value, tuple)), None)
+            if blob:
+                yield stats.get("program_id", key), (name.rsplit("(", 1)[0], self.data[blob[0]:blob[1]])
+
+    def events(self, line: Bytes) -> Iterator[tuple[int, int, int, list[Bytes]]]:
+        """(kind, start, stop, stats) of a line's events; XLine: timestamp_ns 3, events 4; XEvent: metadata_id 1,
+        offset_ps 2, duration_ps 3, stats 4."""
+        fields = list(wire.fields(self.data, line))
+        began = 1000 * next((wire.number(value) for field, value in fields if field == 3), 0)
+        for field, value in fields:
+            if field != 4:
+                continue
+            numbers, stats = {1: 0, 2: 0, 3: 0}, []
+            for part, item in wire.fields(self.data, wire.message(value)):
+                if part == 4:
+                    stats.append(wire.message(item))
+                elif part in numbers:
+                    numbers[part] = wire.signed(wire.number(item))
+            yield numbers[1], began + numbers[2], began + numbers[2] + numbers[3], stats
+
+    def line_name(self, line: Bytes) -> str:
+        """A line's name 2."""
+        return next((wire.text(self.data, value) for field, value in wire.fields(self.data, line) if field == 2), "")
+
+    def device_operations(self) -> list[Operation]:
+        """What streams, or a TPU's line of operations, hold."""
+        device, out = self.name.removeprefix(_DEVICE), []
+        for line in self.lines:
+            title = self.line_name(line)
+            if not title.startswith(_STREAM) and title != _XLA_OPS:
+                continue
+            for key, start, stop, spans in self.events(line):
+                kernel, shown, known = self.kind(key)
+                stats = {**known, **dict(map(self.stat, spans))}
+                name = str(stats.get("hlo_op") or (shown if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
+                out.append(_operation(device, name, shown or kernel, start, stop, stats))
+        return out
+
+    def host_events(self) -> tuple[list[Operation], list[Span]]:
+        """Operations of the CPU as a device, and annotated work of the host."""
+        operations, spans, ends = [], [], {}
+        for line in self.lines:
+            thread = self.line_name(line)
+            for key, start, stop, places in self.events(line):
+                name = self.kind(key)[0]
+                stats = dict(map(self.stat, places))
+                if "hlo_op" in stats:
+                    device = str(stats.get("device_ordinal", 0))
+                    made = _operation(device, str(stats["hlo_op"]), name, start, stop, stats)
+                    operations.append((stats.get("_p"), made))
+                elif name.startswith(_END):
+                    ends[stats.get("_c")] = stop
+                elif name.startswith(HOST) or isinstance(stats.get("step_num"), int):
+                    spans.append(Span(name, thread, start, stop, stats.get("step_num")))
+        late = [dataclasses.replace(made, stop=max(made.stop, ends.get(flow, made.stop))) for flow, made in operations]
+        return late, spans
+
+
+def _operation(device: str, name: str, kernel: str, start: int, stop: int, stats: Mapping[str, Any]) -> Operation:
+    program = (stats.get("program_id"), str(stats.get("hlo_module", "")))
+    return Operation(device, name, kernel, program, start, stop, str(stats.get("tf_op", "")))

@@ -1,0 +1,87 @@
+"""What a search for the least recomputation is asked, and what comes of it. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.costs import roofline
+from bytescope.memory.remat.block_graph import Block
+from bytescope.memory.remat.ilp import Passes, Plan
+from bytescope.memory.remat.patterns import Rates
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be decided.
+
+    Fields:
+        block: of one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
+        cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
+        host_budget: bytes of host memory for one device.
+        policies: policies -> the names that they keep, None where that is the compiler's to say; they are candidates
+            too.
+    """
+
+    block: Block
+    rates: Rates
+    passes: Passes
+    cost: str = "time"
+    offload: bool = False
+    host_budget: float = math.inf
+    policies: Mapping[str, Sequence[str] | None] = dataclasses.field(default_factory=dict)
+
+
+def problem_of(block: Block, work: Mapping[str, Mapping[str, Any]], micro_steps: int, figures: roofline.Figures,
+               target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None]) -> Problem:
+    """What is to be decided for a program on a target.
+
+    work: of one call of the program that recomputes everything, `micro_steps` micro-batches (memory/costs/roofline.py).
+    """
+    by_phase = roofline.seconds(work, figures).by_phase
+    rates = Rates({unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s,
+                  target.n_devices)
+    passes = Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
+                    figures.host_link_bytes_per_s if offload else 0.0)
+    return Problem(block, rates, passes, cost, offload, target.host_bytes_per_device, policies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said of a plan: bytes on one device and its host share, seconds of an update by the roofline,
+    FLOPs recomputed; `status`: "ok", or why there are no figures."""
+
+    allocated_bytes: int = 0
+    host_bytes: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    status: str = "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A plan, what was predicted for it (0: nothing could be yet), and what the compiler said."""
+
+    plan: Plan
+    predicted_bytes: int
+    compiled: Compiled
+
+    @property
+    def ok(self) -> bool:
+        return self.compiled.status == "ok"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """best: the plan to run, None where none fits. tried: all that was compiled for it, in order. tightest: of all that
+    the search ever compiled the plan of fewest bytes; where none fits, the least that the step can be brought to by
+    recomputation (and offload, where it is allowed)."""
+
+    best: Tried | None
+    tried: tuple[Tried, ...]
+    tightest: Tried | None = None

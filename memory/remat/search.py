@@ -1,0 +1,268 @@
+"""`remat.policy=auto`: the least recomputation under a budget, found by formula and settled by the compiler.
+
+The bytes that blocks keep follow from their graph (remat/block_graph.py); what the rest of the step takes beside them
+is the compiler's to say. So a plan is solved for (memory/remat/ilp.py), compiled, and the difference between what was
+predicted and what the compiler allocated corrects the model, until the plan that the model asks for has been compiled
+and fits: the next better one is then predicted to exceed the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bytescope.memory.remat import allocation_model
+from bytescope.memory.remat.ilp import Plan, solve
+from bytescope.memory.remat.patterns import Pattern, everything, kept_under, patterns_of
+from bytescope.memory.remat.problem import Compiled, Outcome, Problem, Tried
+
+# Compiles of one search, and of those that are spent on checking that a plan with room left has no better one.
+MOST_COMPILES, MOST_CHECKS = 12, 2
+# A plan that leaves less of the budget than this share unused is taken as it is.
+CLOSE = 0.02
+# A plan has to promise so much of its cost less to be worth a compile; predictions closer than TIE are no difference.
+EVEN, TIE = 1e-3, 3e-3
+# So far the seconds of a model may be off: fixed policies this near to the best plan are compiled too.
+NEAR = 0.03
+FULL, NONE = "full", "none"
+# The kind of plans (`_kind`) with one pattern and no transfers.
+WHOLE = (False, False)
+
+
+@dataclasses.dataclass
+class _Course:
+    """How far the search for one budget is: `asked`, the plans compiled for it; `checks` that were spent."""
+
+    budget: float
+    asked: list[str] = dataclasses.field(default_factory=list)
+    checks: int = 0
+
+
+class Search:
+    """Searches that share what has been compiled.
+
+    Args:
+        compile: compiles some plans at once and says what came of each.
+        tell: is told each plan as it is done.
+    """
+
+    def __init__(self, problem: Problem, compile: Callable[[Sequence[Plan]], Sequence[Compiled]],
+                 tell: Callable[[Tried], None] = lambda tried: None):
+        self.problem, self._compile, self._tell = problem, compile, tell
+        block, rates = problem.block, problem.rates
+        cost = "seconds" if problem.cost == "time" else "flops"
+        self.patterns = patterns_of(block, rates, offload=problem.offload, cost=cost)
+        self.full = kept_under(block, rates, FULL, ())
+        self.none = everything(block, rates, NONE)
+        held = [kept_under(block, rates, policy, names) for policy, names in problem.policies.items()
+                if names is not None]
+        # Of policies that come to the same tensors, the first; none for those that come to the ones of `full`.
+        self.named = [first for first in {pattern.save: pattern for pattern in reversed(held)}.values() if first.save]
+        # Their figures stand for no prediction: only what the compiler says of them counts.
+        self.unknown = [Pattern(block.carry_bytes, 0.0, policy=policy) for policy in problem.policies
+                        if problem.policies[policy] is None]
+        self.tried: dict[str, Tried] = {}
+
+    # ---- compiling ---------------------------------------------------------------------------------------------
+
+    def compile(self, plans: Sequence[Plan]) -> list[Tried]:
+        """The plans, compiled where they were not yet."""
+        new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
+        predicted = [self.predict(plan) for plan in new]
+        for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
+            self.tried[str(plan)] = tried = Tried(plan, size, compiled)
+            self._tell(tried)
+        return [self.tried[str(plan)] for plan in plans]
+
+    def whole(self, pattern: Pattern) -> Plan:
+        """Every block under one pattern."""
+        return Plan(((pattern, self.problem.block.layers),))
+
+    @property
+    def fixed(self) -> list[Plan]:
+        """Every block under one policy, for each policy that comes to tensors of its own."""
+        return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
+
+    def least_fixed(self, budget: float) -> Tried | None:
+        """The best of the fixed policies that are compiled and fit."""
+        done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
+        return min((tried for tried in done if self._fits(tried, budget)), key=self.paid, default=None)
+
+    def paid(self, tried: Tried) -> tuple[float, float, int]:
+        """What a compiled plan costs, by the compiler's figures: less is better."""
+        found = tried.compiled
+        first = (found.seconds, found.flops) if self.problem.cost == "time" else (found.flops, found.seconds)
+        return (*first, found.allocated_bytes)
+
+    # ---- predicting --------------------------------------------------------------------------------------------
+
+    def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
+        """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
+        there are none."""
+        done = self._done()
+        return allocation_model.most([tried for tried in done if _kind(tried.plan) == kind] or done)
+
+    def _done(self) -> list[Tried]:
+        """What was compiled, of plans that the model knows."""
+        return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
+
+    def predict(self, plan: Plan) -> int:
+        """Bytes that the compiler would allocate, from the compiled plans that keep about as much. 0 before anything is
+        compiled, and where nothing is known of what they keep."""
+        points = self._points(_kind(plan)) if self._known(plan) else []
+        return round(allocation_model.between(points, plan.bytes)) if points else 0
+
+    def room(self, budget: float, kind: tuple[bool, bool]) -> float:
+        """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
+        points = self._points(kind)
+        if not points:
+            return math.inf
+        if allocation_model.steepness(points) < allocation_model.FLAT:  # only a plan that is too large, of any kind, tells where that ends
+            points = allocation_model.most(self._done())
+        low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if allocation_model.between(points, middle) <= budget else (low, middle)
+        return max(low, allocation_model.behind_bend(points, budget))
+
+    # ---- solving -----------------------------------------------------------------------------------------------
+
+    def _usable(self) -> list[Pattern]:
+        """The patterns but those that cannot be compiled: only plans that failed have them."""
+        failed, done = ({pattern for tried in self.tried.values() if tried.ok is ok for pattern, _ in tried.plan.ranges}
+                        for ok in (False, True))
+        return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
+
+    def _host_room(self) -> float:
+        """Bytes of host memory for what blocks keep: the step may have other uses for it."""
+        beside = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
+        return self.problem.host_budget - max(beside, default=0)
+
+    def wanted(self, budget: float, above: float = 0.0) -> list[Plan]:
+        """The plans that the model asks for under a budget, cheapest first: with one pattern, with several, and
+        policies that cost about the same. `above`: bytes given to each beyond its room."""
+        problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
+        for most, moved in itertools.product((1, 2), (False, True) if problem.offload else (False,)):
+            patterns = [p for p in usable if moved or not p.host_bytes]
+            plans.append(solve(patterns, problem.block.layers, self.room(budget, (most > 1, moved)) + above,
+                               problem.passes, cost=problem.cost, host_budget=host_room, most=most))
+        room = self.room(budget, WHOLE) + above
+        found = sorted(filter(None, plans), key=self.cost)
+        fixed = [self.whole(p) for p in self.named if p.bytes * problem.block.layers <= room]
+        least = min(map(self.cost, found), default=math.inf)
+        found += [plan for plan in fixed if self.cost(plan) <= least * (1 + NEAR)]
+        none = self.whole(self.none)
+        if none.bytes <= room or (str(none) in self.tried and self._fits(self.tried[str(none)], budget)):
+            found.append(none)
+        return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
+
+    def cost(self, plan: Plan) -> float:
+        """By the model: seconds of the passes, or FLOPs recomputed; infinite where it knows nothing."""
+        if any(pattern in self.unknown for pattern, _ in plan.ranges):
+            return math.inf
+        return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
+
+    def _fits(self, tried: Tried, budget: float) -> bool:
+        return (tried.ok and tried.compiled.allocated_bytes <= budget
+                and tried.compiled.host_bytes <= self.problem.host_budget)
+
+    def best(self, budget: float) -> Tried | None:
+        """The best compiled plan that fits, by the compiled program's own cost; among those that cost the same within
+        `TIE`, and no more than the best fixed policy, the one that recomputes least, then the one of fewest bytes."""
+        fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
+        if self.problem.cost == "time" and fitting:
+            least, fixed = min(tried.compiled.seconds for tried in fitting), self.least_fixed(budget)
+            most = min(least * (1 + TIE), fixed.compiled.seconds if fixed else math.inf)
+            fitting = [tried for tried in fitting if tried.compiled.seconds <= most]
+        return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes), default=None)
+
+    def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
+        """The best plan within `budget` bytes.
+
+        Args:
+            most: compiles at most. at_once: plans that are compiled together.
+        """
+        return self.run_all([budget], most=most, at_once=at_once)[0]
+
+    def run_all(self, budgets: Sequence[float], *, most: int = MOST_COMPILES, at_once: int = 1,
+                together: float = math.inf, settled: Callable[[float, int], None] = lambda budget, compiled: None,
+                ) -> list[Outcome]:
+        """The best plan within each of several budgets, which advance together and learn from each other.
+
+        Args:
+            most, at_once: as in `run`, for each budget. together: plans of all budgets that are compiled together.
+            settled: is told each budget whose best plan is found, and how many plans were compiled for it.
+        """
+        courses = [_Course(budget) for budget in budgets]
+        before = set(self.tried)
+        self.compile([self.whole(self.full)])
+        if str(full := self.whole(self.full)) not in before:
+            for course in courses:
+                course.asked.append(str(full))
+        left = list(courses)
+        while left:
+            batch: dict[str, Plan] = {}
+            # Those furthest apart first: what one learns helps its neighbours in the next round.
+            for course in spread(left):
+                if len(batch) >= together:
+                    break
+                plans = self._next(course)[:max(min(at_once, most - len(course.asked)), 0)]
+                course.asked += [str(plan) for plan in plans]
+                batch |= {str(plan): plan for plan in plans}
+                if not plans:
+                    left.remove(course)
+                    settled(course.budget, len(course.asked))
+            self.compile(list(batch.values()))
+        done = [tried for tried in self.tried.values() if tried.ok]
+        tightest = min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
+        return [Outcome(self.best(course.budget), tuple(self.tried[name] for name in dict.fromkeys(course.asked)),
+                        tightest) for course in courses]
+
+    def _next(self, course: _Course) -> list[Plan]:
+        """What is to be compiled next for a budget, cheapest first; none when it is settled."""
+        best = self.best(course.budget)
+        plans = self._better(self.wanted(course.budget), best)
+        if not plans and best is None:
+            return self._better([self.whole(pattern) for pattern in sorted(self._usable())[:1]], best)  # the least
+        if not plans and best is not None and course.checks < MOST_CHECKS and self._open(best, course.budget):
+            course.checks += 1
+            plans = self._better(self.wanted(course.budget, above=self._next_tensor()), best)
+        return plans
+
+    def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
+        """Plans that were not compiled yet, and by the model cost less than the best that was."""
+        most = math.inf if best is None else self.cost(best.plan)
+        return [plan for plan in plans if str(plan) not in self.tried
+                and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))]
+
+    def _known(self, plan: Plan) -> bool:
+        """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""
+        return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
+
+    def _open(self, best: Tried, budget: float) -> bool:
+        """Whether one tensor more is worth a compile: room is left, or nothing tells yet what a tensor takes of it."""
+        return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
+
+    def _next_tensor(self) -> float:
+        """Bytes of the smallest step between two patterns, of one layer."""
+        sizes = sorted({pattern.bytes for pattern in self.patterns})
+        return float(min((b - a for a, b in itertools.pairwise(sizes)), default=0))
+
+
+def _kind(plan: Plan) -> tuple[bool, bool]:
+    """Plans of one kind have about the same bytes beside what their blocks keep: several ranges take their parts of
+    the parameters, transfers their buffers."""
+    return len(plan.ranges) > 1, plan.host_bytes > 0
+
+
+def spread(items: Sequence[Any]) -> list[Any]:
+    """The same items, each as far from those before it as can be: ends first, then what halves the gaps."""
+    out, left = [], list(range(len(items)))
+    while left:
+        far = max(left, key=lambda i: min((abs(i - j) for j in out), default=-i))
+        left.remove(far)
+        out.append(far)
+    return [items[i] for i in out]

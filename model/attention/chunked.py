@@ -1,0 +1,184 @@
+"""Attention in blocks with its own gradient: memory linear in the sequence length on every backend.
+
+The forward pass is the online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867), the
+backward pass recomputes each block of probabilities from the saved log-denominators as in
+FlashAttention (Dao et al. 2022, arXiv 2205.14135). The pairs (query block, key block) of the lower
+triangle are walked by one `lax.scan` of static length, so masked blocks cost nothing and the trip
+count, hence the FLOPs, can be read from the program.
+
+The walk itself (`start`, `add_pairs`, `finish`, `add_gradients`) takes any list of pairs: `model/attention/ring.py`
+calls it for each stretch of keys that passes by. Its shapes: query blocks [n, B, G, R, c, K], a block of keys
+or values [B, G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block numbers. Positions stand
+behind the heads, as every product of the walk wants them: transposed once, not for each pair.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bytescope.model.names import tag
+
+Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
+# Number of a block -> its keys and its values, wherever they are kept.
+Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+# (query block, key block) -> which of their scores count, [c, c] booleans.
+Mask = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Array:
+    """[B, L, ...] -> [n, B, ..., chunk, ...]: blocks in front, their positions at `axis`.
+
+    Zeros fill up the last block of each of `spans` equal stretches of positions.
+    """
+    B, L = x.shape[:2]
+    pad = -(L // spans) % chunk
+    if pad:
+        x = x.reshape(B, spans, L // spans, *x.shape[2:])
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 3))
+        x = x.reshape(B, -1, *x.shape[3:])
+    return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), (1, 2), (0, axis))
+
+
+def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) -> jax.Array:
+    """The inverse of `blocks`."""
+    x = jnp.moveaxis(x_blocks, (0, axis), (1, 2))
+    B, rest = x.shape[0], x.shape[3:]
+    return x.reshape(B, spans, -1, *rest)[:, :, : length // spans].reshape(B, length, *rest)
+
+
+def triangle(n: int) -> Pairs:
+    """Query and key block of each pair at or below the diagonal."""
+    i, j = np.tril_indices(n)
+    return i.astype(np.int32), j.astype(np.int32)
+
+
+def causal(chunk: int) -> Mask:
+    """Blocks before the query's count whole, its own up to the diagonal."""
+    return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
+
+
+def _scores(q_BGRcK, k_BGcK, allowed):
+    """Scaled scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` [c, c] or None for all."""
+    scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
+    scores = scores * q_BGRcK.shape[-1] ** -0.5
+    return scores if allowed is None else jnp.where(allowed[None, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def _bound(q: jax.Array, pairs: Pairs, sums: jax.Array) -> tuple[jax.Array, Pairs]:
+    """`q` and `pairs`, neither to be had before the other, nor before `sums`.
+
+    The pairs are constants. When a checkpointed loop over layers is split into what depends on its input and what
+    does not, their masks and query blocks would be worked out for all pairs beforehand, and stacked: as many bytes
+    as the whole matrix of scores has. One element stands for the sums: a barrier around all of them would keep alive
+    what nothing reads.
+    """
+    tie = sums[(0,) * sums.ndim]
+    return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), tie))[:2]
+
+
+def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over no keys, float32: weighted values [n, B, G, R, c, K], largest score, denominator."""
+    rows = q.shape[:-1]
+    return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+
+
+def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None):
+    """`sums` (see `start`) with the keys and values of `pairs` taken in; without `mask` every score counts."""
+    q, pairs = _bound(q, pairs, sums[1])
+
+    def pair(sums, ij):
+        i, j = ij
+        out, peak, total = sums
+        k, v = read(j)
+        scores = _scores(q[i], k, mask and mask(i, j))
+        old_peak = peak[i]
+        new_peak = jnp.maximum(old_peak, scores.max(-1))
+        probs = jnp.exp(scores - new_peak[..., None])
+        shrink = jnp.exp(old_peak - new_peak)
+        block = jnp.einsum("bgrls,bgsk->bgrlk", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return (out.at[i].set(out[i] * shrink[..., None] + block), peak.at[i].set(new_peak),
+                total.at[i].set(total[i] * shrink + probs.sum(-1))), None
+
+    return jax.lax.scan(pair, sums, pairs)[0]
+
+
+def finish(sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Context blocks [n, B, G, R, c, K] in `dtype` and log-denominators [n, B, G, R, c] float32."""
+    out, peak, total = sums
+    return (out / total[..., None]).astype(dtype), peak + jnp.log(total)
+
+
+def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Array:
+    """Row sums of dP * P [B, L, H] float32, from the output instead of the probabilities."""
+    return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
+
+
+def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None):
+    """`sums` (dq, d_keys), float32, with what `pairs` add to them.
+
+    Args:
+      write: (d_keys, block, (dk, dv) of the block [B, G, c, K] float32) -> d_keys with these added.
+      d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
+    """
+    one = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    q, pairs = _bound(q, pairs, sums[0])
+
+    def pair(sums, ij):
+        i, j = ij
+        dq, d_keys = sums
+        k, v = read(j)
+        with jax.named_scope("kernel_recompute"):
+            probs = jnp.exp(_scores(q[i], k, mask and mask(i, j)) - lse[i][..., None])
+        d_probs = one("bgrlk,bgsk->bgrls", d_out[i], v)
+        d_scores = (probs * (d_probs - delta[i][..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_block = (one("bgrls,bgrlk->bgsk", d_scores, q[i]), one("bgrls,bgrlk->bgsk", probs.astype(q.dtype), d_out[i]))
+        return (dq.at[i].add(one("bgrls,bgsk->bgrlk", d_scores, k)), write(d_keys, j, d_block)), None
+
+    return jax.lax.scan(pair, sums, pairs)[0]
+
+
+def _forward(q_BLHK, k_BLGK, v_BLGK, chunk):
+    B, L, H, K = q_BLHK.shape
+    G = k_BLGK.shape[2]
+    q = blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
+    k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
+    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk))
+    context, lse = finish(sums, q_BLHK.dtype)
+    return positions(context, L).reshape(B, L, H, K), lse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, chunk: int) -> jax.Array:
+    """Causal attention [B, L, H, K] in blocks of `chunk` positions; scores and sums in float32."""
+    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, chunk)[0], "context")
+
+
+def _attention_forward(q_BLHK, k_BLGK, v_BLGK, chunk):
+    context_BLHK, lse = _forward(q_BLHK, k_BLGK, v_BLGK, chunk)
+    context_BLHK, lse = tag(context_BLHK, "context"), tag(lse, "lse")
+    return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse)
+
+
+def _attention_backward(chunk, residuals, d_context_BLHK):
+    q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse = residuals
+    B, L, H, K = q_BLHK.shape
+    G = k_BLGK.shape[2]
+    q, d_out = (blocks(x.reshape(B, L, G, H // G, K), chunk) for x in (q_BLHK, d_context_BLHK))
+    k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
+    delta_BLGR = row_products(d_context_BLHK, context_BLHK).reshape(B, L, G, H // G)
+    delta = blocks(delta_BLGR, chunk, axis=-1)
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+
+    def write(d_keys, j, d_block):
+        return tuple(d.at[j].add(new) for d, new in zip(d_keys, d_block))
+
+    dq, (dk, dv) = add_gradients((dq, (dk, dv)), q, lambda j: (k[j], v[j]), write, d_out, lse, delta,
+                                 triangle(q.shape[0]), causal(chunk))
+    return tuple(positions(d, L).reshape(x.shape).astype(x.dtype)
+                 for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK)))
+
+
+chunked_attention.defvjp(_attention_forward, _attention_backward)

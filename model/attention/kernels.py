@@ -1,0 +1,139 @@
+"""Causal self-attention kernels, rows of one table behind one signature.
+
+    run(q_BLHK, k_BLGK, v_BLGK, *, config, key_B) -> context_BLHK
+
+Queries and keys arrive rotated; the scale 1/sqrt(K) is the kernel's. Each kernel tags its own
+result `context`, since one with a custom gradient must name the residual where it is kept.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bytescope.model.attention.chunked import chunked_attention
+from bytescope.model.config import ModelConfig
+from bytescope.model.layers import dropout
+from bytescope.model.names import tag
+from bytescope.model.precision import Precision
+
+
+@jax.custom_vjp
+def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array) -> jax.Array:
+    """Softmax over the last axis in the scores' dtype, positions after the query masked, in `like`'s dtype.
+
+    Its only residual is the result itself, under the name `probs`; the residual of `jax.nn.softmax`
+    hides inside that function, where no policy can name it.
+    """
+    L, S = scores_BGRLS.shape[-2:]
+    # Built from iotas, not passed in: a mask of [L, S] booleans would be a constant of the program.
+    row = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, L, S), 3)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, L, S), 4)
+    masked = jnp.where(column <= row, scores_BGRLS, jnp.finfo(scores_BGRLS.dtype).min)
+    return jax.nn.softmax(masked, axis=-1).astype(like.dtype)
+
+
+def _softmax_forward(scores_BGRLS, like):
+    probs_BGRLS = tag(causal_softmax(scores_BGRLS, like), "probs")
+    return probs_BGRLS, (probs_BGRLS, jnp.zeros((0,), scores_BGRLS.dtype), like)
+
+
+def _softmax_backward(residuals, d_probs_BGRLS):
+    probs_BGRLS, scores_like, like = residuals
+    p, d = probs_BGRLS.astype(scores_like.dtype), d_probs_BGRLS.astype(scores_like.dtype)
+    return p * (d - (p * d).sum(-1, keepdims=True)), jnp.zeros_like(like)
+
+
+causal_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
+    """The whole matrix of scores at once: memory quadratic in the sequence length."""
+    B, L, H, K = q_BLHK.shape
+    G = k_BSGK.shape[2]
+    # Heads first: then both products, forwards and backwards, take the scores with their rows and columns where
+    # they are. With positions first XLA lays them out anew, and keeps whole stacks of probabilities twice.
+    q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
+    k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
+    scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
+    probs_BGRLS = causal_softmax(scores_BGRLS * K ** -0.5, jnp.zeros((0,), v_BSGK.dtype))
+    if key_B is not None and config.dropout:
+        probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
+    context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)
+    return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, K), "context")
+
+
+def chunked(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
+    """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
+    del key_B
+    return chunked_attention(q_BLHK, k_BSGK, v_BSGK, min(config.attention_chunk, q_BLHK.shape[1]))
+
+
+def cudnn(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
+    """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
+    del config, key_B
+    return tag(jax.nn.dot_product_attention(q_BLHK, k_BSGK, v_BSGK, is_causal=True, implementation="cudnn"),
+               "context")
+
+
+def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
+    del precision, platform
+    if config.dropout:
+        return f"it has no dropout on the probabilities (model.dropout={config.dropout}); use naive"
+    return None
+
+
+def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> str | None:
+    if platform not in ("gpu", "cuda"):
+        return f"it runs on NVIDIA GPUs, not on {platform}; use chunked"
+    if np.dtype(precision.compute).itemsize != 2:
+        return (f"it computes in 16-bit floats, not {np.dtype(precision.compute)}; set precision.preset=bf16 or "
+                "use chunked")
+    if config.d_head % 8 or config.d_head > 128:
+        return f"it takes heads of a multiple of 8 up to 128, not model.d_head={config.d_head}; use chunked"
+    return _needs_no_dropout(config, precision, platform)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """`refuses(config, precision, platform)` says why the kernel cannot run there and what to do, or None."""
+
+    run: Callable[..., jax.Array]
+    refuses: Callable[[ModelConfig, Precision, str], str | None]
+
+
+KERNELS = {
+    "naive": Kernel(naive, lambda *_: None),
+    "chunked": Kernel(chunked, _needs_no_dropout),
+    "cudnn": Kernel(cudnn, _needs_cudnn),
+}
+
+# One block of the default size: with two, a quarter of the scores is never made, and on a CPU what is made stays in its
+# caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
+NAIVE_UP_TO = 512
+
+
+def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int) -> tuple[str, str]:
+    """(kernel, why) for `config.attention`; `auto` takes the leanest that can run.
+
+    Args:
+      platform: "cpu", "gpu"/"cuda" or "tpu": where the program will run, not where it is compiled.
+
+    Raises:
+      ValueError: the kernel asked for cannot run there, or does not exist.
+    """
+    if config.attention != "auto":
+        if config.attention not in KERNELS:
+            raise ValueError(f"model.attention={config.attention!r}: choose one of auto, {', '.join(KERNELS)}")
+        if reason := KERNELS[config.attention].refuses(config, precision, platform):
+            raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
+        return config.attention, "as configured"
+    if KERNELS["cudnn"].refuses(config, precision, platform) is None:
+        return "cudnn", "auto: 16-bit compute on an NVIDIA GPU"
+    if reason := KERNELS["chunked"].refuses(config, precision, platform):
+        return "naive", f"auto: chunked is out, {reason.split(';')[0]}"
+    if seq_len <= NAIVE_UP_TO:
+        return "naive", f"auto: {seq_len} positions, blocks pay above {NAIVE_UP_TO}"
+    return "chunked", f"auto: {seq_len} positions, more than {NAIVE_UP_TO}"

@@ -1,0 +1,287 @@
+"""Causal attention over a sequence divided among devices: keys and values travel, queries stay.
+
+Ring attention (Liu et al. 2023, arXiv 2310.01889) with the walk over blocks of `attention/chunked.py` on every device.
+The sequence is cut into 2C chunks for C ranks and rank r holds chunks r and 2C-1-r, an early one and a late one, as in
+Llama 3's context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). A rank's own keys are one causal
+triangle; of every other rank's keys exactly two of the four chunk pairs lie below the diagonal:
+
+    keys of an earlier rank (j < i): (late, early) and (early, early)
+    keys of a later rank    (j > i): (late, early) and (late, late)
+
+so all ranks do the same work at every step, and together exactly that of one device: blocks above the diagonal
+are never formed. The pairs of a step differ between ranks in block numbers alone, not in shapes.
+
+Keys and values are one message, sent before the step that uses them here. Their gradients travel behind them, a message
+of their own, and come home after C hops, in float32: rounded to 16 bits at every hop, they would lose what late ranks
+add. The compiler for GPUs keeps one message in flight, so a step of the backward pass has two halves: the gradients
+travel during the first pair of chunks, the keys during the second. What a rank holds does not grow with the ring.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from bytescope.model.attention.chunked import (
+    Mask,
+    add_gradients,
+    add_pairs,
+    blocks,
+    causal,
+    finish,
+    positions,
+    row_products,
+    start,
+    triangle,
+)
+from bytescope.model.names import tag
+from bytescope.model.order import row_major
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Where the sequence is divided, and what else is.
+
+    Fields:
+      axis: the mesh axis over which the sequence is divided.
+      batch, heads: the mesh axes over which batch, and query and key-value heads, are divided; may be empty.
+        On an axis that is not named here every device does the same work.
+    """
+
+    mesh: Mesh
+    axis: str
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks C."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def activation(self) -> P:
+        """The partition of queries, keys, values and context, [B, L, H, K]."""
+        return P(self.batch, self.axis, self.heads, None)
+
+    @property
+    def rows(self) -> P:
+        """The partition of the log-denominators, [B, G, R, L]."""
+        return P(self.batch, self.heads, None, self.axis)
+
+    def check(self, batch: int, length: int, groups: int) -> None:
+        """Raises ValueError where a dimension does not divide over its axes."""
+        _chunk_length(length, self.size, f"mesh.{self.axis}")
+        for name, size, axes in (("batch", batch, self.batch), ("model.n_kv_heads", groups, self.heads)):
+            if size % (parts := math.prod(self.mesh.shape[axis] for axis in axes)):
+                over = " x ".join(f"mesh.{axis}={self.mesh.shape[axis]}" for axis in axes)
+                raise ValueError(f"{name}={size} does not divide over {over}: make it a multiple of {parts}")
+
+
+def _chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
+    if length % (2 * ranks):
+        raise ValueError(f"data.seq_len={length} does not divide into 2 x {axis} = {2 * ranks} chunks: "
+                         f"make it a multiple of {2 * ranks}, or change {axis}")
+    return length // (2 * ranks)
+
+
+def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
+    """`x` with its sequence, `axis`, reordered: rank r's part holds chunks r and 2*ranks-1-r of the 2*ranks."""
+    n = _chunk_length(x.shape[axis], ranks)
+    early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * ranks, n, *x.shape[axis + 1:]), 2, axis)
+    return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
+
+
+def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
+    """The inverse of `zigzag`."""
+    n = _chunk_length(x.shape[axis], ranks)
+    pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1:])
+    early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
+    return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
+
+
+def zigzag_positions(length: int, ranks: int) -> jax.Array:
+    """int32 [L]: the position in the sequence of each element after `zigzag`."""
+    # Arithmetic on an iota: no constant of L entries, and every device makes its own part.
+    n = _chunk_length(length, ranks)
+    place = jax.lax.iota(jnp.int32, length)
+    rank = place // (2 * n)
+    chunk = jnp.where(place // n % 2 == 0, rank, 2 * ranks - 1 - rank)
+    return chunk * n + place % n
+
+
+# ---- one rank's part, inside shard_map --------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """One rank's blocks: m of c positions in each of its two chunks of n, the last filled up with masked ones."""
+
+    ring: Ring
+    n: int
+    m: int
+    c: int
+
+    @classmethod
+    def of(cls, ring: Ring, length: int, chunk: int) -> "_Rank":
+        """For `length` positions here and blocks of at most `chunk`, as even as can be."""
+        n = length // 2
+        m = -(-n // chunk)
+        return cls(ring, n, m, -(-n // m))
+
+    def blocks(self, x: jax.Array, axis: int = -2) -> jax.Array:
+        # Said once, here: else every loop over the blocks may transpose them for itself, and all copies are held.
+        return row_major(blocks(x, self.c, 2, axis))
+
+    def positions(self, x: jax.Array, axis: int = -2) -> jax.Array:
+        return positions(x, 2 * self.n, 2, axis)
+
+    def mask(self, inner: Mask | None) -> Mask | None:
+        """`inner`, with the positions that fill up the last block of a chunk of keys masked."""
+        if self.n == self.m * self.c:
+            return inner
+
+        def allowed(i, j):
+            filled = (j % self.m * self.c + jax.lax.broadcasted_iota(jnp.int32, (self.c, self.c), 1)) < self.n
+            return filled if inner is None else filled & inner(i, j)
+        return allowed
+
+    @property
+    def own(self):
+        """Pairs and mask of the rank's own keys: in its order of blocks they are one causal triangle."""
+        return triangle(2 * self.m), self.mask(causal(self.c))
+
+    def passing(self, hops):
+        """Pairs and mask of keys that have made `hops` hops, twice: (late, early), and the other pair of chunks."""
+        i, j = (x.reshape(-1) for x in jnp.indices((self.m, self.m), jnp.int32))
+        from_earlier = hops <= jax.lax.axis_index(self.ring.axis)
+        shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)
+        return ((i + self.m, j), self.mask(None)), ((i + shift, j + shift), self.mask(None))
+
+    def send(self, x: jax.Array) -> jax.Array:
+        """`x` to the next rank of the ring."""
+        C = self.ring.size
+        return jax.lax.ppermute(x, self.ring.axis, [(rank, (rank + 1) % C) for rank in range(C)])
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        """Float32 sums for `x`, in the type of a loop's carry: a value that differs between devices."""
+        return self.varying(jnp.zeros(x.shape, jnp.float32))
+
+    def varying(self, tree):
+        """Constants in that type."""
+        axes = (*self.ring.batch, self.ring.axis, *self.ring.heads)
+        return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+
+
+def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk):
+    """Context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions."""
+    B, length, H, K = q_BLHK.shape
+    G = k_BLGK.shape[2]
+    rank, C = _Rank.of(ring, length, chunk), ring.size
+    q, k, v = (rank.blocks(x) for x in (q_BLHK.reshape(B, length, G, H // G, K), k_BLGK, v_BLGK))
+    kv = jnp.stack([k, v])
+
+    def visit(sums, kv, hops):
+        for pairs, mask in rank.passing(hops):
+            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask)
+        return sums
+
+    def step(carry, hops):
+        kv, sums = carry
+        return (rank.send(kv), visit(sums, kv, hops)), None
+
+    sums = add_pairs(rank.varying(start(q)), q, lambda j: kv[:, j], *rank.own)
+    if C > 1:
+        # The last step stands outside the loop: its keys go nowhere, so C-1 hops in all.
+        (kv, sums), _ = jax.lax.scan(step, (rank.send(kv), sums), jnp.arange(1, C - 1))
+        sums = visit(sums, kv, C - 1)
+    context, lse = finish(sums, q_BLHK.dtype)
+    lse_BLGR = rank.positions(lse, -1)
+    return rank.positions(context).reshape(B, length, H, K), jnp.moveaxis(lse_BLGR, 1, 3)
+
+
+def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk):
+    """Gradients of one rank's queries, keys and values."""
+    B, length, H, K = q_BLHK.shape
+    G = k_BLGK.shape[2]
+    rank, C = _Rank.of(ring, length, chunk), ring.size
+    q, d_out = (rank.blocks(x.reshape(B, length, G, H // G, K)) for x in (q_BLHK, d_context_BLHK))
+    k, v = rank.blocks(k_BLGK), rank.blocks(v_BLGK)
+    delta_BLGR = row_products(d_context_BLHK, context_BLHK).reshape(B, length, G, H // G)
+    lse, delta = (rank.blocks(x, -1) for x in (jnp.moveaxis(lse_BGRL, 3, 1), delta_BLGR))
+    kv = jnp.stack([k, v])
+
+    def add(dq, d_kv, kv, pairs, mask):
+        return add_gradients((dq, d_kv), q, lambda j: kv[:, j], lambda d_kv, j, new: d_kv.at[:, j].add(jnp.stack(new)),
+                             d_out, lse, delta, pairs, mask)
+
+    def visit(dq, d_kv, kv, hops):
+        """One step: `d_kv` is what these keys had gathered one hop ago. The sums, and `kv` ready to leave."""
+        first, second = rank.passing(hops)
+        # While the sums are on their way the first pair, which reads early keys alone, has sums of its own.
+        d_kv = rank.send(d_kv)
+        dq, d_early = add(dq, rank.zeros(kv[:, : rank.m]), kv, *first)
+        # The barrier makes the keys leave after that: else the scheduler lets the sums' hop stand bare.
+        d_kv, leaving = jax.lax.optimization_barrier((d_kv.at[:, : rank.m].add(d_early), kv))
+        return *add(dq, d_kv, kv, *second), leaving
+
+    def step(carry, hops):
+        dq, d_kv, leaving = visit(*carry, hops)
+        return (dq, d_kv, rank.send(leaving)), None
+
+    dq, d_kv = add(rank.zeros(q), rank.zeros(kv), kv, *rank.own)
+    if C > 1:
+        (dq, d_kv, kv), _ = jax.lax.scan(step, (dq, d_kv, rank.send(kv)), jnp.arange(1, C - 1))
+        dq, d_kv, _ = visit(dq, d_kv, kv, C - 1)
+    # The sums are complete before the last hop, home: it can go in the keys' own dtype.
+    d_kv = d_kv.astype(k_BLGK.dtype)
+    dk, dv = (rank.positions(d) for d in (rank.send(d_kv) if C > 1 else d_kv))
+    return rank.positions(dq).reshape(q_BLHK.shape).astype(q_BLHK.dtype), dk, dv
+
+
+# ---- the whole, on globally shaped arrays -----------------------------------------------------------------
+
+def _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
+    x = ring.activation
+    with jax.named_scope("ring"):
+        return jax.shard_map(partial(_forward_rank, ring=ring, chunk=chunk), mesh=ring.mesh, in_specs=(x, x, x),
+                             out_specs=(x, ring.rows))(q_BLHK, k_BLGK, v_BLGK)
+
+
+# The gradient is defined around shard_map, not inside: the named residuals are then plain values of the program, where
+# every checkpoint policy sees them, and shard_map is never transposed.
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
+    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk)[0], "context")
+
+
+def _attention_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
+    context_BLHK, lse_BGRL = _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk)
+    context_BLHK, lse_BGRL = tag(context_BLHK, "context"), tag(lse_BGRL, "lse")
+    return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL)
+
+
+def _attention_backward(ring, chunk, residuals, d_context_BLHK):
+    x = ring.activation
+    with jax.named_scope("ring"):
+        return jax.shard_map(partial(_backward_rank, ring=ring, chunk=chunk), mesh=ring.mesh,
+                             in_specs=(x, x, x, x, ring.rows, x), out_specs=(x, x, x))(*residuals, d_context_BLHK)
+
+
+_ring_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, ring: Ring, chunk: int) -> jax.Array:
+    """Causal attention [B, L, H, K] of a sequence in `zigzag` order, divided over `ring.axis`.
+
+    Every device walks its pairs of chunks in blocks of at most `chunk` positions; scores and sums in float32. Residuals
+    of the gradient: the arguments, the result and the log-denominators [B, G, R, L], named `context` and `lse`.
+
+    Raises:
+      ValueError: length, batch or heads do not divide over the mesh.
+    """
+    B, L, _, _ = q_BLHK.shape
+    ring.check(B, L, k_BLGK.shape[2])
+    return _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk)

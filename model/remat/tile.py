@@ -1,0 +1,113 @@
+"""A block's MLP over tiles of the sequence: what it makes in between exists for one tile at a time.
+
+The MLP treats every position alone, so nothing changes but the bytes (Bekman et al. 2025, arXiv 2506.13996). The
+gradient is written out by hand: kept are the input and the parameters as they are stored, each tile is made again in
+the backward pass whatever the remat policy, the parameters' gradients are summed over tiles in float32, and the
+gradient of the input takes the place of that of the output. Parameters are gathered once for all tiles and their
+gradients reduced once, after the last.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.placement import Axes, Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered(Placement):
+    """The placement of what computes with gathered parameters: activations are pinned as `place` has it."""
+
+    place: Placement
+
+    def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return self.place(x, axes)
+
+
+def count_tiles(length: int, chunk: int, parts: int) -> int:
+    """Tiles of `chunk` positions on each of `parts` devices that share `length`; 1 where these do not divide it."""
+    return length // parts // chunk if chunk and not length % (parts * chunk) else 1
+
+
+def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: jax.Array, tiles: int,
+          place: Placement, dtype: Any) -> jax.Array:
+    """`run(*pieces, x_BLD)` [B, L, D] of pointwise `pieces`, in `tiles` turns.
+
+    A tile has its share from the positions of every device that shares the length. `dtype`: that of the matrices in
+    products.
+    """
+    split = [nnx.split(piece) for piece in pieces]
+    states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))
+    told = [(state.get_metadata()["axes"], dtype if state.get_metadata()["contracted"] else None) for state in states]
+    blank = [state.replace(None) for state in states]
+
+    def tile(place, x_BCD, weights):
+        parameters = tree.unflatten([state.replace(weight) for state, weight in zip(blank, weights)])
+        made = [nnx.merge(graph, state) for (graph, _), state in zip(split, parameters)]
+        for module in made:
+            module.place, module.again = Gathered(place), False
+        return run(*made, x_BCD)
+
+    def gather(values):
+        return [place.weight(value.astype(compute or value.dtype), axes)
+                for value, (axes, compute) in zip(values, told)]
+
+    @jax.custom_vjp
+    def over(x_BLD, values):
+        return forward(x_BLD, values)[0]
+
+    def forward(x_BLD, values):
+        weights = gather(values)
+
+        def turn(x, i):  # in place: a tile's result lies where its input was
+            return _put(x, tile(place, _pick(x, i), weights), i), None
+
+        y = jax.lax.scan(turn, _cut(x_BLD, place, tiles), jnp.arange(tiles))[0]
+        return y.reshape(x_BLD.shape), (x_BLD, values)
+
+    def backward(kept, d_BLD):
+        x_BLD, values = kept
+        d_BLD, sums = place.by_rank(gradients, (x_BLD, d_BLD), gather(values))
+        d_values = [place.gradient(one, axes).astype(value.dtype) for one, value, (axes, _) in zip(sums, values, told)]
+        return d_BLD, d_values
+
+    def gradients(place, x_BLD, d_BLD, weights):
+        x = _cut(x_BLD, place, tiles)
+        # A checkpoint, so that what is made again is known as such.
+        again = jax.checkpoint(partial(tile, place), prevent_cse=False)
+
+        def turn(carry, i):
+            d, sums = carry
+            d_tile, d_weights = jax.vjp(again, _pick(x, i), weights)[1](_pick(d, i))
+            return (_put(d, d_tile, i), [one + new.astype(one.dtype) for one, new in zip(sums, d_weights)]), None
+
+        zeros = [jnp.zeros(weight.shape, jnp.float32) for weight in weights]
+        d, sums = jax.lax.scan(turn, (_cut(d_BLD, place, tiles), zeros), jnp.arange(tiles))[0]
+        return d.reshape(d_BLD.shape), [one.astype(weight.dtype) for one, weight in zip(sums, weights)]
+
+    over.defvjp(forward, backward)
+    return over(x_BLD, [state[...] for state in states])
+
+
+def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
+    """[B, L, D] as [B, devices that share the length, tiles, positions, D]."""
+    B, L, D = x_BLD.shape
+    parts = place.stream_parts
+    return x_BLD.reshape(B, parts, tiles, L // parts // tiles, D)
+
+
+def _pick(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Tile `i` [B, positions of all parts, D] of an array that `_cut` gave."""
+    B, _, _, _, D = x.shape
+    return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
+
+
+def _put(x: jax.Array, y_BCD: jax.Array, i: jax.Array) -> jax.Array:
+    """`x` with tile `i` replaced."""
+    B, parts, _, positions, D = x.shape
+    return jax.lax.dynamic_update_index_in_dim(x, y_BCD.reshape(B, parts, positions, D), i, 2)

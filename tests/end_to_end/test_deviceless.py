@@ -1,0 +1,66 @@
+"""The trainer's own step compiled for GPUs that are not here: kernels, sharding and sizes as they will be."""
+
+import jax
+import numpy as np
+import pytest
+
+from bytescope import memory
+from bytescope.memory.devices import targets
+from bytescope.train.config import load, override
+from bytescope.train.program import build
+from support.described import SMALL_GPU
+from support.toy import small_config
+
+pytestmark = pytest.mark.oracle("cuda")
+
+
+
+def compiled(overrides, target="h200"):
+    program = build(small_config({**SMALL_GPU, **overrides}), targets.parse(target).devices())
+    return program, program.compile()
+
+
+def test_auto_takes_cudnn_on_a_described_gpu_and_saves_the_scores():
+    program, fast = compiled({})
+    assert program.kernel[0] == "cudnn" and "cudnn" in fast.as_text()
+    _, plain = compiled({"model.attention": "naive"})
+    scores = 2 * 2048 * 2048 * 4
+    assert plain.memory_analysis().temp_size_in_bytes - fast.memory_analysis().temp_size_in_bytes > scores
+
+
+def test_fsdp_reduce_scatters_gradients_and_gathers_no_whole_stack():
+    program, step = compiled({"mesh.data": 1, "mesh.fsdp": -1, "model.n_layers": 8}, "h100:4")
+    text = step.as_text()
+    assert "reduce-scatter" in text and "all-gather" in text
+    stacked = program.state.params["blocks"]["mlp"]["w_up"].shape
+    whole = f"[{','.join(map(str, stacked))}]"
+    gathers = [line for line in text.splitlines() if " all-gather" in line]
+    assert gathers and not any(whole in line.split("all-gather")[0] for line in gathers)
+
+
+@pytest.mark.parametrize(("name", "target", "gib"), [("llama_8b", "h100:8", 24), ("llama_405b", "h100:64x8", 66)])
+def test_shipped_meshes_fit_where_they_should(name, target, gib):
+    config = load(name)
+    program = build(config, targets.parse(target).devices())
+    report = memory.analyze(program.lower(), target=target)
+    assert report.fits and report.allocated_bytes < gib * 2**30
+    assert sum(report.breakdown.values()) == report.allocated_bytes
+    elements = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in
+                   jax.tree.leaves(program.state.params))
+    assert report.breakdown["params"] == 4 * elements and report.breakdown["optimizer"] >= 8 * elements
+
+
+def test_xla_remat_pass_is_off_unless_a_key_turns_it_on():
+    config = small_config(SMALL_GPU)
+    seen = []
+
+    class Recorder:
+        def compile(self, compiler_options):
+            seen.append(jax.config.jax_compiler_enable_remat_pass)
+
+    for enabled in (False, True):
+        override(config, "remat.xla_pass", str(enabled))
+        program = build(config, targets.parse("h200").devices())
+        object.__setattr__(program, "lower", Recorder)
+        program.compile()
+    assert seen == [False, True]

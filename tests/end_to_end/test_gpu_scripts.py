@@ -1,0 +1,183 @@
+"""The scripts for a card: verdicts, calibration and ladders on made-up answers, and one row really run on the CPU."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bytescope.train.config import load
+from bytescope.train.program import build
+
+FOLDER = Path(__file__).parents[1] / "gpu"
+GIB, MIB = 2**30, 2**20
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import accuracy
+    import frontier
+    import rows
+
+    return argparse.Namespace(accuracy=accuracy, frontier=frontier, rows=rows)
+
+
+def answer(measured=10 * GIB, **fields):
+    """A row as child.py answers it from a card, right to the byte."""
+    return {"allocated": 10 * GIB - 3 * MIB, "predicted": 10 * GIB, "measured": measured, "source": "allocator",
+            "before": GIB, "pool": 100 * GIB, "card": 100 * GIB + 512 * MIB, "device": "H200", "versions": {"jax": "1"},
+            "unseen": [{"name": "batches waiting", "bytes": 3 * MIB, "where": "pool"}], "program": "step", **fields}
+
+
+@pytest.mark.parametrize(("fields", "verdict"), [
+    ({}, "right"), ({"measured": int(10 * GIB / 1.0199)}, "right"), ({"measured": int(10 * GIB / 1.0201)}, "WRONG"),
+    ({"measured": int(10 * GIB / 0.9801)}, "right"), ({"measured": int(10 * GIB / 0.9799)}, "WRONG"),
+    ({"measured": 11 * GIB, "before": 11 * GIB}, "tuning"), ({"source": "host", "measured": GIB}, ""),
+    ({"measured": None}, "")])
+def test_a_row_is_right_within_two_per_cent(scripts, fields, verdict):
+    assert scripts.rows.verdict(answer(**fields)) == verdict
+
+
+def test_what_was_not_run_says_why(scripts):
+    row = scripts.accuracy.row_of("tiny", "full", "bf16", "4:scan")
+    assert row.keys["batch.accumulation"] == "4" and row.keys["batch.mode"] == "scan"
+    for found, told in (({"skipped": "does not fit: 3.00 GiB of 2.00"}, "does not fit: 3.00 GiB of 2.00"),
+                        ({"failed": "exit code 1: RESOURCE_EXHAUSTED"}, "FAILED: exit code 1: RESOURCE_EXHAUSTED"),
+                        ({"predicted": GIB}, "compiles"),
+                        ({"predicted": GIB, "fits": False}, "compiles, does not fit"), (answer(), "right"),
+                        (answer(source="host", card=None, pool=None), "not judged")):
+        assert scripts.accuracy.cells(row, found)[-1] == told
+    assert scripts.accuracy.cells(row, answer())[1:6] == ["9.997", "10.000", "10.000", "+0.00", "512"]
+    with pytest.raises(ValueError, match="4:sca"):
+        scripts.accuracy.row_of("tiny", "full", "bf16", "4:sca")
+
+
+def test_calibration_finds_what_the_rows_were_made_with(scripts):
+    """An item taken twice as large as predicted, 5 MiB that no item has, and 600 MiB outside the pool."""
+    made = [answer(allocated=GIB, measured=GIB + 5 * MIB + 2 * waiting * MIB, predicted=GIB + waiting * MIB,
+                   card=100 * GIB + 600 * MIB,
+                   unseen=[{"name": "batches waiting", "bytes": waiting * MIB, "where": "pool"}])
+            for waiting in (1, 2, 4, 9)]
+    lines = scripts.accuracy.calibrate(made)
+    assert "context: median 600.00 MiB, 600.00 to 600.00, 4 rows" in lines
+    assert "pool, beside the prediction: median 8.00 MiB, 6.00 to 14.00, 4 rows" in lines
+    assert "least squares: 5.00 MiB + batches waiting x 2.00" in lines
+    assert lines[-1] == "for memory/attribution/runtime_overheads.py: CONTEXT_BYTES = 600 * MIB  # H200, jax 1, 4 rows"
+    assert scripts.accuracy.calibrate([{"predicted": GIB}]) == ["nothing measured yet that calibrates anything"]
+    assert scripts.accuracy.summary([*made, answer(measured=5 * GIB)])[0].startswith("5 rows measured: 4 within 2 %")
+
+
+def test_every_row_of_the_grids_is_a_config_that_can_be_built(scripts):
+    chosen = dict.fromkeys(scripts.accuracy.PARTS)
+    counts = {grid: len(scripts.accuracy.rows_of(grid, chosen)) for grid in scripts.accuracy.GRIDS}
+    assert counts == {"default": 42, "short": 8, "cpu": 8}
+    asked = scripts.accuracy.rows_of("default", {**chosen, "configs": "tiny", "accumulations": "2"})
+    assert [row.name for row in asked].count("tiny full bf16 x2") == 1
+    for grid in scripts.accuracy.GRIDS:
+        for row in scripts.accuracy.rows_of(grid, chosen):
+            load(row.config, list(row.keys.items()))
+
+
+def test_every_rung_can_be_built_tiny_with_its_levers(scripts):
+    import jax
+
+    for rung in (rung for ladder in scripts.frontier.LADDERS.values() for rung in ladder):
+        row = scripts.frontier.row_of(rung, dry=True)
+        program = build(load(row.config, list(row.keys.items())), jax.devices()[:1])
+        assert sum(leaf.size for leaf in jax.tree.leaves(program.state.params)) < 2e5
+        assert {key: row.keys[key] for key in rung.keys if key not in
+                ("model.n_layers", "data.seq_len", "model.mlp_chunk")}.items() <= rung.keys.items()
+
+
+@pytest.mark.parametrize(("fields", "ends"), [
+    ({}, False), ({"failed": "x"}, True), ({"cannot": "x"}, True), ({"fits": False}, True),
+    ({"losses": [1.0, float("nan")]}, True), ({"skipped": "host memory: 300 GiB", "fits": True}, False)])
+def test_a_ladder_ends_at_the_first_rung_that_fails(scripts, fields, ends):
+    assert scripts.frontier.last({"fits": True, "losses": [2.0, 1.0], **fields}) is ends
+
+
+def test_rows_are_kept_as_they_come_and_not_run_twice(scripts, monkeypatch, tmp_path, capsys):
+    rows, ran = scripts.rows, []
+
+    def child(asked, timeout):
+        ran.append(asked["config"])
+        if asked["config"] == "stop":
+            raise KeyboardInterrupt
+        return {"failed": "no"} if asked["config"] == "bad" else answer()
+
+    monkeypatch.setattr(rows, "answer_of", child)
+    options = argparse.Namespace(target="local", compile_only=False, timeout=1)
+    todo = [rows.Row(name, name, {}) for name in ("a", "bad", "stop", "b")]
+    for _ in range(2):
+        found = rows.work(todo, options, rows.Store(tmp_path / "r.jsonl", {"jax": "1"}), lambda row, given: row.name)
+        assert [row.name for row, _ in found] == ["a", "bad"]
+    assert ran == ["a", "bad", "stop", "bad", "stop"]  # a failure is tried again, what is done is not
+    assert not rows.Store(tmp_path / "r.jsonl", {"jax": "2"}).get(todo[0].asked("local", False))
+    assert "stopped; the same command goes on after 2 rows" in capsys.readouterr().out
+    (tmp_path / "r.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="give another --out"):
+        rows.Store(tmp_path / "r.jsonl", {})
+
+
+def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
+    """The command itself: one row of a grid, its answer on disk, nothing judged; a second time it is only read."""
+    out = tmp_path / "a.jsonl"
+    command = [sys.executable, str(FOLDER / "accuracy.py"), "--grid=cpu", "--policies=full", "--precisions=fp32",
+               "--accumulations=2", f"--out={out}"]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=scripts.rows.environment())
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "tiny full fp32 x2" in done.stdout and "not judged" in done.stdout
+    (line,) = out.read_text().splitlines()
+    found = json.loads(line)["answer"]
+    assert len(found["losses"]) == 2 and 5 < found["losses"][0] < 6.5
+    assert {"name": "batches waiting", "bytes": 3 * 2 * 8 * 256 * 4, "where": "pool"} in found["unseen"]
+    assert found["measured"] > 918_656 * 4 * 3  # parameters and moments, at the least
+
+
+@pytest.mark.parametrize(("script", "flags", "told"), [
+    ("accuracy.py", ["--target=h200"], "--target=h200 is not here to run on: add --compile-only"),
+    ("accuracy.py", ["--target=h2000", "--compile-only"], "unknown target 'h2000'"),
+    ("frontier.py", ["--steps=0"], "--steps=0: give 1 or more")])
+def test_a_mistake_in_the_command_is_one_line(scripts, script, flags, told):
+    done = subprocess.run([sys.executable, str(FOLDER / script), *flags], capture_output=True, text=True, timeout=60,
+                          env=scripts.rows.environment())
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import everything
+
+    return everything
+
+
+def test_rows_of_the_one_command_name_scripts_and_flags_that_are_there(everything):
+    root = FOLDER.parents[1]
+    shared = "".join((root / path).read_text() for path in ("tests/bench/interleave.py", "tests/gpu/rows.py"))
+    for name, words in everything.ROWS.items():
+        for script in [word for word in words if word.endswith(".py")]:
+            text = (root / script).read_text() + shared
+            flags = [word.split("=")[0] for word in words[words.index(script) + 1:] if word.startswith("--")]
+            assert all(f'"{flag}"' in text for flag in flags if not flag.startswith("--config.")), (name, flags)
+
+
+def test_the_one_command_resumes_and_tells_what_was_missed(everything, monkeypatch, tmp_path, capsys):
+    checks = {"checks": [{"name": "time", "value": 1.3, "limit": 1.0}, {"name": "bytes", "value": 1, "limit": 2},
+                         {"name": "seen", "value": 9, "limit": None}]}
+    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]); print('ran'); sys.exit(1)"
+    monkeypatch.setattr(everything, "ROWS", {
+        "bars": (everything.PYTHON, "-c", write, "OUT/bars.json", json.dumps(checks)),
+        "broken": (everything.PYTHON, "-c", "import sys; print('broke'); sys.exit(3)")})
+    monkeypatch.setattr(sys, "argv", ["everything", f"--out={tmp_path}", "--only", "bars", "broken"])
+    assert everything.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("ran") == 1 and "time: 1.3, at most 1" in said and "bytes" not in said.split("exit")[1]
+    assert (tmp_path / "bars.txt").read_text() == "ran\n"
+    assert everything.main() == 1  # what failed is run again, what missed a bar is not
+    said = capsys.readouterr().out
+    assert "ran" not in said and "broke" in said and "time: 1.3" in said

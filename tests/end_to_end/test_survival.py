@@ -1,0 +1,235 @@
+"""The run as a user starts it: killed, stopped, resumed, refused; nothing is lost and every error is a line."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from bytescope.memory.records import Report
+from bytescope.train.errors import DoesNotFit, UserError
+from bytescope.train.run.checkpoint import Checkpoints
+from bytescope.train.run.failures import explain, refuse_if_too_big
+
+CONFIG = """
+from bytescope.configs import tiny
+def get_config():
+    config = tiny.get_config()
+    config.model.update(d_model=64, n_layers=2, n_heads=2, n_kv_heads=1, d_head=32, d_ff=128, max_seq_len=64)
+    config.data.seq_len = 64
+    config.batch.update(micro=16, accumulation=2)
+    config.train.update(steps=30, log_every=1, eval_every=10, eval_sequences=20, checkpoint_every=5, sample_tokens=0)
+    return config
+"""
+TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the config, and a cache that all starts share."""
+    folder = tmp_path_factory.mktemp("survival")
+    (folder / "small.py").write_text(CONFIG)
+    return folder
+
+
+def command(place, *flags, module="bytescope.train"):
+    overrides = [f"--config={place / 'small.py'}", f"--config.train.cache_dir={place / 'cache'}"]
+    return [sys.executable, "-m", module, *(overrides if module == "bytescope.train" else []), *flags]
+
+
+def environment():
+    # One device, as a user has it; nothing of the test's own settings but the speed of compiling.
+    keep = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    return {**keep, "PYTHONUNBUFFERED": "1"}
+
+
+def run(place, *flags, module="bytescope.train", cwd=None):
+    return subprocess.run(command(place, *flags, module=module), capture_output=True, text=True, env=environment(),
+                          cwd=cwd, timeout=300, check=False)
+
+
+def start(place, *flags):
+    """A run that goes on beside the test, its output line by line."""
+    return subprocess.Popen(command(place, *flags), env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+def terminate_at(process, landmark):
+    """SIGTERM once a line starts with `landmark`; what the run said after that. It must end with 0."""
+    for line in process.stdout:
+        if line.startswith(landmark):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    process.communicate()
+    assert process.returncode == 0
+    return rest
+
+
+def rows(workdir):
+    """Metrics without what a clock says."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMED} for line in lines]
+
+
+def last_checksums(workdir):
+    folder = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    return next(json.loads(path.read_text())["checksums"] for path in folder.rglob("*") if path.name == "metadata"
+                and "meta" in path.parts)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place):
+    done = run(place, f"--workdir={place / 'whole'}")
+    assert done.returncode == 0, done.stderr
+    return done, place / "whole"
+
+
+def test_the_user_sees_everything_in_order(uninterrupted):
+    done, workdir = uninterrupted
+    landmarks = ["devices", "model", "attention", "batch", "16 micro-batch x 2 accumulation x 1 data-parallel",
+                 "compiled in", "peak", "params", "optimizer", "run directory", "step      1/30  loss", "held-out loss",
+                 "memory: predicted"]
+    places = [done.stdout.find(landmark) for landmark in landmarks]
+    assert -1 not in places, landmarks[places.index(-1)]
+    assert places == sorted(places)
+    assert max(len(line) for line in done.stdout.splitlines()) <= 120
+    assert "Traceback" not in done.stderr and "cuPTI" not in done.stderr
+    found = {path.name for path in workdir.iterdir()}
+    assert {"config.json", "metrics.jsonl", "memory.json", "checkpoints", "events"} <= found
+    assert any("tfevents" in path.name for path in (workdir / "events").iterdir())
+
+
+def test_metrics_rows_have_the_promised_keys(uninterrupted):
+    lines = [json.loads(line) for line in (uninterrupted[1] / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in lines if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 31))
+    assert all(set(row) == {"step", "loss", "grad_norm", "lr", "batch_tokens", *TIMED} for row in steps)
+    assert [row["step"] for row in lines if "eval_loss" in row] == [10, 20, 30]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    report = Report.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
+    assert sum(report.breakdown.values()) == report.allocated_bytes and report.breakdown["accumulator"] > 0
+
+
+def test_killed_at_any_moment_the_curve_is_bit_identical(place, uninterrupted):
+    workdir = place / "killed"
+    for rows_seen in (2, 9, 17, 24):
+        process = subprocess.Popen(command(place, f"--workdir={workdir}"), env=environment(), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline:
+            path = workdir / "metrics.jsonl"
+            if path.exists() and path.read_bytes().count(b"\n") >= rows_seen:
+                process.kill()
+                break
+            time.sleep(0.002)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the run was over before it could be killed"
+    done = run(place, f"--workdir={workdir}")
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step" in done.stdout
+    assert rows(workdir) == rows(uninterrupted[1])
+    assert last_checksums(workdir) == last_checksums(uninterrupted[1])
+
+
+def test_sigterm_saves_and_exits_zero_and_the_run_goes_on(place, uninterrupted):
+    workdir = place / "terminated"
+    rest = terminate_at(start(place, f"--workdir={workdir}"), "step      3/30")
+    assert "SIGTERM: saved step" in rest
+    saved = int(rest.split("saved step ")[1].split(";")[0])
+    assert 3 <= saved < 30 and rows(workdir)[-1]["step"] == saved  # not at a cadence, and its row is there
+    done = run(place, f"--workdir={workdir}")
+    assert f"resumed at step {saved}" in done.stdout
+    assert rows(workdir) == rows(uninterrupted[1])
+    assert last_checksums(workdir) == last_checksums(uninterrupted[1])
+
+
+def test_a_finished_run_says_so(place, uninterrupted):
+    before = rows(uninterrupted[1])
+    done = run(place, f"--workdir={uninterrupted[1]}")
+    assert done.returncode == 0 and "is finished: step 30 of 30" in done.stdout
+    assert rows(uninterrupted[1]) == before
+
+
+def test_a_resumed_run_may_change_its_layout(place):
+    """Micro-batch x accumulation, remat, kernels and mesh are free: the loss goes on as it would have."""
+    whole, changed = place / "layout-whole", place / "layout-changed"
+    assert run(place, f"--workdir={whole}", "--config.train.steps=12").returncode == 0
+    flags = (f"--workdir={changed}", "--config.train.steps=12")
+    terminate_at(start(place, *flags), "step      6/12")
+    done = run(place, *flags, "--config.batch.micro=8", "--config.batch.accumulation=4", "--config.batch.mode=scan",
+               "--config.remat.policy=full", "--config.model.attention=chunked")
+    assert done.returncode == 0 and "changed since the last start: batch.micro 16 -> 8" in done.stdout, done.stderr
+    assert "resumed at step" in done.stdout and not (changed / "damaged").exists()
+    for one, other in zip(rows(changed), rows(whole), strict=True):
+        for key in one:
+            assert one[key] == pytest.approx(other[key], rel=1e-4), one["step"]
+
+
+ERRORS = {
+    "unknown key": (["--config.train.stepz=3"], 2, "did you mean train.steps"),
+    "wrong type": (["--config.train.steps=many"], 2, "int expected"),
+    "no such config": (["--config=lama_8b"], 2, "did you mean llama_8b"),
+    "unknown flag": (["--workdirr=x"], 2, "--workdirr"),
+    "typo in a policy": (["--config.remat.policy=ful"], 2, "choose one of none, full"),
+    "kernel that cannot run": (["--config.model.attention=cudnn"], 2, "NVIDIA GPUs, not on cpu"),
+    "mesh": (["--config.mesh.data=3"], 2, "does not multiply to the 1 device"),
+    "too long": (["--config.data.seq_len=65"], 2, "model.max_seq_len=64"),
+    "vocabulary": (["--config.model.vocab_size=100"], 2, "model.vocab_size"),
+    "missing data": (["--config.data.source=/nowhere"], 2, "/nowhere"),
+    "tokenizer": (["--config.data.tokenizer=/nowhere.json"], 2, "/nowhere.json"),
+    "does not fit": (["--config.batch.micro=4000000"], 3, "remat.policy=full"),
+    "not finite": (
+        ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=1"], 4, "no checkpoint yet"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_mistake_is_one_line_and_an_exit_code(place, name):
+    flags, code, message = ERRORS[name]
+    done = run(place, f"--workdir={place / name.replace(' ', '-')}", *flags)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_help_is_short_and_names_the_exit_codes(place):
+    done = run(place, "--help")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) < 30 and "exit codes" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 110
+
+
+def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
+    workdir = place / "diverged"
+    flags = (f"--workdir={workdir}", "--config.train.checkpoint_every=1", "--config.train.eval_every=0",
+             "--config.optimizer.learning_rate=1e18", "--config.optimizer.clip_norm=0.0",
+             "--config.optimizer.warmup_steps=0")
+    done = run(place, *flags)
+    assert done.returncode == 4 and "last good checkpoint is step" in done.stderr, done.stderr
+    good = int(done.stderr.split("checkpoint is step ")[1].split()[0])
+    assert Checkpoints(workdir, 3).steps()[-1] == good
+    assert rows(workdir)[-1]["step"] == good  # the row of the bad step is not written
+
+
+def test_out_of_memory_and_a_full_disk_are_explained():
+    report = Report(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
+    told = explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), report, jax.devices()[0])
+    assert isinstance(told, DoesNotFit) and told.exit_code == 3
+    assert "predicted 1.00 GiB" in str(told) and "limit 2.00 GiB" in str(told) and "batch.micro" in str(told)
+    full = explain(OSError(errno.ENOSPC, "No space left on device"), report, jax.devices()[0])
+    assert type(full) is UserError and "disk is full" in str(full)
+    assert explain(ValueError("a bug"), report, jax.devices()[0]) is None
+    with pytest.raises(DoesNotFit, match="1.00 GiB too much"):
+        refuse_if_too_big(Report(peak_bytes=1, allocated_bytes=3 * 2**30, breakdown={}, limit_bytes=2**31, fits=False))
+
+
+def test_sigterm_during_an_evaluation_does_not_wait_for_it(place, uninterrupted):
+    """The last evaluation is cut short, the state is saved, and the next start makes the row."""
+    workdir = place / "evaluating"
+    terminate_at(start(place, f"--workdir={workdir}"), "step     29/30")
+    done = run(place, f"--workdir={workdir}")
+    assert done.returncode == 0 and rows(workdir) == rows(uninterrupted[1])

@@ -1,0 +1,76 @@
+"""Our peak against XProf's memory viewer, from the same protos. Needs `pip install xprof`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bytescope.memory.analyze import report_of
+from bytescope.memory.commands import xprof_export as xprof_export_command
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.compiler import compile_lowered
+from bytescope.train.config import load, override
+from bytescope.train.program import build
+from support import programs
+from support.oracles import require
+
+pytestmark = pytest.mark.oracle("xprof")
+
+# In a process of its own: xprof brings protobuf and logging settings along.
+ASK = """
+import sys
+from xprof.convert import raw_to_tool_data
+data, _ = raw_to_tool_data.xspace_to_tool_data([sys.argv[1]], "memory_viewer", {"module_name": "m"})
+print(data.decode() if isinstance(data, bytes) else data)
+"""
+
+
+def viewer(proto, folder):
+    """XProf's (peak, total allocated) in bytes."""
+    xprof_export_command.export(folder, hlo_proto=proto)
+    done = subprocess.run([sys.executable, "-c", ASK, str(folder / "h.xplane.pb")], capture_output=True, text=True,
+                          check=True)
+    found = json.loads(done.stdout)
+    return found["peakHeapMib"] * 2**20, found["totalBufferAllocationMib"] * 2**20
+
+
+def check_viewer(compilation, folder):
+    report = report_of(compilation)
+    peak, allocated = viewer(compilation.proto, folder)
+    assert report.peak_bytes == pytest.approx(peak, rel=1e-3)
+    assert report.allocated_bytes == pytest.approx(allocated, rel=1e-3)
+    assert sum(report.breakdown.values()) == report.allocated_bytes
+    return report
+
+
+@pytest.mark.parametrize("policy", programs.POLICIES)
+@pytest.mark.parametrize("target", ["cpu", "h200", "h200:8"])
+def test_training_step(target, policy, devices, tmp_path):
+    if target != "cpu":
+        require("cuda")
+        devices = targets.parse(target).devices()
+    check_viewer(compile_lowered(programs.trace_step(devices, policy, shard_state=len(devices) > 1).lower()), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["linen", "convolution", "two_scans", "conditional", "while"])
+def test_other_programs(name, tmp_path):
+    check_viewer(compile_lowered(programs.OTHERS[name]()), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "target", "changes"), [
+    ("tiny", "cpu:1", {}), ("tiny", "cpu:8", {"batch.accumulation": "2", "remat.policy": "full"}),
+    ("gpt2_small", "h200", {"remat.policy": "none", "model.unroll": 1}),
+    ("gpt2_small", "a100-80g", {"remat.policy": "dots_no_batch", "model.unroll": 1}),
+    ("gpt2_xl", "h100:8", {"batch.mode": "scan"}), ("llama_1b", "b200", {"model.attention": "chunked"}),
+    ("llama_8b", "h200:8", {"remat.policy": "none"}), ("llama_8b", "h200:8", {"loss.kind": "full"}),
+    ("llama_70b", "h100:8x8", {}), ("llama_405b", "h100:64x8", {}), ("gpt3_175b", "a100-80g:16x8", {}),
+    ("llama_8b", "rtx4090:8", {"precision.preset": "fp32", "remat.policy": "dots"})], ids=str)
+def test_shipped_configs(name, target, changes, tmp_path):
+    if not target.startswith("cpu"):
+        require("cuda")
+    config = load(name)
+    for key, text in changes.items():
+        override(config, key, text)
+    report = check_viewer(build(config, targets.parse(target).devices()).compile_for_report(exact=True), tmp_path)
+    assert report.breakdown["unattributed"] < 0.02 * report.peak_bytes

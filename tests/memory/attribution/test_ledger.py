@@ -1,0 +1,49 @@
+"""ZeRO's classic account beside what the compiler holds, and why they differ."""
+
+
+import jax
+import pytest
+
+from bytescope import memory
+from bytescope.memory.attribution import ledger
+from bytescope.memory.records import ROWS, Buffer, Report
+from support import programs
+
+
+@pytest.mark.parametrize(("strategy", "total"), [("ddp", 16), ("zero1", 4 + 12 / 8), ("zero2", 2 + 14 / 8),
+                                                 ("zero3", 16 / 8)])
+def test_zero_of_the_ledger(strategy, total):
+    """Rajbhandari et al. 2020, figure 1, for 8 devices."""
+    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 50, "optimizer": 100, "gradients": 50})
+    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, strategy, 8))}
+    assert rows["total"].classic == total and rows["total"].held == 2.0
+    assert rows["params"].held == 0.5 and rows["params"].reason
+
+
+def test_agreement_needs_no_reason():
+    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 200, "optimizer": 1200, "gradients": 200})
+    rows = ledger.zero_rows(report, ledger.State(100, "ddp"))
+    assert [row.reason for row in rows] == [""] * 5 and rows[-1].held == rows[-1].classic == 16
+    assert ledger.zero_rows(report, ledger.State(0, "ddp")) == () == ledger.zero_rows(report, ledger.State(100, ""))
+
+
+@pytest.mark.parametrize(("size", "reason"), [(400, "float32"), (100, "float32, part of them at the peak"),
+                                              (200, ""), (0, "none is alive at the peak")])
+def test_gradients_have_their_reason(size, reason):
+    alive = [Buffer("g", size, (size // 4,), "float32", "gradients", at_peak=True)] if size else []
+    report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"gradients": size}, buffers=tuple(alive))
+    rows = {row.role: row for row in ledger.zero_rows(report, ledger.State(100, "ddp"))}
+    assert (rows["gradients"].held, rows["gradients"].reason) == (size / 100, reason)
+
+
+def test_leaves_that_do_not_divide_are_named(devices):
+    config = {"mesh.data": 1, "mesh.fsdp": 8, "mesh.strategy": "zero3", "precision.preset": "bf16"}
+    report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), config=config)
+    rows = {row.role: row for row in report.zero}
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
+    assert rows["params"].held * parameters == 4 * parameters / 8
+    assert "whole on every device" not in rows["params"].reason
+    left = memory.analyze(programs.trace_step(devices, "full", axis="fsdp"), config=config)
+    reason = {row.role: row.reason for row in left.zero}["params"]
+    assert "whole on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
+    assert {row.role: row.held for row in left.zero}["params"] == 4.0

@@ -1,0 +1,120 @@
+"""bytescope fit: mistakes before anything compiles, a real program end to end, the cache, Ctrl-C."""
+
+import json
+import os
+import re
+import signal
+import threading
+
+import pytest
+
+from bytescope.memory import __main__ as command
+from bytescope.memory.costs import roofline
+from bytescope.memory.devices import targets
+from bytescope.memory.plan import fit as walks
+from bytescope.memory.plan import pool as worker_pool
+from support.fit_trials import GIB
+
+SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64",
+         "--config.data.seq_len=16", "--config.batch.micro=8"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--budget=0"], "--budget=0: a device may hand out 72.32 GiB; give more than nothing"),
+    (["--budget=-3GiB"], "--budget: '-3GiB' is no size: write it as 72GiB"),
+    (["--budget=x"], "--budget: 'x' is no size"),
+    (["--budget=100GiB"], "--budget=100GiB: a device may hand out 72.32 GiB"),
+    (["--levers=remat,rmat"], "no lever 'rmat'; choose from remat, micro"),
+    (["--batch-tokens=5"], "--batch-tokens=5: sequences have 16 tokens; give a multiple of that"),
+    (["--batch-tokens=0"], "--batch-tokens=0: give 1 or more"),
+    (["--batch-tokens=32"], "over 1 ranks with batch.micro=8: give --batch-tokens=128"),
+    (["--max-compiles=0"], "--max-compiles=0: give 1 or more"),
+    (["--timeout=-1"], "--timeout=-1.0: give 0.001 or more"),
+    (["--timeout=nan"], "--timeout=nan"),
+    (["--measure"], "--measure on h100, which is not here: leave --target out"),
+    (["--target=h300"], "h300"),
+    (["--jobs=0"], "1 or more"),
+    (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),
+    (["--html=/no/such/f.html"], "cannot write /no/such/f.html: there is no folder /no/such"),
+    (["--config.model.d_modle=1"], "d_model"),
+    (["--config.batch.accumulation_schedule=(0:1,10:2)"], "give the schedule when training"),
+])
+def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(worker_pool, "Worker", None)
+    assert command.main(["fit", "--target=h100", *SMALL, *words]) == 2
+    out, error = capsys.readouterr()
+    assert error.count("\n") == 1 and message in error and not out
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    """A budget that nothing helps; one that takes some recomputation; the same again out of the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # What a CPU can do is measured in every process: here it is one that recomputes dearly, in every run.
+    monkeypatch.setattr(roofline, "machine", lambda: (1e9, 1e12))
+    monkeypatch.setattr(walks, "MOST_NEIGHBOURS", 1)
+
+    def fit(budget, code):
+        files = [f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
+        assert command.main(["fit", *SMALL, "--target=cpu:1", "--jobs=1", "--levers=remat", f"--budget={budget}",
+                             *files]) == code
+        assert "<html" in (tmp_path / "f.html").read_text()
+        return json.loads((tmp_path / "f.json").read_text()), capsys.readouterr().out
+
+    nothing, told = fit("100KiB", 3)
+    none, full = [step["allocated_bytes"] for step in nothing["walk"]]
+    assert nothing["best"] is None and nothing["programs"] == 2 and none > full
+    assert nothing["certificate"]["missing_bytes"] == full - 100 * 2**10
+    assert re.search(r"does not fit: [\d.]+ [KM]iB on the device missing", told)
+
+    budget = none - 1
+    first, told = fit(budget, 0)
+    best = first["best"]
+    assert full <= best["allocated_bytes"] <= budget and best["tokens_per_update"] == first["batch_tokens"] == 128
+    assert sum(best["breakdown"].values()) == best["allocated_bytes"]
+    assert first["programs"] == len(first["walk"]) - 2 > 0, "two are in the cache"
+    assert best["recompute_flops_fraction"] < nothing["walk"][1]["recompute_flops_fraction"]
+    assert f"run it with: bytescope train --config=tiny {best['flags']}" in told
+    assert "--config.model.d_ff=64" in best["flags"] and "--config.remat." in best["flags"]
+
+    monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
+    again, _ = fit(budget, 0)
+    assert again["walk"] == first["walk"] and again["best"] == best and again["programs"] == 0
+
+
+class Worker:
+    """Answers in the place of a process. Asked what auto has to know, it sends this process SIGINT, and is silent."""
+
+    def __init__(self, env):
+        self._killed = threading.Event()
+
+    def ask(self, message):
+        job = json.loads(message)
+        if job["describe"]:
+            os.kill(os.getpid(), signal.SIGINT)
+            self._killed.wait(60)
+            return {"status": "the worker died", "dead": True}
+        size = {"none": 3, "full": 1}[dict(job["overrides"])["remat.policy"]] * GIB
+        phase = {"flops": {"bf16": 1e12}}
+        return {"status": "ok", "allocated_bytes": size, "host_bytes": 0, "breakdown": {"params": size},
+                "recompute_flops_fraction": 0.25, "calls_per_update": 1, "target": targets.parse("h100").to_json(),
+                "work": {"forward": phase, "recompute": phase, "backward": phase}}
+
+    def kill(self):
+        self._killed.set()
+
+    close = kill
+
+
+def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
+    # A shell starts what runs in the background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    monkeypatch.setattr(worker_pool, "Worker", Worker)
+    words = ["fit", *SMALL, "--target=h100", "--budget=2GiB", "--levers=remat", "--no-cache",
+             f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
+    assert command.main(words) == 130
+    out = json.loads((tmp_path / "f.json").read_text())
+    assert out["stopped"] == "Ctrl-C" and out["best"]["allocated_bytes"] == GIB
+    assert [step["fits"] for step in out["walk"]] == [False, True] and "<html" in (tmp_path / "f.html").read_text()
+    told = capsys.readouterr().out
+    assert "stopped early: Ctrl-C" in told and "--config.remat.policy=full" in told

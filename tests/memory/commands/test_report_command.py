@@ -1,0 +1,181 @@
+"""The command, the diff, the guard and the terminal view: what a user sees, and the exit codes."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from bytescope import memory
+from bytescope.memory import __main__ as command
+from bytescope.memory.attribution import ledger
+from bytescope.memory.devices.compiler import compile_lowered
+from bytescope.memory.guard import memory_guard, parse_bytes  # noqa: F401 - memory_guard is a fixture
+from bytescope.memory.plan import diff
+from bytescope.memory.records import Buffer, Report
+from bytescope.memory.text import report as report_text
+from support import programs
+
+
+@pytest.fixture(scope="module")
+def step(devices, tmp_path_factory):
+    """(path of the proto, path of the JSON, report) of the training step."""
+    folder = tmp_path_factory.mktemp("step")
+    compilation = compile_lowered(programs.trace_step(devices[:1], "full").lower())
+    (folder / "step.hlo.pb").write_bytes(compilation.proto)
+    report = memory.analyze(compilation.proto)
+    report.save(folder / "step.json")
+    return folder / "step.hlo.pb", folder / "step.json", report
+
+
+def run(capsys, *arguments):
+    """(exit code, standard output, standard error) of the command."""
+    code = command.main([str(argument) for argument in arguments])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_report_of_a_proto(step, capsys, tmp_path):
+    proto, _, report = step
+    json_file, page, folder = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "x"
+    code, out, err = run(capsys, "report", f"--hlo={proto}", f"--json={json_file}", f"--html={page}",
+                         f"--export={folder}")
+    assert (code, err) == (0, "")
+    assert report_text.human(report.peak_bytes) in out and "params" in out and "FITS" in out
+    written = json.loads(json_file.read_text())
+    assert written["breakdown"] == report.to_json()["breakdown"]
+    assert written["fits"] is True and written["verdict"] == "fits" and written["limit_bytes"] > 0
+    assert "<html" in page.read_text() and (folder / "m.hlo_proto.pb").read_bytes() == proto.read_bytes()
+
+
+def test_report_of_a_config(capsys, tmp_path):
+    small = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.data.seq_len=32"]
+    code, _, err = run(capsys, "report", "--config=tiny", *small, "--config.mesh.data=-1",
+                       "--config.mesh.fsdp=1", "--target=cpu:8", f"--json={tmp_path / 'r.json'}")
+    assert (code, err) == (0, "")
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["config"]["model.d_model"] == 32 and written["target"]["name"] == "cpu:8"
+    assert written["breakdown"]["unattributed"] < 0.02 * written["peak_bytes"]
+    for mistake in ("--config.model.d_modle=3", "--config.remat.policy=ful", "--config.model.n_layers=x"):
+        code, out, err = run(capsys, "report", "--config=tiny", mistake)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_one_screen(step):
+    console = Console(width=report_text.WIDTH, record=True, file=io.StringIO())
+    report_text.show(step[2], console)
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "required"),
+    (["reprot"], "invalid choice"),
+    (["report"], "required"),
+    (["report", "--hlo=missing.pb"], "no file missing.pb"),
+    (["report", "--hlo=x", "--config=tiny"], "not allowed"),
+    (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
+    (["report", "--hlo=x", "--target=h300"], "h300"),
+    (["report", "--config=nothing"], "nothing"),
+    (["diff", "a.json"], "required"),
+    (["diff", "a.json", "b.json"], "cannot read a.json"),
+    (["diff", "a.json", "b.json", "--fail-above=x"], "fail-above"),
+    (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
+])
+def test_mistakes_are_one_line(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def test_unwritable_output(step, capsys, tmp_path):
+    code, _, err = run(capsys, "report", f"--hlo={step[0]}", f"--json={tmp_path}/no/such/folder.json")
+    assert code == 2 and "cannot write" in err and err.count("\n") == 1
+
+
+def test_diff_fails_above(step, capsys, tmp_path):
+    before = step[1]
+    grown = json.loads(before.read_text())
+    grown["peak_bytes"] += grown["peak_bytes"] // 20
+    grown["breakdown"]["workspace"] += 4096
+    after = tmp_path / "after.json"
+    after.write_text(json.dumps(grown))
+    assert run(capsys, "diff", before, before, "--fail-above=0")[0] == 0
+    assert run(capsys, "diff", before, after)[0] == 0
+    assert run(capsys, "diff", before, after, "--fail-above=6")[0] == 0
+    code, out, _ = run(capsys, "diff", before, after, "--fail-above=2%")
+    assert code == 1 and "peak_bytes grew" in out and "workspace" in out
+    assert run(capsys, "diff", after, before, "--fail-above=2")[0] == 0
+
+
+def test_diff_names_what_grew():
+    def report(size, dtype):
+        buffers = (Buffer(f"fusion.{size}", size, (4,), dtype, "residuals", "forward", module="mlp",
+                          op_name="jit(f)/mlp/dot", checkpoint_name="up", at_peak=True),)
+        return Report(size, size, {"residuals": size}, buffers=buffers, residuals_by_name={"up": size},
+                      versions={"jax": dtype})
+
+    changes = diff.diff(report(100, "a"), report(150, "b"))
+    assert [(c.kind, c.name, c.growth) for c in changes] == [
+        ("total", "peak_bytes", 50), ("total", "allocated_bytes", 50), ("total", "host_bytes", 0),
+        ("category", "residuals", 50), ("residual", "up", 50),
+        ("buffer", "residuals/forward/mlp/up b[4]", 150), ("buffer", "residuals/forward/mlp/up a[4]", -100)]
+    assert diff.version_changes(report(1, "a"), report(1, "b")) == (("jax", "a", "b"),)
+    # The compiler's own names do not matter.
+    assert all(not c.growth for c in diff.diff(report(100, "a"), report(100, "a")))
+
+
+@pytest.mark.parametrize(("size", "expected"), [
+    ("72GiB", 72 * 2**30), ("1.5 gib", 3 * 2**29), ("512MB", 512 * 10**6), ("17", 17), (2**40, 2**40), ("0b", 0)])
+def test_sizes(size, expected):
+    assert parse_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "GiB", "72 gigs", "-1", -1, None, True, "1e400GiB", 1.5])
+def test_sizes_that_are_none(size):
+    with pytest.raises(memory.ReportError, match="no size"):
+        parse_bytes(size)
+
+
+def test_guard(step, memory_guard):  # noqa: F811
+    report = step[2]
+    assert memory_guard(step[0], report.allocated_bytes) == report
+    with pytest.raises(AssertionError, match="more than") as caught:
+        memory_guard(report, report.allocated_bytes - 1)
+    assert "optimizer" in str(caught.value)
+    with pytest.raises(memory.ReportError, match="no size to fit in"):
+        memory.assert_fits(report)
+    assert memory.assert_fits(programs.scan()).fits
+
+
+def test_ledger_by_hand():
+    def held(role, dtype, size, **fields):
+        return Buffer(role, size, (4, 4), dtype, role, "argument", **fields)
+
+    buffers = [held("params", "bfloat16", 32), held("optimizer", "float32", 64), held("optimizer", "float32", 64),
+               held("optimizer", "float32", 64), held("batch", "int32", 999),
+               Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
+               Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
+               Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9)]
+    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
+    assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
+        ("params", "bfloat16", 2.0), ("gradients", "bfloat16", 2.0), ("optimizer", "float32", 12.0),
+        ("total", "", 16.0)]
+    assert ledger.rows([], {})[-1].bytes_per_param == 0.0
+
+
+def test_importing_needs_no_jax():
+    code = "import sys, memory; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_simulated_devices_are_as_many_as_the_target_asks():
+    from bytescope.memory.devices.platform import simulate_devices
+    for targets, env, count in ((["cpu:8"], {}, "8"), (["cpu:2", "cpu:4", "h100:8"], {}, "4"), (["h200"], {}, None),
+                                (["cpu:8"], {"JAX_NUM_CPU_DEVICES": "2"}, "2"),
+                                (["cpu:8"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, None)):
+        simulate_devices(targets, env)
+        assert env.get("JAX_NUM_CPU_DEVICES") == count

@@ -1,0 +1,122 @@
+"""Limits and the choice of a platform, on made-up file systems."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bytescope.memory.devices import limits, platform
+from bytescope.memory.errors import ReportError
+
+GIB = 2**30
+
+
+def _root(tmp_path, files):
+    meminfo = {"proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"}
+    for name, content in {**meminfo, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return str(tmp_path)
+
+
+def test_free_memory_without_a_cgroup_is_what_the_kernel_calls_available(tmp_path):
+    root = _root(tmp_path, {})
+    assert limits.free_host_bytes(root) == 8 * GIB
+    assert limits.physical_bytes(root) == 16 * GIB
+
+
+def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(tmp_path):
+    root = _root(tmp_path, {
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n", "sys/fs/cgroup/job/step/memory.current": "17\n",
+    })
+    assert limits.free_host_bytes(root) == 2 * GIB
+
+
+def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
+    root = _root(tmp_path, {
+        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\nnonsense\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
+    })
+    assert limits.free_host_bytes(root) == GIB
+
+
+def test_a_cgroup_over_its_limit_leaves_nothing_rather_than_less(tmp_path):
+    root = _root(tmp_path, {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "200"})
+    assert limits.free_host_bytes(root) == 0
+
+
+def test_without_proc_the_physical_memory_stands_in(tmp_path):
+    assert limits.free_host_bytes(str(tmp_path)) == limits.physical_bytes(str(tmp_path)) > 0
+
+
+class Device:
+    def __init__(self, platform, kind, stats):
+        self.platform, self.device_kind, self.stats = platform, kind, stats
+
+    def memory_stats(self):
+        if isinstance(self.stats, Exception):
+            raise self.stats
+        return self.stats
+
+
+def test_a_device_that_keeps_statistics_is_asked():
+    assert limits.limit_bytes(Device("gpu", "NVIDIA H200", {"bytes_limit": 5})) == 5
+
+
+def test_a_known_card_without_statistics_has_its_row_and_an_unknown_one_is_an_error(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    assert 68 * GIB < limits.limit_bytes(Device("gpu", "NVIDIA H200", RuntimeError("no"))) < 70 * GIB
+    with pytest.raises(ReportError, match="Abacus 3"):
+        limits.limit_bytes(Device("gpu", "Abacus 3", None))
+
+
+@pytest.mark.parametrize("env, fraction", [
+    ({}, 0.92), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".6"}, 0.6), ({"XLA_CLIENT_MEM_FRACTION": "0.7"}, 0.7),
+    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "much"}, 0.92), ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 1.0),
+])
+def test_the_fraction_is_the_users_or_ours(env, fraction):
+    assert platform.memory_fraction(env) == fraction
+
+
+def _nodes(tmp_path, *names):
+    return _root(tmp_path, {name.lstrip("/"): "" for name in names})
+
+
+@pytest.mark.parametrize("nodes, env, expected, left", [
+    ((), {}, "cpu", {"JAX_PLATFORMS": "cpu"}),
+    ((), {"JAX_PLATFORMS": "cuda,cpu"}, "cuda", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}),
+    (("/dev/nvidiactl",), {}, "cuda", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}),
+    (("/dev/nvidiactl",), {"JAX_PLATFORMS": "cpu"}, "cpu", {}),
+    (("/dev/nvidiactl",), {"CUDA_VISIBLE_DEVICES": ""}, "cpu", {"JAX_PLATFORMS": "cpu"}),
+    (("/dev/nvidia0",), {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "cuda", {}),
+    (("/dev/nvidia0",), {"XLA_CLIENT_MEM_FRACTION": "0.5"}, "cuda", {}),
+    (("/dev/accel0",), {}, "tpu", {}),
+    (("/dev/kfd",), {}, "rocm", {}),
+])
+def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env, expected, left):
+    before = dict(env)
+    assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected
+    pinned = {platform.HOST_LIMIT_VARIABLE: "7"} if expected == "cuda" else {}  # nine tenths of 8 GiB
+    assert env == {**before, **left, **pinned}
+    env = {**before, platform.HOST_LIMIT_VARIABLE: "3"}
+    assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected
+    assert env[platform.HOST_LIMIT_VARIABLE] == "3"
+
+
+@pytest.mark.skipif(platform.accelerator() != "cpu", reason="this machine has an accelerator")
+@pytest.mark.parametrize("order", ["import jax; choose()", "choose(); import jax"])
+def test_no_traceback_on_a_machine_without_accelerator(order):
+    code = f"from memory.devices.platform import choose_platform as choose\n{order}\nprint(jax.devices()[0].platform)"
+    env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "cpu\n" and "Traceback" not in done.stderr and "cuPTI" not in done.stderr

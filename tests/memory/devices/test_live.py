@@ -1,0 +1,88 @@
+"""Live memory: what a device tells, and the line that compares it with the prediction."""
+
+import sys
+import types
+
+import jax
+import pytest
+
+from bytescope.memory.devices import live
+from bytescope.memory.records import Report
+from support.described import described
+
+GIB = 2**30
+STATS = {"bytes_in_use": 6 * GIB, "peak_bytes_in_use": 10 * GIB, "bytes_limit": 16 * GIB,
+         "largest_free_block_bytes": 4 * GIB, "pool_bytes": 14 * GIB}
+
+
+class Card:
+    """A GPU as jax shows it, with `stats` for statistics."""
+
+    platform, device_kind, process_index, local_hardware_id = "gpu", "NVIDIA H200", 0, 0
+
+    def __init__(self, stats):
+        self.client = types.SimpleNamespace(process_index=lambda: 0, local_devices=lambda: [self])
+        self.stats = stats
+
+    def memory_stats(self):
+        if isinstance(self.stats, Exception):
+            raise self.stats
+        return self.stats
+
+
+def _nvml(monkeypatch, **functions):
+    live._nvml_handle.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**functions))
+
+
+def _report(allocated):
+    return Report(peak_bytes=allocated, allocated_bytes=allocated, breakdown={})
+
+
+def test_the_allocators_figures_and_the_card(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-beef")
+    asked = []
+    _nvml(monkeypatch, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda n: asked.append(n) or n,
+          nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=15 * GIB, total=140 * GIB))
+    seen = live.sample(Card(STATS))
+    assert asked == [3]
+    assert (seen.in_use_bytes, seen.peak_bytes, seen.limit_bytes) == (6 * GIB, 10 * GIB, 16 * GIB)
+    assert seen.fragmentation == pytest.approx(0.5)  # 8 GiB of the pool are free, 4 in one piece
+    assert (seen.card_used_bytes, seen.card_total_bytes) == (15 * GIB, 140 * GIB)
+    assert seen.metrics()["memory/peak_bytes"] == 10 * GIB
+
+
+@pytest.mark.parametrize("stats", [{}, None, {"bytes_in_use": 1}, {**STATS, "pool_bytes": 0}])
+def test_what_is_missing_is_none_and_nothing_is_raised(monkeypatch, stats):
+    def broken():
+        raise OSError("no driver")
+
+    _nvml(monkeypatch, nvmlInit=broken)
+    seen = live.sample(Card(stats))
+    assert seen.card_used_bytes is None and seen.host_rss_bytes > 0
+    assert seen.fragmentation is None or 0 <= seen.fragmentation <= 1
+
+
+def test_a_device_that_cannot_be_asked_gives_none():
+    assert live.sample(Card(RuntimeError("compile only"))) is None
+    assert live.sample(object()) is None
+
+
+def test_a_compile_only_device_gives_none():
+    assert live.sample(described("h200")[0]) is None
+
+
+def test_the_cpu_shows_the_process_and_how_many_devices_share_it():
+    seen = live.sample(jax.local_devices(backend="cpu")[0])
+    assert seen.source == "host" and seen.sharing == len(jax.local_devices(backend="cpu"))
+    assert 0 < seen.host_rss_bytes <= seen.host_peak_rss_bytes <= seen.limit_bytes
+    assert f"on {seen.sharing} CPU devices" in live.predicted_against_measured(_report(GIB), seen)
+
+
+def test_the_line_gives_the_error_in_per_cent():
+    seen = live.LiveMemory("NVIDIA H200", "allocator", peak_bytes=10 * GIB, limit_bytes=16 * GIB,
+                           card_used_bytes=15 * GIB, card_total_bytes=140 * GIB)
+    line = live.predicted_against_measured(_report(11 * GIB), seen)
+    assert line == ("memory: predicted 11.00 GiB, measured 10.00 GiB on NVIDIA H200 (prediction +10.0 %), "
+                    "limit 16.00 GiB, card 15.00 GiB of 140.00 GiB in use")
+    assert "nothing measured" in live.predicted_against_measured(_report(GIB), None)

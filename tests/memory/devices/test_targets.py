@@ -1,0 +1,148 @@
+"""Targets: names, shapes, figures, and compiling for devices that are not here."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bytescope.memory.devices import chips, limits, platform, targets, topologies
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.errors import ReportError
+
+HAS_CUDA = any(topologies.installed(f"jax_plugins.{name}") for name in topologies.CUDA_PLUGINS)
+HAS_TPU = importlib.util.find_spec("libtpu") is not None
+needs_cuda = pytest.mark.oracle("cuda")
+needs_tpu = pytest.mark.oracle("tpu")
+
+SHAPES = {
+    "h200": ((1, 1), 1, 1), "h200:8": ((1, 8), 8, 8), "h100:2x8": ((2, 8), 16, 8),
+    "h100:64x8": ((64, 8), 512, 8), "a100-40g:4": ((1, 4), 4, 4), "H100:8 ": ((1, 8), 8, 8),
+    "v5e": ((1, 1), 1, 1), "v5e:4x4": ((4, 4), 16, 4), "v5p": ((2, 2, 1), 4, 4),
+    "v5p:2x2x2": ((2, 2, 2), 8, 4), "v6e:2x4": ((2, 4), 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_of_a_described_target(name):
+    target = targets.parse(name)
+    assert (target.shape, target.n_devices, target.devices_per_host) == SHAPES[name]
+    assert target.is_described and target.name == name.strip().lower()
+
+
+@pytest.mark.parametrize("name, words", [
+    ("h20", "did you mean h200?"), ("a100", "did you mean a100-40g or a100-80g?"), ("zzz", "rtx4090"),
+    ("", "local"), ("h100:", "after the colon"), ("h100:0", "after the colon"),
+    ("h100:-1", "after the colon"),
+    ("h100:8x", "after the colon"), ("h100:1e9", "after the colon"), ("h100:16", "say h100:2x8"),
+    ("h100:1x2x3", "at most 8"), ("v5e:3x3", "even numbers"), ("v5e:32x2", "up to 16x16"),
+    ("v5e:8", "2 axes"), ("v5p:1x1x1", "3 axes"), ("local:2", "takes no count"), ("cpu:2x4", "counted"),
+    ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"),
+])
+def test_a_wrong_name_is_one_line_that_says_what_exists(name, words):
+    with pytest.raises(ReportError) as caught:
+        targets.parse(name)
+    message = str(caught.value)
+    assert words in message and "\n" not in message and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_every_figure_of_every_chip_is_there_and_has_its_source(chip):
+    target = targets.parse(chip.name)
+    figures = ("device_memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "host_memory_bytes")
+    for figure in figures:
+        assert getattr(target, figure) > 0 and target.sources[figure]
+    assert set(target.interconnect_bytes_per_s) == {"in_host", "between_hosts"}
+    assert min(target.interconnect_bytes_per_s.values()) > 0 and target.sources["interconnect_bytes_per_s"]
+    assert target.peak_flops["bf16"] > 0 and target.sources["peak_flops"]
+    assert target.reserved_bytes < target.device_memory_bytes
+    assert 16e9 < target.device_memory_bytes < 200e9
+    json.dumps(target.to_json())
+    hash(target)
+
+
+def test_host_memory_is_the_share_of_the_devices_taken():
+    whole, one = targets.parse("h200:8"), targets.parse("h200")
+    assert whole.host_memory_bytes == 8 * one.host_memory_bytes == CHIPS["h200"].host_memory_bytes
+
+
+def test_the_limit_of_a_described_gpu_is_memory_less_context_times_the_fraction(monkeypatch):
+    for name in platform.FRACTION_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    target = targets.parse("h200")
+    usable = target.device_memory_bytes - chips.CONTEXT_BYTES
+    assert target.limit_bytes == int(usable * 0.92)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert target.limit_bytes == int(usable * 0.5)
+    assert targets.parse("v5e").limit_bytes == int(15.75 * 2**30)  # TPUs have no fraction
+
+
+def test_local_devices_and_simulated_ones():
+    local = targets.parse("local")
+    assert local.devices() == jax.devices() and not local.is_described
+    two = targets.parse("cpu:2")
+    assert two.devices() == jax.devices("cpu")[:2] and two.n_devices == 2 and two.platform == "cpu"
+    free = limits.free_host_bytes() // len(jax.local_devices(backend="cpu"))
+    assert two.limit_bytes == pytest.approx(free, rel=0.2)
+    assert two.mesh_devices(2, 1).shape == (2, 1)
+    with pytest.raises(ReportError, match="a mesh of 3 devices on cpu:2, which has 2"):
+        two.mesh_devices(3)
+
+
+def test_a_missing_compiler_says_which_extra_to_install(monkeypatch):
+    monkeypatch.setattr(topologies, "installed", lambda module: False)
+    targets._devices.cache_clear()
+    for name, extra in (("h100", "bytescope[cuda]"), ("v5e", "bytescope[tpu]")):
+        with pytest.raises(ReportError, match="pip install") as caught:
+            targets.parse(name).devices()
+        assert extra in str(caught.value) and "\n" not in str(caught.value)
+
+
+def _compile(devices):
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    x_BD = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    return jax.jit(lambda x_BD: (x_BD @ x_BD.T).sum(axis=0)).lower(x_BD).compile()
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["h200:2", "h100:2x2", "a100-80g:2", "b200:2", "l40s:2", "rtx4090:2"])
+def test_a_program_compiles_for_gpus_that_are_not_here(name):
+    target = targets.parse(name)
+    assert len(target.devices()) == target.n_devices
+    assert target.devices()[0].device_kind == target.kind
+    assert target.devices()[0] is targets.parse(name).devices()[0]  # meshes made twice are equal
+    memory = _compile(target.mesh_devices(target.n_devices)).memory_analysis()
+    assert memory.argument_size_in_bytes == 64 * 32 * 4 // target.n_devices
+
+
+@needs_cuda
+def test_a_compile_only_device_has_the_limit_of_its_chip():
+    target = targets.parse("h200")
+    assert limits.limit_bytes(target.devices()[0]) == target.limit_bytes
+
+
+@needs_tpu
+@pytest.mark.parametrize("name", ["v5e", "v5e:2x2", "v5p", "v6e:2x4"])
+def test_a_program_compiles_for_tpus_that_are_not_here(name):
+    target = targets.parse(name)
+    assert target.devices()[0].device_kind == target.kind
+    memory = _compile(target.mesh_devices(target.n_devices)).memory_analysis()
+    assert memory.argument_size_in_bytes > 0
+
+
+def test_a_gpu_description_names_its_chip_and_a_tpu_has_none():
+    text = chips.target_config(CHIPS["rtx4090"], (13, 0))
+    assert "major: 8 minor: 9" in text and "core_count: 128" in text and "feature_extension" not in text
+    with pytest.raises(ValueError, match="no GPU"):
+        chips.target_config(CHIPS["v5e"], (13, 0))
+
+
+def test_names_are_checked_without_importing_jax():
+    code = ("import sys; from memory import platform, targets; targets.parse('h200:8').limit_bytes; "
+            "platform.choose_platform(); sys.exit('jax' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,225 @@
+"""The instant calculator: its sums, its command, and its page against the same numbers in Python."""
+
+import dataclasses
+import html as entities
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bytescope.memory.__main__ import Trainer, main
+from bytescope.memory.commands.estimate import parse_count
+from bytescope.memory.formulas import transformer
+from bytescope.memory.formulas.estimate import Question, check, estimate, question_of, shape_for
+from bytescope.memory.formulas.transformer import Layout, Model
+from bytescope.memory.pages import estimate as estimate_page
+from support.browser import Page, browse
+
+LLAMA_8B = Question(8_029_995_008, Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
+                    Layout(data=8, zero=3), 8192, 1, "bf16", "adamw", "flash", 1024)
+DROPOUT = Question(1e9, transformer.gpt(24, 2048, 16, 50304), Layout(tensor=4, sequence=True, data=2, zero=1), 1024, 4,
+                   "mixed_fp32_grads", "adamw_8bit")
+
+
+def run(capsys, *arguments):
+    """(exit code, standard output, standard error) of the command."""
+    code = main(["estimate", *arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT], ids=["llama", "gpt"])
+def test_the_total_is_the_sum_of_its_parts(question):
+    found = estimate(question)
+    for policy, row in found.to_json()["policies"].items():
+        parts = ("params", "gradients", "optimizer", "kept", "recomputed", "outside")
+        assert row["total"] == pytest.approx(sum(row[part] for part in parts)) == found.total(policy)
+    none, selective, full = (found.activations[policy] for policy in ("none", "selective", "full"))
+    assert none.recomputed == 0 and full.kept < selective.kept <= none.kept
+    layer = none.kept / question.model.layers
+    assert full.recomputed + full.kept / question.model.layers == pytest.approx(layer)
+    assert (selective == none) == (question.attention == "flash")
+
+
+def test_llama_8b_by_hand():
+    """ZeRO-3 over 8: 16 bytes a parameter by 8. Full recomputation: 2 D a token and layer, and one whole layer."""
+    found = estimate(LLAMA_8B)
+    assert sum(found.state.values()) == 16 * LLAMA_8B.parameters / 8
+    block = 8192 * (2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * 32)
+    full = found.activations["full"]
+    assert full.kept == 32 * 2 * 4096 * 8192 and full.recomputed == block - 2 * 4096 * 8192
+    assert full.outside == 2 * 2 * 4096 * 8192 + 4 * 128256 * 1024
+
+
+def test_the_shipped_config_asks_that_question():
+    config = Trainer().config
+    asked = question_of(config("llama_8b", [("mesh.fsdp", "8")]))
+    assert asked == LLAMA_8B
+    assert question_of(config("tiny", [("precision.preset", "fp32")])).attention == "naive"
+    spread = [("mesh.tensor", "2"), ("mesh.sequence_parallel", "true"), ("mesh.fsdp", "4"), ("mesh.strategy", "zero2")]
+    assert question_of(config("llama_8b", spread)).layout == Layout(2, True, 4, 2)
+    assert question_of(config("tiny", [("model.vocab_size", "50257")])).model.vocabulary == 50304
+
+
+def test_parameters_alone(capsys, tmp_path):
+    code, out, err = run(capsys, "--params=7e9", f"--json={tmp_path / 'a.json'}")
+    assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 100
+    document = json.loads((tmp_path / "a.json").read_text())
+    row = document["policies"]["none"]
+    assert row["params"] + row["gradients"] + row["optimizer"] == 112e9
+    for number in ("14.00", "84.00", "7,000,000,000 parameters", "assumed"):
+        assert number in out
+    assert document["per_parameter"] == {"params": 2, "gradients": 2, "optimizer": 12}
+
+
+@pytest.mark.parametrize("count, unit", [("1m", "MB"), ("7b", "GB"), ("405b", "GB"), ("1t", "TB")])
+def test_a_screen_is_100_columns_at_every_size(capsys, count, unit):
+    _, out, _ = run(capsys, f"--params={count}", "--precision=mixed_fp32_grads")
+    assert max(map(len, out.splitlines())) <= 100 and f"none, {unit}" in out
+    assert next(line for line in out.splitlines() if line.startswith("total")).count(".") == 6
+
+
+def test_flags_spread_the_state(capsys, tmp_path):
+    run(capsys, "--params=7b", "--zero=2", "--data=64", "--tensor=1", f"--json={tmp_path / 'a.json'}")
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert sum(document["per_parameter"].values()) == 2 + 14 / 64
+    run(capsys, "--config=llama_8b", "--config.optimizer.b1=0.8", "--data=16", "--zero=0", "--optimizer=lion",
+        "--precision=fp32", f"--json={tmp_path / 'a.json'}")
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert sum(document["per_parameter"].values()) == 12 and document["question"]["layout"]["data"] == 16
+
+
+def test_a_config_of_unknown_devices_says_so(capsys):
+    assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
+    assert "counts as" not in run(capsys, "--config=llama_8b", "--data=8")[1]
+    ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
+    assert "mesh.context=2 is left out" in ring and "counts as" not in ring
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--params=lots"], "--params=lots: give a count"), (["--params=0"], "--params=0: give 1 or more"),
+    (["--params=7b", "--heads=0"], "--heads=0: give 1 or more"), (["--params=7b", "--tensor=7"], "--tensor=7: give a"),
+    (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"), (["--params=7b", "--data=0"], "--data=0: "),
+    (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
+    (["--params=7b", "--config.seed=1"], "give --config, not --params"),
+    (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."), (["--config=tinny"], "did you mean tiny"),
+    (["--params=7b", "--zero=4"], "invalid choice"), ([], "one of the arguments --params --config is required"),
+    (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
+])
+def test_mistakes_are_one_line(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and words in err and err.startswith("error: ") and err.count("\n") == 1
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("text, count", [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350m", 350e6), ("1t", 1e12),
+                                         ("7_000", 7000)])
+def test_counts_as_people_write_them(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("parameters", [20e6, 124e6, 7e9, 70e9, 175e9, 1e12])
+def test_a_shape_of_about_as_many_parameters(parameters):
+    model = shape_for(parameters)
+    in_layers = transformer.parameter_count(model) - model.vocabulary * model.width
+    assert in_layers == pytest.approx(parameters, rel=0.1) and model.heads * model.head_width == model.width
+    assert shape_for(parameters, layers=48).layers == 48 and shape_for(parameters, width=4096).width == 4096
+
+
+def test_it_is_instant_because_nothing_of_jax_is_imported():
+    script = ("import sys; from memory.__main__ import main; main(['estimate', '--params=7b']); "
+              "sys.exit('jax' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+# ---- the page ----------------------------------------------------------------------------------------------
+
+def computed(tmp_path, question, fragment="", script=""):
+    """What the page's own script computed, and the whole document."""
+    document = browse(tmp_path, estimate_page.render(question), fragment, script, options=["--dump-dom"])
+    assert "<title>ERROR" not in document and 'data-ready="yes"' in document
+    return json.loads(entities.unescape(re.search(r'data-estimate="([^"]*)"', document)[1])), document
+
+
+def same(found, question):
+    """Every number of the page is Python's."""
+    expected = estimate(check(question)).to_json()
+    assert found["model_flops"] == pytest.approx(expected["model_flops"], rel=1e-12)
+    assert found["per_parameter"] == pytest.approx(expected["per_parameter"], rel=1e-12)
+    for policy, row in found["policies"].items():
+        assert row == pytest.approx({name: expected["policies"][policy][name] for name in row}, rel=1e-12)
+    return True
+
+
+def test_the_page_is_one_file_and_says_what_it_was_asked():
+    page = Page(estimate_page.render(DROPOUT))
+    assert page.tags["script"] == 3 and all(
+        name not in ("src", "href") or value.startswith("data:") for name, value in page.attributes)
+    assert json.loads(page.scripts[0])["inputs"]["precision"] == "mixed_fp32_grads"
+    ids = {value for name, value in page.attributes if name == "id"}
+    assert {name if name != "data" else "data_ranks" for name in estimate_page.inputs(DROPOUT)} <= ids
+
+
+LEVERS = dataclasses.replace(LLAMA_8B, precision="fp8", mlp_tokens=1000, offload="both", fused=True)
+
+
+def test_levers_by_hand():
+    """Masters and moments on the host, gradients of head and token table on the device, a tile of the MLP."""
+    found, plain = estimate(LEVERS), estimate(LLAMA_8B)
+    assert found.state == {"params": 0, "gradients": 4 * 2 * 128256 * 4096 / 8, "optimizer": 0}
+    assert found.host == 12 * LLAMA_8B.parameters / 8
+    none = found.activations["none"]
+    tokens, mlp = 8192, 1.03125 * 4096 + 2 * 2 * 14336 + 1.03125 * 14336
+    assert plain.activations["none"].kept - none.kept == 32 * tokens * ((2 - 1.03125) * 4096 + 2 * 4096 + 6 * 14336)
+    assert none.recomputed == 1000 * mlp
+    assert found.hardware_flops["none"] - found.model_flops == 32 * 8 * tokens * 2 * 2 * 4096 * 14336
+    assert found.hardware_flops["full"] == plain.hardware_flops["full"]
+    moments = estimate(dataclasses.replace(DROPOUT, offload="optimizer"))
+    assert moments.host == 2 * (1 + 4 / 128) * 1e9 / 4 / 2 and moments.state["optimizer"] == 4e9 / 4 / 2  # master stays
+    masters = estimate(dataclasses.replace(DROPOUT, offload="params", fused=True))
+    assert masters.host == 4e9 / 4 / 2 and masters.state["params"] == 2e9 / 4  # the copy that is computed with stays
+
+
+def test_a_config_says_its_levers(capsys):
+    keys = [("precision.preset", "fp8"), ("model.mlp_chunk", "1000"), ("offload.optimizer", "true"),
+            ("offload.params", "true"), ("optimizer.fused_backward", "true"), ("mesh.fsdp", "8")]
+    keys += [("optimizer.clip", "layer")]
+    assert question_of(Trainer().config("llama_8b", keys)) == LEVERS
+    _, out, _ = run(capsys, "--params=7b", "--offload=both", "--fused", "--precision=fp8")
+    assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
+
+
+@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS], ids=["llama", "gpt", "levers"])
+def test_the_page_computes_what_python_does(tmp_path, question):
+    found, document = computed(tmp_path, question)
+    assert same(found, question) and list(found["policies"]) == list(transformer.RECOMPUTE)
+    assert f"{estimate(question).total('none') / 1e9:,.2f} GB" in document and 'class="trace bars"' in document
+
+
+def test_the_address_holds_the_inputs(tmp_path):
+    fragment = ("#parameters=3e9&layers=20&width=1024&heads=16&kv_heads=4&head_width=64&mlp_width=3000&"
+                "vocabulary=32000&gated=false&tied=true&dropout=true&sequence=512&batch=3&logit_tokens=0&attention=naive&"
+                "precision=fp32&optimizer=momentum&tensor=2&sequence_parallel=true&data=5&zero=2&recompute=full&memory=40")
+    found, document = computed(tmp_path, LLAMA_8B, fragment)
+    model = Model(20, 1024, 16, 4, 64, 3000, 32000, dropout=True)
+    assert same(found, Question(3e9, model, Layout(2, True, 5, 2), 512, 3, "fp32", "momentum", "naive"))
+    assert "fits 40 GB" in document and "total, full recomputation" in document
+
+
+TYPE = """const type = (id, value) => { const node = document.getElementById(id); node.value = value;
+  node.dispatchEvent(new Event("input", { bubbles: true })); };"""
+
+
+def test_the_shape_follows_the_count_and_the_count_the_shape(tmp_path):
+    found, _ = computed(tmp_path, DROPOUT, script=TYPE + 'type("parameters", "13b");')
+    model = dataclasses.replace(shape_for(13e9), dropout=True)
+    assert same(found, dataclasses.replace(DROPOUT, parameters=13e9, model=model))
+    found, _ = computed(tmp_path, DROPOUT, script=TYPE + 'type("layers", "30");')
+    model = dataclasses.replace(DROPOUT.model, layers=30)
+    assert same(found, dataclasses.replace(DROPOUT, parameters=transformer.parameter_count(model), model=model))
+
+
+def test_what_cannot_be_is_marked_and_not_computed(tmp_path):
+    _, document = computed(tmp_path, DROPOUT, script=TYPE + 'type("tensor", "3"); type("batch", "-1");')
+    assert 'data-wrong="batch tensor"' in document and "batch, tensor: not possible" in document

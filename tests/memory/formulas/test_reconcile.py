@@ -1,0 +1,276 @@
+"""Formulas beside the compiler: the walk over a layer by hand, its figures against compiled steps, both views."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from bytescope.memory.__main__ import Trainer, main
+from bytescope.memory.analyze import report_of
+from bytescope.memory.costs import flops
+from bytescope.memory.formulas import reconcile, rematerialized
+from bytescope.memory.formulas.reconcile import Line
+from bytescope.memory.formulas.transformer import Layout, Model, gpt
+from bytescope.memory.plan.rows import Row
+from bytescope.memory.records import load
+from bytescope.memory.text import formulas as formulas_text
+from bytescope.model.names import NAMES
+from bytescope.model.remat.policies import POLICIES, QUANTIZED
+from bytescope.train.config import flatten
+from bytescope.train.program import build
+from support.described import described
+from support.toy import small_config, small_program
+
+LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+GPT = gpt(12, 768, 12, 50304)
+SIZES = {"BLD": "width", "BLHK": "queries", "BLGK": "keys", "BGRLS": "scores", "BGRL": "heads", "BLF": "mlp"}
+MIB = 2**20
+
+
+def test_every_name_of_a_block_has_its_size():
+    outside = {"embed", "embed_mask", "final_norm", *QUANTIZED}
+    assert {name: SIZES[suffix] for name, (suffix, _) in NAMES.items() if name not in outside} == {
+        name: tensor.size for name, tensor in rematerialized.NAMED.items()}
+    assert {name for name, tensor in rematerialized.NAMED.items() if tensor.itemsize == 1} == {
+        name for name in NAMES if name.endswith("mask")} - outside
+
+
+def test_full_recomputation_by_hand():
+    """Everything again but the last product, of which nothing is read."""
+    path = rematerialized.walk(LLAMA, "flash", ())
+    assert path.kept == {"block_in"} and "mlp_out" not in path.again and "kernel" in path.again
+    attention = 2 * 4096 * (2 * 4096 + 2 * 1024) + 4 * 4096 * 8192
+    assert rematerialized.made_again_flops(LLAMA, "flash", path.again, 8192) == attention + 2 * 2 * 4096 * 14336
+    assert rematerialized.forward_flops(LLAMA, "flash", 8192) == attention + 3 * 2 * 4096 * 14336
+
+
+def test_what_is_not_read_costs_nothing():
+    """q is read by the rotation alone, the sum by the norm: with their results kept they are not."""
+    assert rematerialized.walk(LLAMA, "flash", ("q", "q_rot")).kept == {"block_in", "q_rot"}
+    assert rematerialized.walk(LLAMA, "flash", ("attn_out", "mid", "mlp_out")).kept == {"block_in", "mid"}
+    assert rematerialized.walk(LLAMA, "flash", ("probs", "gate")).kept == {"block_in", "gate"}
+    assert rematerialized.walk(GPT, "naive", ("probs", "gate")).kept >= {"block_in", "probs"}
+
+
+def test_a_kernel_runs_again_unless_both_its_results_stay():
+    assert "kernel" in rematerialized.walk(LLAMA, "flash", ("context",)).again
+    assert "kernel" not in rematerialized.walk(LLAMA, "flash", ("context", "lse")).again
+
+
+def test_the_papers_selective_row_from_names():
+    """34 sbh (Korthikanti et al. 2022), from the names that the policy keeps."""
+    path = rematerialized.walk(GPT, "naive", POLICIES["selective"].names)
+    size = rematerialized.bytes_of(path.kept, GPT, Layout(), 1024, 1024, 2)
+    assert size == 34 * 1024 * 768 and not {"probs", "q", "k"} & path.kept
+    split = rematerialized.bytes_of(path.kept, GPT, Layout(8, True), 1024, 1024, 2)
+    assert split == size / 8
+
+
+# ---- against the trainer's own step ------------------------------------------------------------------------
+
+def both(overrides, *, compiled=False):
+    """(formula, FLOPs counted, the report or None) of a small program on the CPU."""
+    program = small_program(overrides)
+    formula = reconcile.formula_of(flatten(small_config(overrides)), Trainer().settled(program), "cpu")
+    if compiled:
+        compilation = program.compile_for_report()
+        return formula, flops.count(compilation.jaxpr), report_of(compilation)
+    return formula, flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr), None
+
+
+GELU = {"model.mlp": "gelu", "model.bias": "True", "model.norm": "layernorm", "model.position": "learned"}
+
+
+@pytest.mark.parametrize("overrides", [
+    {"remat.policy": "none"}, {"remat.policy": "full"}, {"remat.policy": "selective"}, {"remat.policy": "minimal"},
+    {"remat.policy": "sqrt", "model.n_layers": 4}, {"remat.policy": "offload"},
+    {"remat.policy": "custom", "remat.save": "(q_rot,v,context)"},
+    {"remat.policy": "custom", "remat.save": "(attn_out)", "remat.offload": "(block_in)"},
+    {"remat.policy": "full", "remat.granularity": "parts"}, {"remat.policy": "full", "remat.layers": "(0-2:none)"},
+    {"remat.policy": "selective", **GELU}, {"remat.policy": "full", "model.dropout": 0.1, **GELU},
+    {"remat.policy": "full", "model.scan": "False"}, {"remat.policy": "full", "batch.accumulation": 2,
+                                                      "batch.mode": "scan"},
+], ids=lambda overrides: ",".join(map(str, overrides.values())))
+def test_flops_equal_the_count_of_the_program(overrides):
+    formula, counted, _ = both(overrides)
+    assert formula.model_flops == counted.model_flops
+    assert formula.hardware_flops == counted.hardware_flops
+
+
+def test_a_flash_kernel_repeats_one_product_of_three():
+    """One block of the chunked kernel holds the whole sequence: nothing is skipped. Its row sums of dO O are counted
+    as a product, 2 a width and token; the paper's formula leaves them out."""
+    formula, counted, _ = both({"remat.policy": "none", "model.attention": "chunked"})
+    row_sums = 3 * 2 * 8 * 32 * 32
+    assert counted.model_flops == formula.model_flops + row_sums
+    assert counted.hardware_flops == formula.hardware_flops + row_sums > counted.model_flops
+    skips = both({"remat.policy": "none", "model.attention": "chunked", "model.attention_chunk": 8})
+    assert skips[0].model_flops > skips[1].model_flops and any("chunked" in note for note in skips[0].notes)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"remat.policy": "minimal", "model.n_layers": 8, "model.attention": "chunked"},
+    {"remat.policy": "custom", "remat.save": "(up,context)", "model.n_layers": 8, "remat.granularity": "parts"}],
+    ids=["minimal", "custom"])
+def test_residuals_equal_the_compilers_to_the_byte(overrides):
+    formula, _, report = both(overrides, compiled=True)
+    assert report.breakdown["residuals"] == formula.residual_bytes > 0
+    norms = (2 * 8 + 1) * 32 * 4  # which the count of parameters leaves out
+    assert report.breakdown["params"] == formula.params_bytes + norms
+    assert formula.gradients_bytes == formula.params_bytes == formula.optimizer_bytes / 2
+
+
+WIDE = {"model.d_model": 128, "model.d_head": 64, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_ff": 256,
+        "model.n_layers": 4, "model.vocab_size": 640, "data.seq_len": 64, "batch.micro": 2}
+
+
+@pytest.mark.parametrize("keys", [
+    {"precision.preset": "fp8", "remat.policy": "selective"},
+    {"model.mlp_chunk": 16, "remat.policy": "selective", "precision.preset": "bf16"},
+    {"optimizer.fused_backward": True, "optimizer.clip_norm": 0, "offload.optimizer": True, "remat.policy": "full",
+     "precision.preset": "bf16"}], ids=["fp8", "tiles", "fused, offloaded"])
+def test_levers_have_formulas(keys):
+    """On a described H200: activations within 3 % of the compiler's, state and host bytes 1 % (norms and biases), a
+    fused backward pass holds no more gradients than the formula."""
+    config = small_config({**WIDE, "model.attention": "cudnn", **keys})
+    program = build(config, described("h200"))
+    found = reconcile.formula_of(flatten(config), Trainer().settled(program), "cuda")
+    report = report_of(program.compile_for_report(), names=NAMES)
+    lines = {line.title: line for line in reconcile.lines(found, report.peak_bytes, report.breakdown, {},
+                                                       report.host_bytes)}
+    assert abs(lines["activations kept"].share) < 0.03 and abs(lines["parameters"].share) < 0.01
+    moments = lines["host memory" if "offload.optimizer" in keys else "optimizer state"]
+    assert moments.formula and abs(moments.share) < 0.01
+    if "optimizer.fused_backward" in keys:
+        assert 0 < lines["gradients"].compiler <= 1.01 * lines["gradients"].formula
+        assert lines["gradients"].formula < 0.5 * lines["parameters"].formula
+
+
+def settled(program, **changes):
+    return {**Trainer().settled(program), **changes}
+
+
+@pytest.mark.parametrize(("strategy", "divided"), [
+    ("ddp", (1, 1, 1)), ("zero1", (4, 1, 4)), ("zero2", (4, 4, 4)), ("zero3", (4, 4, 4))])
+def test_strategies_divide_what_they_say(strategy, divided):
+    program = small_program({"remat.policy": "full"})
+    flat = {**flatten(small_config({"remat.policy": "full"})), "mesh.strategy": strategy}
+    one = reconcile.formula_of(flat, settled(program))
+    four = reconcile.formula_of(flat, settled(program, **{"mesh.fsdp": 4}))
+    names = ("params_bytes", "gradients_bytes", "optimizer_bytes")
+    assert tuple(getattr(one, name) / getattr(four, name) for name in names) == divided
+    assert four.residual_bytes == one.residual_bytes and four.model_flops == 4 * one.model_flops
+    copied = (four.peak_bytes - sum(getattr(four, name) for name in names)) - (
+        one.peak_bytes - sum(getattr(one, name) for name in names))
+    assert copied == (one.params_bytes if strategy in ("zero1", "zero2") else 0)
+
+
+def test_a_ring_and_accumulation():
+    program = small_program({"remat.policy": "full"})
+    flat = flatten(small_config({"remat.policy": "full"}))
+    one, ring = (reconcile.formula_of(flat, settled(program, **{"mesh.context": n})) for n in (1, 2))
+    assert ring.residual_bytes == one.residual_bytes / 2 and ring.model_flops == one.model_flops
+    more = reconcile.formula_of({**flat, "batch.accumulation": 2}, settled(program))
+    assert one.accumulator_bytes == 0 and more.accumulator_bytes == more.params_bytes
+    assert more.peak_bytes == one.peak_bytes + more.params_bytes and more.model_flops == one.model_flops
+
+
+def test_offload_moves_bytes_where_there_is_another_memory():
+    program = small_program({"remat.policy": "offload"})
+    flat = flatten(small_config({"remat.policy": "offload"}))
+    here, there = (reconcile.formula_of(flat, settled(program), platform) for platform in ("cpu", "cuda"))
+    assert (here.residual_bytes, here.host_bytes) == (3 * 8 * 32 * 32 * 4, 0)
+    assert (there.residual_bytes, there.host_bytes) == (0, 3 * 8 * 32 * 32 * 4)
+
+
+def test_a_policy_without_a_formula_has_none():
+    formula, counted, _ = both({"remat.policy": "dots"})
+    assert (formula.residual_bytes, formula.peak_bytes, formula.hardware_flops) == (None, None, None)
+    assert formula.model_flops == counted.model_flops and any(note.startswith("dots:") for note in formula.notes)
+    flat = {**flatten(small_config()), "optimizer.name": "shampoo"}
+    assert "shampoo" in reconcile.formula_of(flat, settled(small_program()))
+
+
+# ---- the views ---------------------------------------------------------------------------------------------
+
+def test_gaps():
+    assert Line("x", "bytes", 150, 100).gap == 50 and Line("x", "bytes", 150, 100).share == 0.5
+    assert Line("x", "bytes", 150, None).gap is None and Line("x", "bytes", None, 1).share is None
+    assert [formulas_text.percent(reconcile.share(a, b)) for a, b in ((0, 0), (3, 0), (75, 100), (1, None))] == [
+        "+0.0 %", "new", "-25.0 %", ""]
+
+
+def printed(function, *arguments):
+    console = Console(width=100, file=io.StringIO())
+    function(*arguments, console)
+    return console.file.getvalue()
+
+
+FORMULA = reconcile.Formula(10.0 * MIB, 10.0 * MIB, 20.0 * MIB, 0.0, 5.0 * MIB, 0.0, 50.0 * MIB, 6e9, 8e9,
+                         ("gradients: why", "total: why"))
+
+
+def row(policy, formula=FORMULA, **overrides):
+    return Row({"remat.policy": policy, **overrides}, peak_bytes=60 * MIB, residual_bytes=6 * MIB,
+               allocated_bytes=60 * MIB, model_flops=6e9, hardware_flops=9e9,
+               formula=formula and dataclasses.asdict(formula))
+
+
+def test_a_line_for_each_row():
+    unknown = dataclasses.replace(FORMULA, residual_bytes=None, peak_bytes=None, hardware_flops=None)
+    rows = [row("none"), row("dots", unknown), row("gone", None), Row({"remat.policy": "bad"}, status="no"),
+            row("custom", **{"remat.save": ["q_rot", "v", "context", "attn_out"], "remat.offload": ["block_in"]})]
+    text = printed(formulas_text.show_rows, rows)
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert lines["none"] == ["6.00", "5.00", "+20.0", "%", "60.00", "50.00", "+20.0", "%", "1.500", "1.333"]
+    assert lines["dots"] == ["6.00", "no", "formula", "60.00", "no", "formula", "1.500", "-"] == lines["gone"]
+    assert "bad" not in lines and "total:" in lines and "gradients:" not in lines
+    assert "custom(q_rot,v," in lines and max(map(len, text.splitlines())) <= 100
+
+
+def test_a_reports_table():
+    lines = reconcile.lines(FORMULA, 60 * MIB, {"params": 11 * MIB, "residuals": 6 * MIB},
+                         {"model_flops": 6e9, "hardware_flops": 9e9})
+    assert [(line.title, line.gap) for line in lines] == [
+        ("parameters", MIB), ("gradients", -10 * MIB), ("optimizer state", -20 * MIB), ("activations kept", MIB),
+        ("total (peak)", 10 * MIB), ("model FLOPs", 0), ("hardware FLOPs", 1e9)]
+    text = printed(formulas_text.show_report, FORMULA, lines)
+    assert "+1.00 MiB  +10.0 %" in text and "9.000e+09" in text and "total: why" in text
+
+
+SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64",
+         "--config.data.seq_len=16", "--config.batch.micro=2", "--target=cpu:1"]
+
+
+def test_the_report_command(capsys, tmp_path):
+    file = tmp_path / "r.json"
+    assert main(["report", *SMALL, "--config.remat.policy=full", "--formulas", f"--json={file}"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(file.read_text())["formula"]["residual_bytes"] == 8192
+    assert load(file).breakdown["residuals"] == 8192, "a report as ever"
+    line = next(line for line in out.splitlines() if line.startswith("activations kept"))
+    assert line.split() == ["activations", "kept", "8.00", "KiB", "8.00", "KiB", "+0", "B", "+0.0", "%"]
+    assert main(["report", "--hlo=x.pb", "--formulas"]) == 2
+    error = capsys.readouterr().err
+    assert "give --config, not --hlo" in error and error.count("\n") == 1
+
+
+def test_the_compare_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out = tmp_path / "c.json"
+    words = ["compare", *SMALL, "--remat=dots,custom(up)+offload(block_in),custom(nothing)",
+             f"--json={out}", "--jobs=1"]
+    assert main([*words, "--formulas"]) == 0
+    dots, custom, wrong = json.loads(out.read_text())["rows"]
+    assert dots["formula"]["residual_bytes"] is None and dots["formula"]["model_flops"] == dots["model_flops"]
+    assert custom["formula"]["hardware_flops"] == custom["hardware_flops"]
+    assert custom["formula"]["residual_bytes"] == 2 * (2 * 16 * 32 * 4 + 2 * 16 * 64 * 4)
+    assert custom["overrides"] == {"remat.policy": "custom", "remat.save": ["up"], "remat.offload": ["block_in"]}
+    assert "remat.save names 'nothing': choose from" in wrong["status"] and wrong["formula"] is None
+    text = capsys.readouterr().out
+    assert "no formula" in text and "custom(up)" in text
+    words[words.index("--jobs=1")] = "--remat=dots"  # out of the cache
+    assert main(words) == 0
+    assert json.loads(out.read_text())["rows"][0]["formula"] is None, "formulas are for those who ask"

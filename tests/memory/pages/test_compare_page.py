@@ -1,0 +1,151 @@
+"""The page of a comparison: what it holds, and what a browser makes of it."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from bytescope.memory.pages import compare as compare_page
+from bytescope.memory.pages import feasibility_grid as feasibility_grid_page
+from bytescope.memory.plan import rows as plan_rows
+from bytescope.memory.plan.rows import Row
+from bytescope.memory.records import ROWS
+from support.browser import HOSTILE, Page, body, browse
+from support.rows import row, some_rows
+
+
+@pytest.fixture
+def rows():
+    return some_rows()
+
+
+def growing(limit=40):
+    """Rows of two configs, three lengths, three policies."""
+    return [row(policy, gib * n / 4096, share, limit, keys={"config": config, "data.seq_len": n})
+            for config, scale in (("llama_1b", 1), ("llama_8b", 4)) for n in (4096, 8192, 16384)
+            for policy, gib, share in (("none", 3 * scale, 0.0), ("dots", 2 * scale, 0.05), ("full", scale, 0.33))]
+
+
+def test_the_page_is_one_file_and_nothing_breaks_it(rows):
+    rows = [dataclasses.replace(one, overrides={**one.overrides, "config": name})
+            for one in rows for name in (HOSTILE, "b")]
+    out = plan_rows.to_json([*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
+                          {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE})
+    text = compare_page.render(out, HOSTILE)
+    page = Page(text)
+    assert page.tags["script"] == 3 and "plotly.js" in page.scripts[1] and "<b>x" not in text
+    for name, value in page.attributes:
+        assert name not in ("src", "href") or value.startswith("data:"), f"{name}={value} needs the network"
+    assert json.loads(page.scripts[0])["rows"][-1]["pareto"] is True
+    assert 'id="map-card"' in text
+    compare_page.render(plan_rows.to_json([], {}, {}))
+
+
+def test_what_growth_is_drawn_along(rows):
+    assert compare_page.page_data(plan_rows.to_json(growing(), {}, {}))["axes"] == ["data.seq_len"]
+    two = [one for one in growing() if one.overrides["data.seq_len"] != 8192]
+    assert compare_page.page_data(plan_rows.to_json(two, {}, {}))["axes"] == [], "two points are no curve"
+    assert compare_page.page_data(plan_rows.to_json(rows, {}, {}))["axes"] == []
+    assert {name for name, _ in compare_page.page_data(plan_rows.to_json(rows, {}, {}))["categories"]} <= set(ROWS)
+
+
+def layouts():
+    """Two models on two targets, two meshes and two policies; one of the 16 fails, one was never run."""
+    rows = [row(policy, gib * scale * gpus / tensor, share, 40, keys={"config": config, "target": f"h100:{8 // gpus}",
+                                                                      "mesh.tensor": tensor})
+            for config, scale in (("8b", 1), ("70b", 9)) for gpus in (1, 2) for tensor in (1, 8)
+            for policy, gib, share in (("none", 38, 0.0), ("full", 3, 0.33))]
+    rows[1] = Row(rows[1].overrides, status="the worker died <b>")
+    return rows[:-1]
+
+
+def test_the_map_has_a_cell_for_every_combination():
+    text = feasibility_grid_page.render(layouts())
+    cells = re.findall(r'<td class="([a-z ]+)"[^>]*>([^<]*)</td>', text)
+    assert cells == [
+        ("near", "38.0"), ("failed", "failed"), ("room best", "4.8"), ("room", "0.38"),  # 8b on h100:8
+        ("over", "76.0"), ("room", "6.0"), ("room best", "9.5"), ("room", "0.75"),
+        ("over", "342"), ("room", "27.0"), ("over", "42.8"), ("room best", "3.4"),
+        ("over", "684"), ("over", "54.0"), ("over", "85.5")]
+    assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
+    heads = re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)
+    assert heads == [("2", "1"), ("2", "8"), ("1", "none"), ("1", "full"), ("1", "none"), ("1", "full")]
+    assert "the worker died &lt;b&gt;" in text and "33.0 % recomputed" in text and 'style="--share: 95%"' in text
+
+
+def test_a_map_of_one_line_is_none(rows):
+    assert feasibility_grid_page.render(rows) == "" == feasibility_grid_page.render([]) == feasibility_grid_page.render(
+        [row(keys={"config": name}) for name in "ab"])
+    free = feasibility_grid_page.render([dataclasses.replace(one, limit_bytes=None, fits=None) for one in layouts()])
+    assert set(re.findall('<td class="([a-z]+)', free)) == {"free", "failed"}
+
+
+def test_formulas_are_columns_of_the_page(rows):
+    formula = {"residual_bytes": rows[1].residual_bytes / 2, "peak_bytes": float(rows[1].peak_bytes),
+               "model_flops": 6e12, "hardware_flops": 9e12}
+    unknown = dict.fromkeys(formula)
+    data = compare_page.page_data(plan_rows.to_json(
+        [dataclasses.replace(r, formula=f) for r, f in zip(rows, (unknown, formula))], {}, {}))
+    names = [name for name, *_ in data["columns"]]
+    assert {"formula_residuals", "residuals_gap", "formula_peak", "peak_gap", "formula_ratio"} <= set(names)
+    none, dots = (line["values"] for line in data["rows"])
+    assert (dots["residuals_gap"], dots["peak_gap"], dots["formula_ratio"]) == (1.0, 0.0, 1.5)
+    assert none["residuals_gap"] is none["formula_peak"] is none["formula_ratio"] is None
+    without = compare_page.page_data(plan_rows.to_json(rows, {}, {}))["columns"]
+    assert not [name for name, *_ in without if "formula" in name or "gap" in name]
+
+
+def test_the_browser_draws_all_of_it(tmp_path):
+    out = plan_rows.to_json(growing(), {"name": "h200:8"}, {"jax": "9"})
+    script = """
+      const heads = () => [...document.querySelectorAll("#rows th button")];
+      for (const turn of [1, 2]) heads().find((head) => head.textContent.startsWith("allocated")).click();
+      const first = document.querySelector("#rows tbody tr").innerText, what = document.getElementById("what");
+      const find = document.getElementById("find");
+      find.value = "LLAMA_8b  none exceeds";
+      find.oninput();
+      what.value = "residual_bytes";
+      what.onchange();
+      const drawn = document.getElementById("growth");
+      document.title = [first, document.querySelectorAll("#rows tbody tr").length, drawn.data[0].y.join(),
+        drawn.layout.yaxis.title.text, drawn.layout.shapes.length].join(";");"""
+    document = browse(tmp_path, compare_page.render(out, ""), script=script, options=["--dump-dom"])
+    seen = body(document)
+    assert 'data-ready="yes"' in seen and 'aria-sort="descending"' in seen
+    assert seen.count('class="stack over"') == sum(not r.fits for r in growing())
+    assert "llama_8b" in seen and "limit 40.00 GiB" in seen and "FLOPs recomputed" in seen
+    assert re.search(r'id="growth-card">', seen), "two numeric values draw growth"
+    title = re.search("<title>(.*?)<", document, re.S)[1]
+    largest, found, residuals, axis, limits = title.split(";")
+    assert "48.00 GiB" in largest and "llama_8b" in largest and "exceeds" in largest, "sorted by size, largest first"
+    assert (found, residuals, axis, limits) == ("1", "1.5,3,6", "residuals GiB", "0")
+    assert seen.count('class="stack section"') == 2 and 'id="map-card"' in seen and "1 of 18 rows" in seen
+
+
+def many(count):
+    """Rows of so many lengths and four policies: more bars than a page shows at once."""
+    return [row(policy, gib * n, share, keys={"data.seq_len": 1024 * n}) for n in range(1, count // 4 + 1)
+            for policy, gib, share in (("none", 3, 0.0), ("dots", 2, 0.05), ("minimal", 1.5, 0.1), ("full", 1, 0.33))]
+
+
+def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
+    page = compare_page.render(plan_rows.to_json(many(240), {}, {}))
+    script = """
+      const count = () => document.querySelectorAll(".stack:not(.group):not(.note)").length;
+      const before = [count(), document.querySelectorAll(".stack.group").length];
+      document.getElementById("more").click();
+      document.title = [...before, count(), document.getElementById("task").options.length,
+        document.getElementById("task").value !== "", document.getElementById("scale").value,
+        document.querySelectorAll("#growth .scatterlayer .trace").length].join();"""
+    document = browse(tmp_path, page, script=script, options=["--dump-dom"])
+    assert 'data-ready="yes"' in body(document)
+    assert re.search("<title>(.*?)<", document, re.S)[1] == "60,15,240,61,true,logarithmic,4"
+
+
+def test_the_browser_takes_hostile_and_empty_comparisons(tmp_path, rows):
+    hostile = plan_rows.to_json([*rows, row(HOSTILE, 1), Row({"remat.policy": HOSTILE}, status=HOSTILE)], {}, {})
+    seen = body(browse(tmp_path, compare_page.render(hostile, "x"), options=["--dump-dom"]))
+    assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen and 'id="growth-card" hidden' in seen
+    empty = compare_page.render(plan_rows.to_json([], {}, {}))
+    assert 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))

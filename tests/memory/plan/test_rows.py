@@ -1,0 +1,197 @@
+"""Comparisons of hand-made rows: expansion, Pareto front, best row, the table and the page."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.plan import rows as plan_rows
+from bytescope.memory.plan import worker
+from bytescope.memory.plan.rows import Row
+from bytescope.memory.records import Buffer, Report, TimelinePoint
+from bytescope.memory.text import compare as compare_text
+from support.rows import GIB, row, some_rows
+
+
+@pytest.fixture
+def rows():
+    return some_rows()
+
+
+# ---- pure -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("text", "values"), [
+    ("1024,2048", ["1024", "2048"]), ("(a,b),c", ["(a,b)", "c"]), ("x", ["x"]), ("( a, b ), (c)", ["( a, b )", "(c)"])])
+def test_values_of_a_grid(text, values):
+    assert plan_rows.parse_grid(f"--config.remat.save={text}") == ("remat.save", values)
+
+
+@pytest.mark.parametrize("text", ["data.seq_len", "=1", "a=", "a=1,,2", "a=1,"])
+def test_a_grid_that_is_none(text):
+    with pytest.raises(ReportError, match="--grid=KEY=V1,V2"):
+        plan_rows.parse_grid(text)
+
+
+def test_grids_multiply_and_repetitions_count_once():
+    found = plan_rows.expand([("a", ["1", "2"]), ("b", ["x", "y", "x"]), ("a", ["2", "3"])])
+    assert [tuple(one.items()) for one in found] == [
+        (("a", a), ("b", b)) for a in ("1", "2", "3") for b in ("x", "y")]
+    assert plan_rows.expand([]) == [{}]
+
+
+def test_the_front_and_the_best(rows):
+    marked = plan_rows.mark_pareto(rows)
+    assert [r.pareto for r in marked] == [True, True, False, True, False]
+    assert plan_rows.best(marked).overrides == {"remat.policy": "dots"}
+    assert plan_rows.flags(plan_rows.best(marked)) == "--config.remat.policy=dots"
+    # Without a limit that matters, the one that recomputes nothing; of two of those, the smaller.
+    roomy = [row("none", 60, limit=100), row("other", 50, limit=100), row("full", 12, 0.3, limit=100)]
+    assert plan_rows.best(roomy).overrides == {"remat.policy": "other"}
+    assert [r.pareto for r in plan_rows.mark_pareto(roomy)] == [False, True, True]
+    assert plan_rows.best([row("none", 60)]) is None and plan_rows.best([]) is None
+
+
+def test_every_task_has_its_own_best():
+    found = plan_rows.best_of_each([row("none", 60), row("full", 12, 0.3), row("none", 30, keys={"data.seq_len": 8}),
+                                  row("full", 6, 0.3, keys={"data.seq_len": 8})])
+    assert [(r.allocated_bytes // GIB, *r.overrides.values()) for r in found] == [(12, "full"), (30, "none", 8)]
+
+
+def test_equals_are_both_on_the_front():
+    assert all(r.pareto for r in plan_rows.mark_pareto([row("none", 5), row("dots", 5)]))
+
+
+def test_other_tasks_are_no_rivals():
+    """A smaller model is not a better way to run a larger one; another mesh is."""
+    models = [row(gib=10, keys={"model.n_layers": 32}), row(gib=5, keys={"model.n_layers": 16})]
+    meshes = [row(gib=10, keys={"mesh.fsdp": 4}), row(gib=5, keys={"mesh.fsdp": 8})]
+    assert [r.pareto for r in plan_rows.mark_pareto(models)] == [True, True]
+    assert [r.pareto for r in plan_rows.mark_pareto(meshes)] == [False, True]
+
+
+def test_measured_time_decides_where_there_is_one():
+    def timed(policy, gib, share, seconds):
+        measured = {"step_seconds": seconds, "tokens_per_s": 100 / seconds, "peak_bytes": None}
+        return row(policy, gib, share, measured=measured)
+
+    marked = plan_rows.mark_pareto([timed("none", 30, 0.0, 2.0), timed("full", 10, 0.3, 1.5)])
+    assert [r.pareto for r in marked] == [False, True]  # less memory, and on this device faster
+    assert plan_rows.best(marked).overrides == {"remat.policy": "full"}
+
+
+def test_rows_without_counted_flops_are_compared_by_bytes():
+    unknown = [dataclasses.replace(row(gib=gib), recompute_flops_fraction=None, model_flops=None) for gib in (9, 3)]
+    assert [r.pareto for r in plan_rows.mark_pareto(unknown)] == [False, True]
+    assert plan_rows.best(unknown).allocated_bytes == 3 * GIB and unknown[0].hfu_over_mfu is None
+
+
+def test_flags_are_quoted_and_typed():
+    one = row("custom", keys={"remat.save": ["qkv", "mlp up"], "model.scan": False, "config": "a b.py",
+                              "target": "cpu:8"})
+    assert plan_rows.flags(one) == ("--config.remat.policy=custom '--config.remat.save=(qkv,mlp up)' "
+                                  "--config.model.scan=false '--config=a b.py'")
+
+
+def test_a_policy_stands_with_its_names():
+    one = row("custom", keys={"remat.save": ["v", "context"], "remat.offload": []})
+    two = row("custom", keys={"remat.save": ["v"], "remat.offload": ["block_in"]})
+    rows = [one, two, row("custom"), row("full")]
+    assert plan_rows.varying(rows) == ["remat.policy"] == plan_rows.varying([one, two])
+    assert [plan_rows.label(r, ["remat.policy"]) for r in rows] == [
+        "custom(v,context)", "custom(v)+offload(block_in)", "custom", "full"]
+    assert plan_rows.flags(one).split()[1] == "'--config.remat.save=(v,context)'"
+    assert plan_rows.varying([Row({"remat.save": [name]}) for name in "ab"]) == ["remat.save"]
+
+
+@pytest.mark.parametrize(("text", "keys"), [
+    ("full", {"remat.policy": "full"}), ("custom", {"remat.policy": "custom"}),
+    ("custom(a, b)", {"remat.policy": "custom", "remat.save": "(a,b)", "remat.offload": "()"}),
+    ("custom(a)+offload(b)", {"remat.policy": "custom", "remat.save": "(a)", "remat.offload": "(b)"}),
+    ("custom + offload(b,c)", {"remat.policy": "custom", "remat.save": "()", "remat.offload": "(b,c)"})])
+def test_policies_as_keys(text, keys):
+    assert plan_rows.policy_keys(text) == keys
+
+
+def test_lists_of_policies_split_outside_parentheses():
+    policies = ["none", "custom(q_rot,v,context)", "custom(attn_out)+offload(block_in)"]
+    assert plan_rows.split_values(",".join(policies)) == policies
+
+
+def test_json_has_every_key(rows):
+    out = json.loads(json.dumps(plan_rows.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
+    assert set(out) == {"rows", "best", "target", "versions", "interrupted"}
+    assert {"overrides", "status", "peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "residual_bytes",
+            "recompute_flops_fraction", "kernel_recompute_flops", "model_flops", "hardware_flops", "compile_seconds",
+            "fits", "pareto", "measured", "breakdown", "formula"} <= set(out["rows"][0])
+    assert out["best"]["flags"] == "--config.remat.policy=dots" and out["rows"][4]["fits"] is None
+
+
+@pytest.mark.parametrize(("peak", "kept"), [(1, 7), (2, 5), (4, 7), (0, 7)])
+def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
+    """Alive at 1, 2 and 3 with 7, 5 and 4 bytes; a peak in the update (4) or before them (0) holds none."""
+    held = (("a", 2, 1), ("b", 1, 2), ("c", 4, 3))
+    buffers = (*(Buffer(name, size, category="residuals", start=1, end=end) for name, size, end in held),
+               Buffer("g", 9, category="gradients", end=4),
+               Buffer("h", 9, category="residuals", start=0, end=4, memory="host"))
+    heights = [10, 30, 20, 10, 20]
+    heights[peak] = 40
+    timeline = tuple(TimelinePoint(i, bytes, "", "") for i, bytes in enumerate(heights))
+    assert worker.residuals_of(Report(40, 40, {}, timeline, buffers)) == kept
+    assert worker.residuals_of(Report(40, 40, {}, timeline)) == 0
+
+
+# ---- the terminal -----------------------------------------------------------------------------------
+
+def printed(rows, **more):
+    console = Console(width=compare_text.WIDTH, file=io.StringIO())
+    compare_text.show(plan_rows.mark_pareto(rows), {"name": "h200:8"}, {"jax": "9"}, console=console, **more)
+    return console.file.getvalue()
+
+
+def test_the_table(rows):
+    text = printed(rows, missing=3)
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    assert "exceeds ★" in lines["none"] and "fits ★" in lines["dots"] and "★" not in lines["worse"]
+    assert "33.3%" in lines["full"] and "1.333" in lines["full"] and "12.00" in lines["full"]
+    assert "choose another" in text and "best that fits: --config.remat.policy=dots" in text
+    assert "3 combinations left" in text and "GiB" in text
+
+
+def test_long_names_are_broken_not_cut():
+    text = printed([row("custom", gib, keys={"remat.save": ["q_rot", "v", "context", "attn_out", last]})
+                    for gib, last in ((9, "up"), (10, "gate"))])
+    assert "attn_out,up)" in text and "attn_out,gate)" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_the_unit_is_one_that_every_row_has():
+    assert plan_rows.unit_of([row(gib=9000), row(gib=0.11)]) == ("GiB", GIB)
+    assert plan_rows.unit_of([row(gib=9000), row(gib=0.09), Row({})]) == ("MiB", 2**20)
+    assert plan_rows.unit_of([]) == ("B", 1) and "9000.00" in printed([row(gib=9000), row("full", gib=0.2)])
+
+
+def test_the_command_to_copy_is_never_cut():
+    long = row(keys={"config": "configs/a_long_name_of_a_file.py", "model.attention": "naive", "data.seq_len": 16384,
+                     "mesh.sequence_parallel": True, "mesh.strategy": "zero3"})
+    assert f"  {plan_rows.flags(long)}\n" in printed([long]) and len(plan_rows.flags(long)) > compare_text.WIDTH
+
+
+def test_hfu_over_mfu_is_shown_where_there_is_room(rows):
+    assert "HFU/MFU" in printed(rows).splitlines()[2]
+
+
+def test_one_reason_is_told_once():
+    text = printed([Row({"remat.policy": name}, status="no such mesh") for name in "abc"])
+    assert text.count("no such mesh") == 1 and "a and 2 more: " in text
+
+
+def test_a_wide_table_stays_within_100_columns_and_says_what_it_leaves_out():
+    measured = {"step_seconds": 1.23456, "tokens_per_s": 123456.0, "peak_bytes": 5 * GIB}
+    wide = [row(p, 10 + i, i / 10, measured=measured, keys={
+        "data.seq_len": 1024 * (i + 1), "mesh.fsdp": 2**i, "config": f"configs/a_long_name_of_a_file_{i}.py"})
+        for i, p in enumerate(("none", "full", "dots_no_batch"))]
+    text = printed(wide)
+    assert max(len(line) for line in text.splitlines() if not line.startswith("  --")) <= 100
+    assert "only in --json" in text and "alloc" in text and "step s" in text and "none" in text

@@ -1,0 +1,228 @@
+"""Traces of hand-made events: who has which moment, what a GPU's planes hold, and files that are none."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescope.memory.__main__ import main
+from bytescope.memory.devices.compiler import compile_lowered
+from bytescope.memory.hlo.wire import WireError
+from bytescope.memory.profile import breakdown, xplane
+from bytescope.memory.profile.breakdown import divide, host_rows, inmost
+from bytescope.memory.profile.op_scopes import Place, Places
+from bytescope.memory.profile.xplane import Operation, Span, Trace
+from support.proto import field
+
+PROGRAM = (7, "jit_step")
+PLACES = {"a": Place("forward", "mlp"), "b": Place("backward", "mlp"), "c": Place("backward", "collectives"),
+          "t": Place("other", "transfers"), "w": Place("forward", "loops", opcode="while")}
+
+
+def operation(name, start, stop, device="0"):
+    return Operation(device, name, name, PROGRAM, start, stop)
+
+
+def shares(*operations, start=0, stop=100):
+    """Instruction -> its share; intervals of nothing; what was hidden."""
+    found, idle, hidden = divide([operation(*each) for each in operations], lambda key: PLACES[key[1]], start, stop)
+    return {key[1]: taken for key, taken in found.items()}, idle, dict(hidden)
+
+
+def test_a_moment_is_divided_between_all_that_run_in_it():
+    assert shares(("a", 0, 100)) == ({"a": 100}, [], {})
+    assert shares(("a", 10, 60), ("b", 30, 80)) == ({"a": 35, "b": 35}, [(0, 10), (80, 100)], {})
+    # Three threads of one instruction are that instruction; what cannot be divided goes to the first.
+    assert shares(("a", 0, 50), ("a", 0, 50), ("a", 0, 50))[0] == {"a": 50}
+    assert shares(("a", 0, 51), ("b", 0, 51))[0] == {"a": 26, "b": 25}
+    assert shares(("a", 5, 5)) == ({}, [(0, 100)], {})
+
+
+def test_a_loop_has_what_its_instructions_leave():
+    assert shares(("w", 0, 100), ("a", 10, 40), ("b", 50, 90))[0] == {"w": 30, "a": 30, "b": 40}
+
+
+def test_collectives_and_transfers_have_what_compute_leaves():
+    found = shares(("a", 0, 40), ("c", 20, 70), ("t", 30, 90))
+    assert found == ({"a": 40, "c": 30, "t": 20}, [(90, 100)], {"collectives": 20, "transfers": 40})
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(sorted(PLACES)), st.integers(0, 90), st.integers(0, 60))))
+def test_shares_and_idle_are_the_time_whatever_runs(events):
+    taken, idle, hidden = shares(*((name, start, start + length) for name, start, length in events), stop=160)
+    running = {at for _, start, length in events for at in range(start, start + length)}
+    assert sum(taken.values()) == len(running)
+    assert {at for low, high in idle for at in range(low, high)} == set(range(160)) - running
+    assert min([0, *taken.values(), *hidden.values()]) == 0
+
+
+def test_host_work_is_of_the_inmost_annotation_and_adds_up():
+    spans = [Span("host/data", "main", 10, 50), Span("host/put", "main", 20, 30), Span("host/put", "main", 30, 35),
+             Span("host/metrics", "main", 60, 120), Span("update", "main", 0, 100, 1)]
+    assert list(inmost(spans[:3])) == [("host/data", 10, 20), ("host/put", 20, 30), ("host/put", 30, 35),
+                                       ("host/data", 35, 50)]
+    rows = host_rows(spans, [[(0, 40)], [(80, 100)]], 0, 100)
+    assert [(row.name, row.taken, row.idle, row.count) for row in rows] == [
+        ("metrics", 40, 10, 1), ("data", 25, 7, 1), ("put", 15, 7, 2), ("launch and other", 20, 6, 0)]
+
+
+@pytest.fixture(scope="module")
+def proto():
+    """The HloProto of a scan with named scopes and its gradient."""
+    def step(w, x):
+        def layer(carry, w):
+            with jax.named_scope("mlp"):
+                return jnp.tanh(carry @ w), None
+
+        y, _ = jax.lax.scan(layer, x, w)
+        with jax.named_scope("loss"):
+            return jnp.sum(y**2)
+
+    shapes = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    return compile_lowered(jax.jit(jax.grad(step)).lower(*shapes)).proto
+
+
+def entry(number, key, *body):
+    """An entry of one of a plane's maps."""
+    return field(number, field(1, key) + field(2, b"".join(body)))
+
+
+class Plane:
+    """A plane of an XSpace under construction."""
+
+    def __init__(self, name):
+        self.name, self.kinds, self.stats, self.lines = name, {}, {}, []
+
+    def stat(self, name, value):
+        """A XStat: a number, a string, bytes, or "&text": a reference to a name."""
+        kind = self.stats.setdefault(name, len(self.stats) + 1)
+        if isinstance(value, str) and value.startswith("&"):
+            return field(1, kind) + field(7, self.stats.setdefault(value[1:], len(self.stats) + 1))
+        return field(1, kind) + field(6 if isinstance(value, bytes) else 5 if isinstance(value, str) else 4, value)
+
+    def line(self, name, at_ns, *events):
+        """Events: (name, offset, duration in ps, {stat: value})."""
+        made = []
+        for called, offset, length, stats in events:
+            kind = self.kinds.setdefault(called, (len(self.kinds) + 1, b""))[0]
+            made.append(field(4, field(1, kind) + field(2, offset) + field(3, length) + b"".join(
+                field(4, self.stat(*item)) for item in stats.items())))
+        self.lines.append(field(3, field(2, name) + field(3, at_ns) + b"".join(made)))
+
+    def bytes(self):
+        kinds = [entry(4, key, field(1, key), field(2, name), more) for name, (key, more) in self.kinds.items()]
+        stats = [entry(5, key, field(1, key), field(2, name)) for name, key in self.stats.items()]
+        return field(1, b"".join([field(2, self.name), *self.lines, *kinds, *stats]))
+
+
+def gpu_space(proto, named):
+    """What a trace of one GPU holds; `named`: instruction names by what they are.
+
+    Stats as XLA's device tracer writes them: references, scopes of calls joined by "::", kernels of a CUDA graph
+    and copies without any.
+    """
+    module = {"hlo_module": "&jit_step", "program_id": 7, "correlation_id": 1}
+    gpu = Plane("/device:GPU:0")
+    gpu.line("Stream #14(Compute)", 1,
+             ("gemm_kernel", 0, 300, {"hlo_op": f"&{named['dot']}", **module}),
+             ("gemm_kernel", 400, 300, {"hlo_op": f"&while.1::{named['dot']}", **module}),
+             (named["fusion"].replace(".", "_").replace("-", "_"), 700, 100, {"cuda_graph_id": 3}))
+    gpu.line("Stream #20(MemcpyH2D)", 1, ("MemcpyH2D", 600, 400, {"memcpy_details": "kind_src:pageable"}))
+    gpu.line("Stream #21(Compute)", 1, ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 200, 200, {}))
+    gpu.line("XLA Modules", 1, ("jit_step(7)", 0, 1000, {"hlo_op": "&jit_step", **module}))
+    host = Plane("/host:CPU")
+    host.line("python", 0, ("update", 500, 1500, {"step_num": 4, "_r": 1}), ("host/wait_for_data", 600, 400, {}))
+    host.line("launcher", 0, ("cuLaunchKernel", 0, 900, {"hlo_op": f"&{named['dot']}", **module}))
+    metadata = Plane("/host:metadata")
+    metadata.kinds["jit_step(7)"] = (7, field(5, metadata.stat("Hlo Proto", proto)) + field(
+        5, metadata.stat("program_id", 7)))
+    return b"".join(plane.bytes() for plane in (metadata, gpu, host))
+
+
+@pytest.fixture(scope="module")
+def named(proto):
+    """Names of a product of the backward pass's mlp and of a fusion of the forward pass."""
+    found = xplane.parse(gpu_space(proto, {"dot": "-", "fusion": "-"}))
+    module = Places(found)._module(PROGRAM)
+    names = {module.place(each): name for name, each in module._named.items() if each.opcode in ("dot", "fusion")}
+    backward = next(name for place, name in names.items() if place.phase == "backward" and place.component == "mlp"
+                    and place.opcode == "dot")
+    forward = next(name for place, name in names.items() if place.phase == "forward" and place.opcode == "fusion"
+                   and place.component in ("mlp", "loss"))
+    return {"dot": backward, "fusion": forward}
+
+
+def test_a_gpu_trace(proto, named, tmp_path, capsys):
+    path = tmp_path / "plugins" / "profile" / "now" / "card.xplane.pb"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gpu_space(proto, named))
+    found = breakdown.find(xplane.read(xplane.find(tmp_path)))
+    # From 500 ps of the update's start to the last copy's end, at 1 ns + 1000 ps.
+    assert (found.program, found.steps, found.devices, found.wall) == ("jit_step", (4,), 1, 1500)
+    component = Places(xplane.parse(gpu_space(proto, named))).of((PROGRAM, named["fusion"], "")).component
+    assert found.cells == {("backward", "mlp"): 600, ("other", "collectives"): 100, ("other", "transfers"): 200,
+                           ("forward", component): 100}
+    assert (found.busy, found.idle, found.hidden) == (1000, 500, {"collectives": 100, "transfers": 200})
+    product = next(row for row in found.instructions if row.name == named["dot"])
+    assert (product.count, product.taken, product.place.opcode) == (2, 600, "dot")
+    assert [(row.name, row.taken, row.idle) for row in found.host] == [
+        ("launch and other", 1100, 100), ("wait_for_data", 400, 400)][::-1]
+    assert main(["trace", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "update 4, us an update" in out and "transfers hidden behind compute" in out and named["dot"] in out
+
+
+def test_operations_without_a_module_are_of_their_own_words():
+    operations = [Operation("0", "fusion.1", "k", (None, ""), 0, 10, "jit(f)/transpose(jvp(blocks))/attention/mul"),
+                  Operation("0", "", "unknown_kernel", (None, ""), 10, 30)]
+    found = breakdown.find(Trace(tuple(operations)))
+    assert found.cells == {("backward", "attention"): 10, ("other", "other"): 20}
+    assert (found.steps, found.updates, found.wall) == ((), 1, 30)
+
+
+def test_names_change_no_time(proto, named):
+    from bytescope.memory.profile.annotate import with_names
+
+    host = Plane("/host:CPU")
+    host.line("tf_XLA", 0, *((name, 100 * n, 50, {"hlo_op": f"&{name}", "hlo_module": "&jit_step"})
+                             for n, name in enumerate(named.values())), ("other", 0, 9, {}))
+    data = host.bytes()
+    added = with_names(data, {named["dot"]: "jit(step)/mlp/dot_general"})
+    assert xplane.parse(added) == xplane.parse(data) and added.count(b"jit(step)/mlp/dot_general") == 1
+    assert with_names(data, {}) == data
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(0, 255))
+def test_damaged_traces_are_records_or_one_error(at, value):
+    host = Plane("/host:CPU")
+    host.line("python", 1, ("update", 5, 9, {"step_num": 1}), ("x", 5, 9, {"hlo_op": "&x", "_p": 3}),
+              ("end: x", 9, 9, {"_c": 3}), ("host/data", 1, 2, {}))
+    data = bytearray(host.bytes())
+    data[at % len(data)] = value
+    try:
+        found = xplane.parse(bytes(data))
+    except WireError as error:  # any other kind of error fails the test
+        assert str(error)
+    else:
+        assert len(found.operations) <= 2 and len(found.spans) <= 4 and not found.programs
+        assert all(isinstance(run.start, int) and run.start <= run.stop for run in (*found.operations, *found.spans))
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    empty, many = tmp_path / "empty", tmp_path / "many"
+    empty.mkdir()
+    many.mkdir()
+    for name in ("a", "b"):
+        (many / f"{name}.xplane.pb").write_bytes(b"")
+    (tmp_path / "text.xplane.pb").write_text("not a trace at all")
+    for flags, message in (
+            ([str(empty)], "no *.xplane.pb in"), ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
+            ([str(many)], "2 traces in"), ([str(tmp_path / "text.xplane.pb")], "is no trace"),
+            ([str(many / "a.xplane.pb")], "holds nothing that a device ran"),
+            ([str(empty), "--config.seed=1"], "takes no --config.seed")):
+        assert main(["trace", *flags]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("error: ") and error.count("\n") == 1

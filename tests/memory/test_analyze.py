@@ -1,0 +1,249 @@
+"""Reports of real programs: rows add up to the byte, and every byte is what it says."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from bytescope import memory
+from bytescope.memory.analyze import report_of
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.compiler import compile_lowered
+from bytescope.memory.hlo import buffers as hlo_buffers
+from bytescope.memory.records import ROWS
+from support import programs
+from support.oracles import require
+
+PARAMETERS = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
+
+
+def check(report):
+    """What holds for every report there is."""
+    rows = report.breakdown
+    assert tuple(rows) == ROWS
+    assert min(rows.values()) >= 0
+    assert sum(rows.values()) == report.allocated_bytes
+    assert sum(rows.values()) - rows["fragmentation"] == report.peak_bytes
+    assert memory.Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    if report.method == "heap_trace":
+        assert max(point.bytes for point in report.timeline) == report.peak_bytes
+        assert report.timeline[report.peak_index].bytes == report.peak_bytes
+        assert sum(report.residuals_by_name.values()) == rows["residuals"]
+        assert sum(report.workspace_by_scope.values()) == rows["workspace"]
+        for point in report.timeline:
+            assert sum(b.bytes for b in report.alive_at(point.index)) == point.bytes
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """One described H200."""
+    require("cuda")
+    return targets.parse("h200").devices()
+
+
+@pytest.fixture(scope="module")
+def subject(devices):
+    """The training step on the CPU, with its compilation."""
+    traced = programs.trace_step(devices[:1])
+    compilation = compile_lowered(traced.lower())
+    return traced, compilation, report_of(compilation)
+
+
+def test_training_step_adds_up(subject):
+    _, compilation, report = subject
+    check(report)
+    assert report.method == "heap_trace"
+    assert report.breakdown["unattributed"] < 0.02 * report.peak_bytes
+    stats = compilation.compiled.memory_analysis()
+    assert report.xla.temp_bytes == stats.temp_size_in_bytes
+    constants = sum(a.size for a in hlo_buffers.read(compilation.proto).allocations if a.constant)
+    assert report.allocated_bytes == constants + (stats.argument_size_in_bytes + stats.output_size_in_bytes
+                                                  - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
+
+
+def test_arguments_are_split_by_path(subject):
+    _, _, report = subject
+    assert report.breakdown["params"] == 4 * PARAMETERS
+    assert report.breakdown["optimizer"] == 8 * PARAMETERS + 4 + 4  # Adam's count and the step
+    assert report.breakdown["batch"] == 2 * 4 * programs.BATCH * programs.LENGTH
+    assert report.breakdown["outputs"] < 1024  # the state is donated: only the loss and tables go out
+
+
+def test_phases_come_in_order(subject):
+    phases = [point.phase for point in subject[2].timeline]
+    assert phases[0] == "argument"
+    assert phases.index("forward") < phases.index("recompute") < len(phases) - 1
+    assert "optimizer" in phases[phases.index("backward"):]
+
+
+def test_source_lines_are_the_users(subject):
+    sources = {b.source.rpartition("/")[2].partition(":")[0] for b in subject[2].buffers if b.source}
+    assert "programs.py" in sources
+    assert not any("/jax/_src/" in b.source for b in subject[2].buffers)
+
+
+@pytest.mark.parametrize("policy", programs.POLICIES)
+def test_described_gpu(gpu, policy):
+    report = memory.analyze(programs.trace_step(gpu, policy), target="h200")
+    check(report)
+    assert report.breakdown["unattributed"] < 0.02 * report.peak_bytes
+    assert report.xla.peak_bytes == report.peak_bytes
+    assert report.fits and report.verdict == "fits" and report.target["name"] == "h200"
+    tokens = programs.LAYERS * programs.BATCH * programs.LENGTH * 2
+    named = {"q": tokens * programs.WIDTH, "attn_out": tokens * programs.WIDTH, "up": tokens * programs.HIDDEN}
+    found = {name: size for name, size in report.residuals_by_name.items() if not name.startswith("(")}
+    if policy == "full":
+        assert found == {} and report.residuals_by_name["(blocks input)"] == tokens * programs.WIDTH
+    if policy == "named":
+        assert found == named
+
+
+def test_names_without_a_jaxpr_come_from_the_source(gpu):
+    report = memory.analyze(programs.trace_step(gpu).lower())
+    assert set(programs.NAMES) <= set(report.residuals_by_name)
+    assert report.fits is None and report.verdict == "unknown"
+
+
+def test_ledger_is_sixteen_bytes(gpu):
+    report = memory.analyze(programs.trace_step(gpu, "full"))
+    rows = {(row.role, row.dtype): row.bytes_per_param for row in report.ledger}
+    assert rows["params", "float32"] == 4.0
+    assert rows["optimizer", "float32"] == 8.0
+    assert rows["gradients", "float32"] == pytest.approx(4.0, rel=0.25)
+    assert report.ledger[-1].role == "total"
+    assert report.ledger[-1].bytes == sum(row.bytes for row in report.ledger[:-1])
+
+
+def test_multisteps_accumulator_is_a_row(devices):
+    steps = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
+    report = memory.analyze(programs.trace_step(devices[:1], optimizer=steps))
+    check(report)
+    assert report.breakdown["accumulator"] == 4 * PARAMETERS
+    assert report.breakdown["params"] == 4 * PARAMETERS
+
+
+def test_accumulator_of_a_scan_is_a_row(gpu):
+    report = memory.analyze(programs.trace_step(gpu, micro=2))
+    check(report)
+    stacked = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()["blocks"]))
+    assert report.breakdown["accumulator"] >= 4 * stacked
+
+
+def test_sharded_state_gathers_and_divides(devices):
+    report = memory.analyze(programs.trace_step(devices, shard_state=True))
+    check(report)
+    assert report.breakdown["params"] < 4 * PARAMETERS / 7
+    assert any(b.category == "collectives" for b in report.buffers)
+
+
+def test_compiled_derives_lifetimes_and_says_so(subject):
+    traced, _, exact = subject
+    report = memory.analyze(traced.lower().compile())
+    check(report)
+    assert report.method == "schedule"
+    assert "derived" in report.notes[0]
+    assert report.allocated_bytes == exact.allocated_bytes
+    assert report.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
+
+
+def test_compiled_gpu_has_xlas_peak(gpu):
+    traced = programs.trace_step(gpu)
+    exact, derived = memory.analyze(traced), memory.analyze(traced.lower().compile())
+    check(derived)
+    assert (derived.method, derived.peak_bytes) == ("schedule", exact.peak_bytes)
+    assert derived.breakdown["residuals"] == exact.breakdown["residuals"]
+    assert derived.breakdown["unattributed"] < 0.05 * derived.peak_bytes
+
+
+@pytest.mark.parametrize("name", programs.OTHERS)
+def test_other_programs(name):
+    lowered = programs.OTHERS[name]()
+    check(memory.analyze(lowered))
+    check(memory.analyze(lowered.compile()))
+
+
+def test_host_memory_is_apart(gpu):
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(gpu), ("d",)), jax.sharding.PartitionSpec())
+    shape = jax.ShapeDtypeStruct((256, 256), np.float32, sharding=place)
+
+    def step(params, moments):
+        new = jax.device_put(moments, jax.memory.Space.Device) * 0.9 + params
+        return params - new, jax.device_put(new, jax.memory.Space.Host)
+
+    report = memory.analyze(jax.jit(step, donate_argnums=(0, 1)).lower(shape, shape))
+    check(report)
+    assert report.host_bytes == 4 * 256 * 256
+    assert all(b.bytes for b in report.buffers if b.memory == "host")
+
+
+def test_roles_of_ones_own(devices):
+    lowered = jax.jit(lambda theta, kv: theta @ kv).lower(*[jax.ShapeDtypeStruct((8, 8), np.float32)] * 2)
+    assert memory.analyze(lowered).breakdown["batch"] == 2 * 256
+    assert memory.analyze(lowered, roles=[("theta", "params")]).breakdown["params"] == 256
+    with pytest.raises(ValueError, match="choose among"):
+        memory.analyze(lowered, roles=[("theta", "weights")])
+
+
+def test_proto_by_path_and_bytes(subject, tmp_path):
+    _, compilation, report = subject
+    path = tmp_path / "step.after_optimizations.hlo.pb"
+    path.write_bytes(compilation.proto)
+    for given in (path, str(path), compilation.proto):
+        read = memory.analyze(given)
+        assert (read.peak_bytes, read.breakdown) == (report.peak_bytes, report.breakdown)
+        assert read.xla.temp_bytes == report.xla.temp_bytes
+
+
+def test_exact_from_a_warm_compilation_cache(tmp_path):
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0,
+                "jax_persistent_cache_min_entry_size_bytes": -1}
+    before = {key: getattr(jax.config, key) for key in settings}
+    try:
+        for key, value in settings.items():
+            jax.config.update(key, value)
+        compilation_cache.reset_cache()
+        lowered = programs.scan()
+        cold = compile_lowered(lowered)
+        assert list(tmp_path.iterdir()), "nothing was cached"
+        warm, quick = compile_lowered(lowered), compile_lowered(lowered, exact=False)
+        assert cold.proto and warm.proto and not quick.proto
+        assert report_of(warm).breakdown == report_of(cold).breakdown
+        assert report_of(quick).method == "schedule"
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
+        compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("given", [None, 3, object(), lambda x: x])
+def test_what_is_no_program(given):
+    with pytest.raises(memory.ReportError, match="is no program"):
+        memory.analyze(given)
+
+
+def test_a_function_that_is_not_lowered():
+    with pytest.raises(memory.ReportError, match=r"call \.lower"):
+        memory.analyze(jax.jit(lambda x: x + 1))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(memory.ReportError, match="no file"):
+        memory.analyze(tmp_path / "nothing.pb")
+    with pytest.raises(memory.ReportError, match="no file"):
+        memory.analyze(tmp_path)
+
+
+def test_a_proto_without_buffers_is_derived(subject):
+    module = subject[1].compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    size, head = len(module), b"\x0a"
+    while size > 127:
+        head, size = head + bytes([size & 127 | 128]), size >> 7
+    proto = head + bytes([size]) + module
+    assert hlo_buffers.read(proto).module.name == "jit_step"
+    report = memory.analyze(proto)
+    check(report)
+    assert report.method == "schedule"

@@ -1,0 +1,225 @@
+"""Each policy proved: the gradients of `none`, the exact residuals, the exact bytes and recomputed FLOPs."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescope import memory
+from bytescope.memory.costs import flops
+from bytescope.model.names import NAMES
+from bytescope.model.remat.policies import MATMULS, OUTSIDE_CORE, POLICIES, RematPlan
+from bytescope.train.program import build
+from support.toy import fixed_batches, run_losses, small_config, small_program
+
+NAMED = sorted(set(POLICIES) - {"custom"})
+
+
+def gradients(overrides, devices=1):
+    """Loss and gradients of one batch."""
+    program = small_program({"model.n_layers": 4, **overrides}, devices)
+    host = next(fixed_batches(8, 32, 64, 1))
+    batch = {name: jnp.asarray(array) for name, array in host.items()}
+    keys = jax.random.split(jax.random.key(0), 8)
+    return jax.jit(jax.value_and_grad(program.parts.loss))(program.init().params, batch, keys)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """What `none` gives, by the overrides that change the arithmetic."""
+    known = {}
+
+    def of(**overrides):
+        key = tuple(sorted(overrides.items()))
+        if key not in known:
+            known[key] = gradients(overrides)
+        return known[key]
+
+    return of
+
+
+def assert_same(found, wanted):
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("arithmetic", [
+    {}, {"model.scan": False}, {"model.attention": "chunked", "model.attention_chunk": 8}, {"model.dropout": 0.1}],
+    ids=["scan", "unrolled", "chunked", "dropout"])
+@pytest.mark.parametrize("policy", NAMED)
+def test_gradients_equal_none(policy, arithmetic, kept):
+    assert_same(gradients({**arithmetic, "remat.policy": policy}), kept(**arithmetic))
+
+
+@pytest.mark.parametrize("overrides", [
+    {"remat.policy": "full", "remat.granularity": "parts"}, {"remat.policy": "custom", "remat.save": "up,context"},
+    {"remat.policy": "full", "remat.layers": "0-1:none,2-4:dots"}, {"remat.policy": "sqrt", "remat.layers": "3-4:none"},
+    {"remat.layers": "0-2:sqrt", "model.scan": False}, {"remat.policy": "custom", "remat.offload": "block_in,mid"}],
+    ids=str)
+def test_ranges_granularity_and_custom_equal_none(overrides, kept):
+    arithmetic = {key: value for key, value in overrides.items() if not key.startswith("remat.")}
+    assert_same(gradients(overrides), kept(**arithmetic))
+
+
+NAME_SETS = st.sets(st.sampled_from(sorted(set(OUTSIDE_CORE) | set(MATMULS) | {"probs", "block_in", "mlp_out"})
+                                    ), min_size=1, max_size=6)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(names=NAME_SETS, scan=st.booleans())
+def test_any_set_of_names_gives_the_same_gradients(kept, names, scan):
+    arithmetic = {} if scan else {"model.scan": False}
+    traced = names - {"lse", "attn_out_mask", "mlp_out_mask"}
+    if traced:
+        assert_same(gradients({**arithmetic, "remat.policy": "custom", "remat.save": ",".join(sorted(traced))}),
+                    kept(**arithmetic))
+
+
+ONE, FSDP, TENSOR = {}, {"mesh.data": 2, "mesh.fsdp": 4}, {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+# Every pair of (scanned or not, accumulation, mesh, kernel) is in some row: policy, scan, mode, mesh, kernel.
+EVERYWHERE = [
+    ("sqrt", True, "scan", FSDP, "chunked"), ("selective", False, "multisteps", TENSOR, "naive"),
+    ("minimal", True, "multisteps", FSDP, "chunked"), ("dots_no_batch", False, "scan", ONE, "chunked"),
+    ("offload", False, "scan", FSDP, "naive"), ("full", False, "multisteps", ONE, "chunked"),
+    ("custom", True, "scan", TENSOR, "naive"), ("offload_dots", True, "multisteps", ONE, "naive"),
+    ("dots", False, "scan", TENSOR, "chunked"), ("none", True, "scan", ONE, "naive"),
+]
+
+
+def updates(policy, scan, mode, mesh, kernel):
+    """Losses of three updates of two micro-batches each, the same sequences on every mesh."""
+    ranks = mesh.get("mesh.data", 1) * mesh.get("mesh.fsdp", 1)
+    names = {"remat.save": "up,context,k_rot"} if policy == "custom" else {}
+    return run_losses(small_program({
+        "remat.policy": policy, **names, "model.scan": scan, "model.n_layers": 4, "batch.mode": mode,
+        "batch.accumulation": 2, "batch.micro": 8 // ranks, "model.attention": kernel, "model.attention_chunk": 8,
+        **mesh}, 8 if mesh else 1), steps=3)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return updates("none", True, "multisteps", ONE, "naive")
+
+
+@pytest.mark.parametrize(("policy", "scan", "mode", "mesh", "kernel"), EVERYWHERE, ids=lambda value: str(value)[:24])
+def test_every_policy_everywhere(policy, scan, mode, mesh, kernel, plain):
+    np.testing.assert_allclose(updates(policy, scan, mode, mesh, kernel), plain, rtol=1e-5)
+
+
+ITEMSIZE = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "u32": 4}  # bytes, by JAX's short names
+
+
+def block_residuals(capsys, **overrides):
+    """[(name or "", shape, bytes an element)] of what one block keeps besides its parameters."""
+    program = small_program(overrides)
+    transformer = program.transformer(nnx.Rngs(params=0))
+    graph, state = nnx.split(transformer.blocks)
+    block = transformer._block(transformer.remat.segments(program.model.n_layers)[0], graph)
+    layer = jax.tree.map(lambda leaf: leaf[0], state)
+    x = jnp.ones((2, 16, program.model.d_model), program.precision.compute)
+    keys = jax.random.split(jax.random.key(0), 2) if program.model.dropout else None
+    jax.ad_checkpoint.print_saved_residuals(lambda x, layer: block(x, layer, 0, keys), x, layer)
+    found = []
+    for line in capsys.readouterr().out.splitlines():
+        kind, shape = re.match(r"([\w<>]+)\[([\d,]*)\]", line).groups()
+        name = re.search(r"named '(\w+)'", line)
+        shape = tuple(int(size) for size in shape.split(",") if size)
+        if "argument layer" in line or "key<" in line or shape[:2] != (2, 16):  # parameters, keys, angles
+            continue
+        found.append((name[1] if name else "x" if "argument x" in line else "", shape, ITEMSIZE[kind]))
+    return found
+
+
+def names_of(found):
+    return {name for name, _, _ in found}
+
+
+@pytest.mark.parametrize(("policy", "names"), [
+    ("full", {"x"}), ("selective", {"x", "attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_norm", "gate", "up",
+                                    "act"}),
+    ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up"})])
+def test_exactly_the_named_tensors_are_kept(capsys, policy, names):
+    assert names_of(block_residuals(capsys, **{"remat.policy": policy})) == names
+
+
+def test_none_keeps_more_than_any_and_full_the_least(capsys):
+    sizes = {policy: sum(math.prod(shape) * itemsize for _, shape, itemsize in
+                         block_residuals(capsys, **{"remat.policy": policy}))
+             for policy in ("none", "selective", "minimal", "dots_no_batch", "full")}
+    assert sizes["none"] > sizes["selective"] > sizes["minimal"] >= sizes["dots_no_batch"] > sizes["full"]
+    assert sizes["full"] == 2 * 16 * 32 * 4
+
+
+def test_selective_keeps_megatrons_34_sbh(capsys):
+    """Korthikanti et al. 2022, equation 4: 34 bytes a position and width in 16-bit floats, masks at one byte."""
+    gpt = {"model.norm": "layernorm", "model.mlp": "gelu", "model.position": "learned", "model.bias": True,
+           "model.n_kv_heads": 4, "model.d_ff": 128, "model.dropout": 0.1, "precision.preset": "bf16"}
+    found = block_residuals(capsys, **gpt, **{"remat.policy": "selective"})
+    size = sum(math.prod(shape) * itemsize for _, shape, itemsize in found)
+    assert size == 34 * (2 * 16 * 32)
+
+
+def counted(**overrides):
+    program = small_program({"model.n_layers": 4, **overrides})
+    return program, flops.count(program.compile_for_report().jaxpr)
+
+
+def test_recomputed_flops_are_exact():
+    program, none = counted(**{"remat.policy": "none"})
+    assert none.recomputed == 0
+    model, tokens = program.model, program.batch.tokens
+    D, F, H, G, K, S = model.d_model, model.d_ff, model.n_heads, model.n_kv_heads, model.d_head, program.batch.seq_len
+    core, qkv, out, up = 4 * H * K * S, 2 * D * K * (H + 2 * G), 2 * D * H * K, 2 * 2 * D * F
+    # The down projection is never needed again: nothing reads its output but the residual stream.
+    again = {"full": qkv + core + out + up, "selective": 2 * H * K * S, "minimal": 2 * H * K * S,
+             "dots_no_batch": core, "dots": 0}
+    for policy, per_token in again.items():
+        found = counted(**{"remat.policy": policy})[1]
+        assert found.recomputed == model.n_layers * tokens * per_token, policy
+        assert found.total - found.recomputed == none.total
+    nested = counted(**{"remat.policy": "sqrt"})[1].recomputed
+    assert nested > model.n_layers * tokens * again["full"]
+
+
+def test_square_root_checkpointing_keeps_a_third_of_full_at_64_layers():
+    reports = {policy: memory.analyze(small_program({"model.n_layers": 64, "remat.policy": policy}).lower())
+               for policy in ("full", "sqrt")}
+    assert reports["sqrt"].breakdown["residuals"] <= reports["full"].breakdown["residuals"] / 3
+    assert reports["sqrt"].peak_bytes < reports["full"].peak_bytes
+
+
+def test_groups_are_the_divisor_nearest_the_root():
+    for layers, groups in ((64, 8), (32, 4), (48, 6), (13, 1), (12, 3)):
+        assert RematPlan("sqrt").segments(layers)[0].groups in (groups, layers // groups), layers
+    assert RematPlan("full").segments(64)[0].groups == 1
+
+
+def test_ranges_cover_all_layers_in_order():
+    found = [(s.start, s.stop, s.name) for s in RematPlan("full", layers=("8-10:dots", "0-2:none")).segments(12)]
+    assert found == [(0, 2, "none"), (2, 8, "full"), (8, 10, "dots"), (10, 12, "full")]
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    ({"remat.policy": "ful"}, "choose one of none, full"), ({"remat.save": "up"}, "belong to remat.policy=custom"),
+    ({"remat.policy": "custom"}, "at least one name"),
+    ({"remat.policy": "custom", "remat.save": "upp"}, "names 'upp': choose from embed"),
+    ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both name 'up'"),
+    ({"remat.layers": "0-9:none"}, "passes the 3 layers"), ({"remat.layers": "0-2:none,1-3:full"}, "overlaps"),
+    ({"remat.layers": "2:none"}, "FIRST-END:POLICY"), ({"remat.granularity": "layer"}, "block, parts"),
+    ({"remat.policy": "custom", "remat.save": "probs", "model.attention": "chunked"},
+     "'probs' is never traced here: choose from act, attn_norm")])
+def test_mistakes_name_what_exists(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        build(small_config(overrides), jax.devices()[:1])
+
+
+def test_names_on_the_command_line_are_two_names():
+    assert small_config({"remat.save": "up,gate"}).remat.save == ("up", "gate")
+    assert set(OUTSIDE_CORE) | set(MATMULS) <= set(NAMES)

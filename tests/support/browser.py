@@ -1,0 +1,52 @@
+"""Pages in a headless browser: what they hold as text, and what a browser makes of them."""
+
+import re
+import subprocess
+from html.parser import HTMLParser
+
+from support.oracles import CHROMIUM, require
+
+HOSTILE = "</script><b>x</b><!--&amp;'\"\u2028{{DATA}}"
+TRAP = "<script>window.addEventListener('error', (e) => { document.title = 'ERROR ' + e.message; });</script>"
+
+
+class Page(HTMLParser):
+    """Counts elements, and keeps the text of each script."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.words, self.scripts, self.attributes = {}, [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.lasttag == "script" and len(self.scripts) > 0 and self.cdata_elem:
+            self.scripts[-1] += data
+        else:
+            self.words.append(data)
+
+
+def browse(tmp_path, text, fragment="", script="", options=(), dark=False):
+    """The page's document after its scripts ran, as text; `script` runs last."""
+    require("chromium")
+    path = tmp_path / "page.html"
+    path.write_text(text.replace("</title>", "</title>" + TRAP, 1)
+                    .replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1440,1400",
+               "--hide-scrollbars", "--virtual-time-budget=6000",
+               *(["--blink-settings=preferredColorScheme=0"] if dark else []), *options,
+               f"{path.as_uri()}{fragment}"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    return done.stdout.decode("utf-8", "replace")
+
+
+def body(document):
+    """What a person sees: the document without its scripts."""
+    assert "<title>ERROR" not in document, re.search("<title>ERROR.*?</title>", document)[0]
+    return re.sub(r"<script.*?</script>", "", document, flags=re.S)

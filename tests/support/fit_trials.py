@@ -1,0 +1,137 @@
+"""A program that is arithmetic, for tests of `plan.fit`: real `Trials` and searches over a pool without a compiler.
+
+One layer makes two tensors, `a` and `b`, at 50 TFLOP each a sequence, and hands on 1/4 GiB; parameters, Adam's state
+and gradients are 4, 8 and 4 GiB. A micro-batch costs 20 ms beside its sequences.
+"""
+
+import dataclasses
+import queue
+import re
+from types import SimpleNamespace
+
+from bytescope.memory.devices import targets
+from bytescope.memory.plan import fit, fit_space, variants
+from bytescope.memory.remat.block_graph import Block, Step
+
+GIB = 2**30
+LAYERS, SEQ = 4, 1024
+KEPT = {"a": 1.0, "b": 2.0, "block_in": 0.25}
+NONE, STATE, WORKSPACE = 4.0, {"params": 4.0, "optimizer": 8.0, "gradients": 4.0}, 1.0
+FLOPS, OVERHEAD = 5e13, 0.02
+FLAT = {"model.n_heads": 8, "model.n_kv_heads": 8, "data.seq_len": SEQ, "batch.micro": 1, "batch.tokens": 0,
+        "batch.accumulation": 8, "batch.accumulation_schedule": (), "batch.mode": "scan", "precision.preset": "bf16",
+        "optimizer.name": "adamw", "optimizer.fused_backward": "false", "optimizer.clip": "global",
+        "offload.optimizer": "false", "offload.params": "false", "remat.policy": "none", "remat.layers": "()",
+        "remat.save": "()", "remat.offload": "()", "mesh.data": 1, "mesh.fsdp": -1, "mesh.context": 1, "mesh.tensor": 1,
+        "mesh.strategy": "zero3", "mesh.sequence_parallel": "false"}
+
+
+def block(micro, split):
+    """The layer as the search sees it, of so many sequences on a device."""
+    sizes = {name: round(gib * GIB * micro / split) for name, gib in KEPT.items()}
+    steps = []
+    for number, name in enumerate("ab"):
+        made, named = 2 * number, 2 * number + 1
+        steps.append(Step((made,), (made - 1,) if number else (), "", (round(FLOPS * micro),), round(FLOPS * micro),
+                          "bf16", (sizes[name],)))
+        steps.append(Step((named,), (made,), name, (0,), 0, "", (sizes[name],)))
+    return Block(LAYERS, tuple(steps), (1, 3), sizes["block_in"], round(NONE * GIB * micro / split))
+
+
+def plan_of(flat):
+    """For each layer: (names on the device, names in host memory), None where nothing is recomputed."""
+    ranges = re.findall(r"(\d+)-(\d+):([^,()]+)", flat["remat.layers"])
+    out = []
+    for start, stop, text in ranges or [(0, LAYERS, flat["remat.policy"])]:
+        names = [] if text == "full" else text.split("+")
+        kept = {name for name in names if "@" not in name}
+        out += (int(stop) - int(start)) * [None if text == "none" else
+                                           (kept, {name.partition("@")[0] for name in names} - kept)]
+    return out
+
+
+def answer(flat, target):
+    """What a worker would say of a config: its bytes and its work, by the sums above."""
+    space = fit_space.Space(flat, frozenset(), frozenset(), target.n_devices, target.devices_per_host, 0)
+    axes, micro, steps = space._axes({}), int(flat["batch.micro"]), int(flat["batch.accumulation"])
+    shares = {"params": ("zero3",), "gradients": ("zero2", "zero3"), "optimizer": ("zero1", "zero2", "zero3")}
+    small = {"params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,
+             "optimizer": {"adamw_8bit": 0.25, "adafactor": 0.0}.get(flat["optimizer.name"], 1.0),
+             "gradients": 0.0 if flat["optimizer.fused_backward"] == "true" else 1.0}
+    state = {name: gib * small[name] / axes["tensor"] / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
+             for name, gib in STATE.items()}
+    host = sum(state[name] for name in ("params", "optimizer") if flat["offload." + name] == "true")
+    state = {name: gib for name, gib in state.items() if flat.get("offload." + name) != "true"}
+    here = away = again = 0.0
+    for layer in plan_of(flat):
+        kept, moved = layer or ({"a", "b"}, ())
+        here += NONE + KEPT["block_in"] if layer is None else sum(KEPT[n] for n in {*kept, "block_in"} - set(moved))
+        away += sum(KEPT[name] for name in moved)
+        again += sum(name not in kept and name not in moved for name in "ab")
+    scale = micro / axes["tensor"]
+    flops = FLOPS * micro * axes["data"] * axes["fsdp"] / target.n_devices * steps
+    sums = {**state, "residuals": here * scale, "workspace": WORKSPACE}
+    breakdown = {name: round(gib * GIB) for name, gib in sums.items()}
+    model = 3 * 2 * LAYERS * FLOPS
+    moving = round(away * scale * GIB * steps)
+    work = {"forward": {"flops": {"bf16": 2 * LAYERS * flops}, "to_host_bytes": moving,
+                        "other_bytes": OVERHEAD * steps * target.hbm_bytes_per_s},
+            "recompute": {"flops": {"bf16": again * flops}},
+            "backward": {"flops": {"bf16": 4 * LAYERS * flops}, "to_device_bytes": moving},
+            "optimizer": {"to_host_bytes": round(host * GIB), "to_device_bytes": round(host * GIB)}}
+    return {"status": "ok", "allocated_bytes": sum(breakdown.values()), "breakdown": breakdown,
+            "peak_bytes": sum(breakdown.values()), "residual_bytes": breakdown["residuals"],
+            "host_bytes": round((away * scale + host) * GIB),
+            "recompute_flops_fraction": again * FLOPS / model, "model_flops": model, "calls_per_update": 1,
+            "work": work, "target": target.to_json()}
+
+
+class Pool:
+    """Answers at once. `broken(flat)`: why a config cannot run, "" for one that can."""
+
+    def __init__(self, target, broken=lambda flat: ""):
+        self.answers, self.jobs, self._target, self._broken = queue.SimpleQueue(), [], target, broken
+
+    def submit(self, jobs):
+        for job in jobs:
+            self.answers.put((job, None))
+            self.jobs.append(job)
+            self.answers.put((job, self._answer(job)))
+
+    def _answer(self, job):
+        if why := self._broken(job.flat):
+            return {"status": why}
+        if not job.describe:
+            return answer(job.flat, self._target)
+        micro, tensor = int(job.flat["batch.micro"]), int(job.flat["mesh.tensor"])
+        described = dataclasses.asdict(block(micro, tensor)) | {"bound": {}}
+        return {"status": "ok", "block": described, "micro_steps": int(job.flat["batch.accumulation"]), "policies": {},
+                "moving": {}}
+
+
+def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0, broken=lambda flat: "", most=1e9,
+         given=(), told=None, progress=lambda labels, done: None, **flat):
+    """A finished walk within `budget` GiB. `host`: GiB of one device's share of host memory, 0 for plenty.
+
+    given: pairs of the command line; flat: keys of the config with a `_` for the first dot.
+    """
+    target = targets.parse(devices)
+    if host:
+        target = dataclasses.replace(target, host_memory_bytes=round(host * GIB) * target.devices_per_host)
+    base = {**FLAT, **{key.replace("_", ".", 1): value for key, value in flat.items()}}
+
+    def config(name, pairs):
+        return {**base, **{key: type(base[key])(text) for key, text in pairs}}
+
+    trainer = SimpleNamespace(config=config, sources=lambda: [])
+    one = variants.Trials("x", target, given, trainer, Pool(target, broken), None, progress, most=most)
+    space = fit_space.space_of(config("x", given), [key for key, _ in given], fit_space.choose(levers),
+                               target.n_devices, target.devices_per_host, None)
+    out = fit.Walk(one, space, round(budget * GIB), *([told] if told else []))
+    out.run()
+    return out
+
+
+def as_json(done):
+    """The JSON of a walk."""
+    return done.to_json(lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items()), {"jax": "9"})

@@ -1,0 +1,68 @@
+"""A small training program on fixed tokens, for tests: built from the shipped tiny config."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from bytescope.train.batch import IGNORE
+from bytescope.train.config import load, override
+from bytescope.train.data.feed import calls
+from bytescope.train.program import Program, build
+from bytescope.train.step import TrainState
+
+SMALL = {
+    "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 8,
+    "model.d_ff": 48, "model.vocab_size": 64, "model.vocab_multiple": 1, "model.max_seq_len": 64,
+    "data.seq_len": 32, "batch.micro": 8, "precision.preset": "fp32", "loss.chunk": 64, "optimizer.warmup_steps": 2,
+    "optimizer.learning_rate": 1e-2, "train.steps": 20,
+}
+
+
+def small_config(overrides: Mapping[str, Any] = {}, base: str = "tiny"):
+    """`base` shrunk to SMALL, with `overrides` (dotted key -> value)."""
+    config = load(base)
+    for key, value in {**SMALL, **overrides}.items():
+        override(config, key, str(value))
+    return config
+
+
+def small_program(overrides: Mapping[str, Any] = {}, devices: int = 1) -> Program:
+    """The program of `small_config` on the first `devices` CPU devices."""
+    return build(small_config(overrides), jax.devices()[:devices])
+
+
+def fixed_batches(rows: int, length: int, vocab: int, steps: int, masked: float = 0.3):
+    """The same host batches for every layout; masked tokens fall unevenly on rows."""
+    rng = np.random.default_rng(7)
+    for _ in range(steps):
+        tokens = (np.cumsum(rng.integers(0, 3, (rows, length + 1)), axis=1) % vocab).astype(np.int32)
+        share = np.linspace(0, 2 * masked, rows)[:, None]
+        hidden = rng.random((rows, length)) < share
+        yield {"inputs": tokens[:, :-1], "targets": np.where(hidden, IGNORE, tokens[:, 1:]).astype(np.int32)}
+
+
+def made_state(program: Program) -> TrainState:
+    """A first state without a compile: small numbers for matrices, ones for norms, zeros for all else."""
+    rng = np.random.default_rng(3)
+
+    def one(path, leaf):
+        value = np.zeros(leaf.shape, leaf.dtype)
+        if path[0].name == "params":
+            value += 0.1 * rng.standard_normal(leaf.shape) if path[-1].key.startswith("w_") else path[-1].key == "scale"
+        return jax.device_put(value, leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(one, program.state)
+
+
+def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None) -> np.ndarray:
+    """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps]."""
+    state, step, losses = state or program.init(), program.step, []
+    batches = fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size, steps, masked)
+    for host in batches:
+        for batch in calls(program, host):
+            state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert int(state.step) == steps
+    return np.asarray(losses)

@@ -1,0 +1,86 @@
+import re
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescope.train.data import tokenizer as module
+from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, load_tokenizer, tokenize
+from bytescope.train.errors import UserError
+from support.text_data import save_tokenizer
+
+
+@given(st.text())
+def test_bytes_come_back(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint8 and ids.tobytes() == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+@given(st.lists(st.integers(-5, 1000)))
+def test_bytes_decode_anything(ids):
+    assert isinstance(ByteTokenizer().decode(ids), str)
+
+
+def test_bytes_decode_keeps_what_is_valid():
+    assert ByteTokenizer().decode([104, 0xC3, 105, 300]) == "h\ufffdi\ufffd"
+
+
+def test_ids_are_shown_as_numbers():
+    tokenizer = IdTokenizer(50257)
+    assert tokenizer.decode(np.array([464, 2068])) == "464 2068"
+    assert tokenizer.encode("464 2068").tolist() == [464, 2068]
+    assert tokenizer.encode("no number").tolist() == [0]
+
+
+def test_json_gives_plain_ids(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    vocab = save_tokenizer(path)
+    tokenizer = load_tokenizer(str(path))
+    words = "def x return y x"
+    # Neither the leading special token, nor the truncation to 2, nor the padding to 7 that the file asks for.
+    assert tokenizer.encode(words).tolist() == [vocab[word] for word in words.split()]
+    assert tokenizer.vocab_size == len(vocab)
+    assert tokenizer.separator == vocab["<|endoftext|>"]
+    assert tokenizer.decode([vocab["x"], 10_000, vocab["y"]]) == "x\ufffdy"
+    assert load_tokenizer(str(tmp_path)).identity == tokenizer.identity
+
+
+def test_json_vocabulary_with_gaps_counts_to_the_largest_id(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    vocab = save_tokenizer(path, first_id=1000)
+    assert load_tokenizer(str(path)).vocab_size == max(vocab.values()) + 1
+
+
+def test_json_without_an_end_has_no_separator(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(path, special=())
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.separator is None
+    assert np.concatenate(list(tokenize(["x", None, "y", None], tokenizer))).tolist() == [
+        *tokenizer.encode("x"), *tokenizer.encode("y")]
+
+
+@pytest.mark.parametrize("group_chars", [1, 5, 1 << 20])
+def test_tokenize_ends_documents_and_keeps_order(monkeypatch, group_chars):
+    monkeypatch.setattr(module, "GROUP_CHARS", group_chars)
+    tokens = np.concatenate(list(tokenize(["ab", "c", None, None, "de", None], ByteTokenizer())))
+    assert tokens.tobytes() == b"abc\0\0de\0" and tokens.dtype == np.uint8
+
+
+def test_unreadable_tokenizers_are_refused(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.json"
+    for content in (b"{", b"{}", b"\xff\xfe", b""):
+        broken.write_bytes(content)
+        with pytest.raises(UserError, match=r"broken.json.*cannot be read as.*\): g") as error:
+            load_tokenizer(str(broken))
+        assert "\n" not in str(error.value)
+    for missing in (str(tmp_path / "none.json"), "", "byte"):
+        with pytest.raises(UserError, match=re.escape(f"data.tokenizer={missing!r} is no file: give")):
+            load_tokenizer(missing)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"broken.json' needs the tokenizers package: pip"):
+        load_tokenizer(str(broken))

@@ -1,0 +1,282 @@
+"""Several processes on one machine: they train as one, end as one, and go on from where they were."""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bytescope.train.errors import UserError
+from bytescope.train.parallel.processes import Address, add_flags, find
+from bytescope.train.run.workdir import Identity, claim, claim_together
+from bytescope.train.sample import generate
+from support.ports import free_port
+from support.toy import small_program
+
+CONFIG = """
+from bytescope.configs import tiny
+def get_config():
+    config = tiny.get_config()
+    config.model.update(d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_seq_len=32)
+    config.data.update(source={source!r}, seq_len=32)
+    config.batch.update(micro=8, accumulation=1)
+    config.mesh.strategy = "ddp"
+    config.train.update(steps=12, log_every=1, eval_every=6, eval_sequences=12, checkpoint_every=2, sample_tokens=4)
+    return config
+"""
+VALUES = ("step", "loss", "grad_norm", "lr", "eval_loss", "eval_tokens")
+FOUR = ("--config.batch.micro=4",)  # four devices, the same global batch
+LONG = 240  # seconds; for machines with more to do
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a config, a text to train on, and a cache that all starts share."""
+    folder = tmp_path_factory.mktemp("distributed")
+    words = random.Random(3).choices(("to", "be", "or", "not", "that", "is", "the", "question"), k=40_000)
+    (folder / "text").mkdir()
+    for number in range(40):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(words[number::40]))
+    (folder / "small.py").write_text(CONFIG.format(source=str(folder / "text")))
+    return folder
+
+
+def by_flags(port, index, count):
+    return [f"--coordinator=127.0.0.1:{port}", f"--process={index}", f"--processes={count}"], {}
+
+
+def by_slurm(port, index, count):
+    """What `srun` leaves; jax makes the port out of the number of the job."""
+    return [], {"SLURM_JOB_ID": str(port - 61440 + 4096 * 7), "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": str(count), "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index),
+                "SLURM_STEP_NUM_NODES": "1"}
+
+
+class Started:
+    """The processes of one start."""
+
+    def __init__(self, place, workdir, count, *flags, devices=1, told=by_flags, own=None, indices=None):
+        port = free_port() if told is by_flags else free_port(61440, 65535)
+        self.logs, self.processes = [], []
+        for index in range(count) if indices is None else indices:
+            where, environment = told(port, index, count) if count > 1 else ([], {})
+            self.logs.append(place / f"{workdir.name}-{time.monotonic_ns()}-{index}.txt")
+            command = [sys.executable, "-m", "bytescope.train", f"--config={place / 'small.py'}", f"--workdir={workdir}",
+                       f"--config.train.cache_dir={place / 'cache'}", *flags, *where, *(own or {}).get(index, ())]
+            with open(self.logs[-1], "w") as log:
+                self.processes.append(subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env={
+                        **os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1",
+                        # Threads: with fewer than there are collectives under way, simulated devices lock up.
+                        "PJRT_NPROC": "8",
+                        **environment}))
+
+    def codes(self, seconds=LONG):
+        """Exit codes, once all have ended by themselves."""
+        deadline = time.monotonic() + seconds
+        try:
+            return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def texts(self):
+        """What each said, without the greeting of the CPU's collectives."""
+        return ["\n".join(line for line in log.read_text().splitlines() if not line.startswith("[Gloo]"))
+                for log in self.logs]
+
+    def strike(self, index, number, workdir, rows_seen):
+        """A signal to one of them when the run has written some rows."""
+        deadline = time.monotonic() + LONG
+        path = workdir / "metrics.jsonl"
+        while not (path.exists() and path.read_bytes().count(b"\n") >= rows_seen):
+            assert all(process.poll() is None for process in self.processes), self.texts()
+            assert time.monotonic() < deadline, self.texts()
+            time.sleep(0.005)
+        assert self.processes[index].poll() is None
+        self.processes[index].send_signal(number)
+
+
+def finish(*args, **kwargs):
+    started = Started(*args, **kwargs)
+    assert set(started.codes()) == {0}, started.texts()
+    return started.texts()
+
+
+def rows(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in VALUES if key in row} for row in lines]
+
+
+def assert_close(some, others):
+    for one, other in zip(some, others, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert one[key] == pytest.approx(other[key], rel=1e-5), one
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """The rows of one process with two devices."""
+    finish(place, place / "alone", 1, devices=2)
+    found = rows(place / "alone")
+    assert [row["step"] for row in found if "loss" in row] == list(range(1, 13))
+    return found
+
+
+def test_two_processes_one_killed_all_restart(place, alone):
+    """Launched by SLURM. Bit for bit what one process with the two devices computes."""
+    workdir = place / "two"
+    killed = Started(place, workdir, 2, told=by_slurm)
+    killed.strike(1, signal.SIGKILL, workdir, rows_seen=5)
+    began = time.monotonic()
+    assert killed.codes() == [5, -signal.SIGKILL], killed.texts()
+    assert time.monotonic() - began < 30
+    first = killed.texts()[0]
+    assert "error: process 1 died: start all processes again" in first and "Traceback" not in first
+    assert "2 x cpu in 2 processes" in first
+    first, second = finish(place, workdir, 2, told=by_slurm)
+    assert "resumed at step" in first and "sample:" in first and second == ""
+    assert rows(workdir) == alone
+
+
+def test_four_processes_the_first_killed_all_restart(place, alone):
+    workdir = place / "four"
+    killed = Started(place, workdir, 4, *FOUR)
+    killed.strike(0, signal.SIGKILL, workdir, rows_seen=5)
+    began = time.monotonic()
+    first, *others = killed.codes()
+    assert first == -signal.SIGKILL
+    assert set(others) <= {5, -signal.SIGABRT}, killed.texts()  # jax aborts those whom the line does not end first
+    assert time.monotonic() - began < 30
+    finish(place, workdir, 4, *FOUR)
+    assert_close(rows(workdir), alone)
+
+
+def test_one_is_told_to_stop_all_save_and_a_damaged_checkpoint_is_set_aside(place, alone):
+    workdir = place / "stopped"
+    zero3 = "--config.mesh.strategy=zero3"  # each has a half of every array
+    stopped = Started(place, workdir, 2, zero3)
+    stopped.strike(1, signal.SIGTERM, workdir, rows_seen=5)
+    assert stopped.codes() == [0, 0], stopped.texts()
+    first, second = stopped.texts()
+    saved = int(first.split("SIGTERM: saved step ")[1].split(";")[0])
+    assert second == "" and 5 <= saved < 12 and rows(workdir)[-1]["step"] == saved
+    lost = list((workdir / "checkpoints" / str(saved)).rglob("ocdbt.process_1/d/*"))
+    assert lost  # process 1 wrote its own shards, and will be the only one to miss them
+    for path in lost:
+        path.unlink()
+    first, second = finish(place, workdir, 2, zero3)
+    assert f"checkpoint {saved} is damaged" in first and "resumed at step" in first and second == ""
+    assert (workdir / "damaged" / f"{saved}.1").is_dir()
+    assert_close(rows(workdir), alone)
+
+
+def test_other_process_counts_go_on_from_the_same_checkpoint(place, alone):
+    workdir = place / "counts"
+    stopped = Started(place, workdir, 1, devices=2)
+    stopped.strike(0, signal.SIGTERM, workdir, rows_seen=4)
+    assert stopped.codes() == [0]
+    first, _ = finish(place, workdir, 2, *FOUR, devices=2)
+    assert "resumed at step" in first and "4 x cpu in 2 processes" in first
+    assert_close(rows(workdir), alone)
+
+
+def test_the_error_of_one_ends_all_with_its_code(place, alone):
+    """Only process 0 looks at the run directory, only process 1 has the other config."""
+    del alone
+    started = Started(place, place / "alone", 2, "--config.model.d_ff=48")
+    assert started.codes() == [2, 2]
+    for text, label in zip(started.texts(), ("error: ", "[process 1] error: ")):
+        assert text.startswith(label) and "holds another run: model.d_ff 64 -> 48" in text and text.count("\n") == 0
+    started = Started(place, place / "differs", 2, own={1: ["--config.train.log_every=2"]})
+    assert started.codes() == [2, 2]
+    for text in started.texts():
+        assert "differs from process 0: train.log_every 1 -> 2" in text and text.count("\n") == 0
+
+
+@pytest.mark.parametrize(("index", "message"), [(0, "process 1 of 2 never came within 3 s"),
+                                                (1, "process 0 never answered at 127.0.0.1:")])
+def test_a_process_that_never_comes_is_a_clear_time_out(place, index, message):
+    began = time.monotonic()
+    started = Started(place, place / "never", 2, "--timeout=3", indices=[index])
+    assert started.codes() == [5]
+    [text] = started.texts()
+    assert text.startswith("error: ") and message in text and text.count("\n") == 0
+    assert time.monotonic() - began >= 3 and not (place / "never").exists()
+
+
+def arguments(*flags):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_args(flags)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+
+
+def test_the_place_of_a_process(no_launcher, monkeypatch):
+    assert find(arguments()) is None and find(arguments("--processes=1")) is None
+    flags = ["--process=1", "--processes=2"]
+    assert find(arguments("--coordinator=node1:4567", *flags)) == Address("node1", 4567, 1, 2, False)
+    assert str(find(arguments("--coordinator=[::1]:4567", *flags))) == "[::1]:4567"
+    for name, value in by_slurm(61441, 3, 4)[1].items():
+        monkeypatch.setenv(name, value)
+    assert find(arguments()) == Address("localhost", 61441, 3, 4, True)
+    assert find(arguments("--coordinator=node1:4567", *flags)) == Address("node1", 4567, 1, 2, False)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert find(arguments()) is None
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--processes=2"], "--coordinator and --process missing"),
+    (["--coordinator=a:1", "--process=0"], "--processes missing"),
+    (["--coordinator=a", "--process=0", "--processes=2"], "give HOST:PORT"),
+    (["--coordinator=a:99999", "--process=0", "--processes=2"], "give HOST:PORT"),
+    (["--coordinator=a:1", "--process=2", "--processes=2"], "numbered from 0"),
+    (["--coordinator=a:1", "--process=-1", "--processes=2"], "numbered from 0"),
+    (["--timeout=0"], "--timeout=0: give a positive number"),
+])
+def test_flags_that_make_no_sense_are_one_line(no_launcher, flags, message):
+    with pytest.raises(UserError, match=message) as caught:
+        find(arguments(*flags))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_the_accumulation_for_other_devices_is_named(tmp_path):
+    """Four devices of micro-batch 4 x accumulation 2 are two of accumulation 4."""
+    claim(tmp_path, Identity({"train.steps": 1, "batch.accumulation": 2}, 32, "abc"), extend=False)
+    with pytest.raises(UserError, match="--config.batch.accumulation=4 makes the global batch 32 again"):
+        claim(tmp_path, Identity({"train.steps": 1, "batch.accumulation": 2}, 16, "abc"), extend=False)
+
+
+@pytest.mark.parametrize("mesh", [{"mesh.data": 2, "mesh.fsdp": 2}, {"mesh.context": 2, "mesh.fsdp": 2}], ids=str)
+def test_the_sample_is_the_same_on_every_mesh(mesh):
+    texts = []
+    for overrides, devices in (({}, 1), (mesh, 4)):
+        program = small_program(overrides, devices)
+        texts.append(generate(program, program.init().params, [1, 2, 3], 12, 0.8))
+    assert texts[0] == texts[1] and len(set(texts[0])) > 4
+
+
+def test_a_directory_that_is_not_shared_is_told(tmp_path, monkeypatch):
+    class Second:
+        first, count = False, 2
+
+        def from_first(self, value):
+            return answers.pop(0)
+
+    identity = Identity({"train.steps": 1, "data.source": "here"}, 8, "abc")
+    monkeypatch.setattr("bytescope.train.run.workdir.SHARED_S", 0.2)
+    answers = [{"config": {"train.steps": 1, "data.source": "there"}, "global_rows": 8, "data": "abc"}, []]
+    with pytest.raises(UserError, match="give a --workdir that all share"):
+        claim_together(tmp_path, identity, extend=False, processes=Second())

@@ -1,0 +1,229 @@
+"""Every way to divide memory over devices leaves the loss where it was and holds what it says, no more."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.program import build
+from support.described import described
+from support.hlo_text import collectives
+from support.toy import run_losses, small_config, small_program
+
+EQUAL = 1e-5  # relative, fp32, over 20 steps
+
+# mesh and batch (16 sequences an update), devices
+LAYOUTS = {
+    "ddp": ({"mesh.strategy": "ddp", "batch.micro": 2}, 8),
+    "zero1": ({"mesh.strategy": "zero1", "batch.micro": 2}, 8),
+    "zero2": ({"mesh.strategy": "zero2", "batch.micro": 2}, 8),
+    "zero3": ({"mesh.strategy": "zero3", "batch.micro": 2}, 8),
+    "ddp, scan": ({"mesh.strategy": "ddp", "mesh.data": 2, "batch.micro": 1, "batch.accumulation": 4,
+                   "batch.mode": "scan"}, 4),
+    "hybrid zero1 x tensor, scan": ({"mesh.strategy": "zero1", "mesh.data": 2, "mesh.tensor": 2, "batch.micro": 2,
+                                     "batch.accumulation": 2, "batch.mode": "scan"}, 8),
+    "hybrid zero2 x tensor, scan": ({"mesh.strategy": "zero2", "mesh.data": 2, "mesh.tensor": 2, "batch.micro": 2,
+                                     "batch.accumulation": 2, "batch.mode": "scan"}, 8),
+    "hybrid zero3, multisteps": ({"mesh.data": 2, "batch.micro": 2, "batch.accumulation": 2}, 4),
+    "fsdp 4 x tensor 2": ({"mesh.tensor": 2, "batch.micro": 4}, 8),
+    "data 2 x context 4": ({"mesh.data": 2, "mesh.context": 4, "batch.micro": 8}, 8),
+    "tensor 4, sequence parallel": ({"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4,
+                                     "batch.micro": 8}, 8),
+    "fsdp 2 x context 2 x tensor 2, sequence parallel": (
+        {"mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 8}, 8),
+    "zero1 x context 2, scan": ({"mesh.strategy": "zero1", "mesh.context": 2, "batch.micro": 4,
+                                 "batch.accumulation": 2, "batch.mode": "scan"}, 4),
+    "context 2, learned positions": ({"mesh.context": 2, "model.position": "learned", "batch.micro": 16}, 2),
+    "unrolled dots, zero3": ({"model.scan": False, "remat.policy": "dots", "batch.micro": 8}, 2),
+    "layers gathered ahead": ({"mesh.prefetch": 2, "batch.micro": 4}, 4),
+    "unrolled, nothing recomputed": ({"model.scan": False, "remat.policy": "none", "batch.micro": 4}, 4),
+    "padded vocabulary x tensor": ({"model.vocab_size": 63, "model.vocab_multiple": 4, "mesh.tensor": 4,
+                                    "model.n_kv_heads": 4, "batch.micro": 16}, 4),
+    "padded vocabulary, full loss": ({"model.vocab_size": 63, "model.vocab_multiple": 4, "mesh.tensor": 2,
+                                      "loss.kind": "full", "batch.micro": 8}, 4),
+}
+
+
+def one_device(overrides):
+    """The same model and global batch in one piece on one device."""
+    same = {key: value for key, value in overrides.items() if key.startswith("model.")}
+    return run_losses(small_program({**same, "model.vocab_multiple": 1, "batch.micro": 16}))
+
+
+@pytest.fixture(scope="module")
+def one():
+    known = {}
+    return lambda overrides: known.setdefault(
+        str({k: v for k, v in overrides.items() if k.startswith("model.")}), one_device(overrides))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_equal_those_of_one_device(name, one):
+    overrides, devices = LAYOUTS[name]
+    np.testing.assert_allclose(run_losses(small_program(overrides, devices)), one(overrides), rtol=EQUAL)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mesh=st.sampled_from([(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (2, 2, 2, 1)]),
+       strategy=st.sampled_from(sorted(STRATEGIES)), accumulation=st.sampled_from([1, 2, 4]),
+       mode=st.sampled_from(["multisteps", "scan"]),
+       remat=st.sampled_from(["none", "full", "selective", "dots", "sqrt", "minimal"]), scan=st.booleans(),
+       loss=st.sampled_from(["full", "chunked"]), sequence=st.booleans())
+def test_any_product_equals_one_device(one, mesh, strategy, accumulation, mode, remat, scan, loss, sequence):
+    ranks = mesh[0] * mesh[1]
+    overrides = {"batch.micro": 16 // (ranks * accumulation), "batch.accumulation": accumulation,
+                 "batch.mode": mode, "mesh.strategy": strategy, "remat.policy": remat, "model.scan": scan,
+                 "loss.kind": loss, "mesh.sequence_parallel": sequence,
+                 **{f"mesh.{axis}": size for axis, size in zip(AXES, mesh)}}
+    losses = run_losses(small_program(overrides, math.prod(mesh)), steps=6)
+    np.testing.assert_allclose(losses, one({})[:6], rtol=EQUAL)
+
+
+def state_bytes(program):
+    """Bytes of the state on one device, as compiled."""
+    arguments = program.compile().memory_analysis().argument_size_in_bytes
+    return arguments - sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(program.batch_shapes))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_is_divided_exactly(strategy):
+    """12 bytes a parameter of master and moments: all of it under ddp, a share of it under the others."""
+    alone = small_program()
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(alone.state.params))
+    scalars = state_bytes(alone) - 12 * parameters  # steps, counts and tallies are whole everywhere
+    assert 0 < scalars < 64
+    for data, fsdp in ((1, 2), (1, 8), (2, 4)):
+        program = small_program({"mesh.strategy": strategy, "mesh.data": data, "mesh.fsdp": fsdp}, data * fsdp)
+        ways = fsdp if STRATEGIES[strategy].stored else 1
+        assert state_bytes(program) == 12 * parameters / ways + scalars
+
+
+def test_what_is_not_divided_is_biases_alone():
+    """Biases of heads and MLP have no width to divide: whole under zero3, and the padding of the vocabulary shows."""
+    program = small_program({"model.bias": True, "model.vocab_size": 63, "model.vocab_multiple": 8}, 8)
+    names = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(program.state.params):
+        if leaf.sharding.shard_shape(leaf.shape) == leaf.shape:
+            names[path[-1].key] = leaf.size
+    assert set(names) == {"b_q", "b_k", "b_v", "b_up"}
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+    whole = sum(names.values())
+    bare = state_bytes(small_program()) - 12 * sum(leaf.size for leaf in jax.tree.leaves(small_program().state.params))
+    assert state_bytes(program) == 12 * ((parameters - whole) / 8 + whole) + bare
+    assert program.state.params["w_token"].shape == (64, 32)
+
+
+def in_blocks(text, direction):
+    """Collectives of the scanned blocks: `direction` jvp (forward) or transpose (backward)."""
+    phase = {"jvp": "/jvp(blocks)/while", "transpose": "/transpose(jvp(blocks))/while"}[direction]
+    return [one for ones in collectives(text).values() for one in ones if phase in one[2]]
+
+
+def test_tensor_parallel_blocks_reduce_twice_in_each_direction():
+    """Shoeybi et al. 2019: after attention and after the MLP, and before each on the way back."""
+    program = small_program({"mesh.tensor": 2, "remat.policy": "none"}, 2)
+    text = program.compile().as_text()
+    for direction in ("jvp", "transpose"):
+        assert [kind for kind, _, _ in in_blocks(text, direction)] == ["all-reduce"] * 2
+
+
+def test_sequence_parallel_blocks_gather_in_and_scatter_out():
+    """Korthikanti et al. 2022, section 4.2.2; in the backward pass the inputs are gathered once more for the
+    gradients of the parameters."""
+    config = small_config({"mesh.tensor": 2, "mesh.sequence_parallel": True, "remat.policy": "none",
+                           "precision.preset": "bf16", "model.n_layers": 8})
+    text = build(config, described("h100:2")).compile().as_text()
+    # Small collectives are combined into one, and one that runs alone prints no operands: what counts is how many
+    # arrays come out, whole [B, L, D] or this rank's [B, L/2, D].
+    made = {"all-gather": "[8,32,32]", "reduce-scatter": "[8,16,32]", "all-reduce": "[8,32,32]"}
+    whole = [{kind: sum(result.count(shape) for other, result, _ in ones if other == kind)
+              for kind, shape in made.items()} for ones in collectives(text).values()]
+    assert {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 0} in whole
+    assert {"all-gather": 4, "reduce-scatter": 2, "all-reduce": 0} in whole
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_zero3_gathers_one_layer_at_a_time_and_twice(remat):
+    """No array that a collective makes holds a stack of layers; a matrix is gathered forward and once more back."""
+    text = small_program({"remat.policy": remat, "model.n_layers": 6}, 4).compile().as_text()
+    results = [result for ones in collectives(text).values() for kind, result, _ in ones]
+    assert results and not [result for result in results if re.search(r"\[6,", result)]
+    for direction in ("jvp", "transpose"):
+        gathered = [result for kind, result, _ in in_blocks(text, direction) if kind == "all-gather"]
+        assert sum("32,48]" in result or "48,32]" in result for result in gathered) == 3  # gate, up, down
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_are_reduced_once_an_update(strategy):
+    """In-step accumulation: no collective inside the loop over micro-batches; one for each update after it."""
+    program = small_program({"mesh.strategy": strategy, "batch.mode": "scan", "batch.accumulation": 4}, 4)
+    text = program.compile().as_text()
+    ones = [one for ones in collectives(text).values() for one in ones]
+    assert not [operation for _, _, operation in ones if "transpose(jvp" in operation]
+    assert [operation for _, _, operation in ones if "/reduce/" in operation]
+    per_step = small_program({"mesh.strategy": "zero2", "batch.mode": "scan", "batch.accumulation": 4}, 4)
+    text = per_step.compile().as_text()
+    assert [one for ones in collectives(text).values() for one in ones if "transpose(jvp" in one[2]]
+
+
+def test_no_device_sees_the_whole_batch_or_all_logits():
+    # 88: no other dimension, nor a product of two, is that wide or half as wide.
+    program = small_program({"mesh.tensor": 2, "loss.kind": "full", "batch.micro": 2, "model.vocab_size": 88,
+                             "model.vocab_multiple": 8}, 8)
+    text = program.compile().as_text()
+    rows, vocabulary = program.batch.rows, program.model.vocab_size
+    # Tokens of the fsdp group alone are gathered whole, as integers, for the divided table.
+    assert not re.search(rf"f32\[{rows},32,(32|{vocabulary}|{vocabulary // 2})\]", text)
+    assert re.search(rf"f32\[2,32,{vocabulary // 2}\]", text)
+    assert not re.search(rf"f32\[\d+,32,{vocabulary}\]", text)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_described_gpus_scatter_gradients(strategy):
+    config = small_config({"mesh.strategy": strategy, "precision.preset": "bf16"})
+    text = build(config, described("h100:4")).compile().as_text()
+    kinds = {kind for kind, _, operation in (one for ones in collectives(text).values() for one in ones)}
+    assert "reduce-scatter" in kinds
+    large = [result for ones in collectives(text).values() for kind, result, _ in ones
+             if kind == "all-reduce" and re.search(r"\[\d+,\d+", result)]
+    assert not large, "a gradient is reduced whole"
+
+
+def test_prefetch_gathers_ahead_at_a_price():
+    """More of the parameters are whole at once, and XLA is told to pipeline."""
+    devices = described("h100:4")
+    keys = {"precision.preset": "bf16", "model.n_layers": 12, "model.d_model": 256, "batch.micro": 1}
+    programs = [build(small_config({**keys, "mesh.prefetch": ahead}), devices) for ahead in (0, 2)]
+    assert [bool(program.compiler_options) for program in programs] == [False, True]
+    temps = [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
+    assert temps[1] > temps[0]
+    assert not small_program({"mesh.prefetch": 2}, 4).compiler_options  # options of the GPU compiler
+
+
+def test_colliding_axes_are_refused_with_both_dimensions():
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 2}, jax.devices()[:2]))
+    with pytest.raises(ValueError, match=r"collide on mesh axis fsdp: d_model -> .*fsdp.* and d_model -> .*fsdp"):
+        layout.spec(("d_model", "d_model"), divided=True)
+
+
+@pytest.mark.parametrize(("overrides", "devices", "message"), [
+    ({"mesh.data": 3}, 8, "does not multiply to the 8"), ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
+    ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 does not divide over fsdp 5"),
+    ({"mesh.tensor": 8}, 8, "kv_heads=2 does not divide over tensor 8"),
+    ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),
+    ({"mesh.context": 4, "data.seq_len": 36}, 4, "data.seq_len=36 does not divide over 2 x mesh.context 4"),
+    ({"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31}, 2, "does not divide over tensor 2"),
+    ({"mesh.context": 2, "model.dropout": 0.1}, 2, "ring attention has no dropout"),
+    ({"mesh.context": 2, "model.attention": "naive"}, 2, "set model.attention=auto"),
+    ({"model.vocab_multiple": 0}, 1, "model.vocab_multiple=0"),
+    ({"model.vocab_size": 63, "mesh.tensor": 2}, 2, "vocab=63 does not divide over tensor 2")])
+def test_what_does_not_divide_is_refused(overrides, devices, message):
+    with pytest.raises(ValueError, match=message):
+        build(small_config(overrides), jax.devices()[:devices])

@@ -1,0 +1,128 @@
+"""`remat.policy=auto` in real programs: the arithmetic of `none`, within its budget, refused in a line, agreed on."""
+
+import jax
+import numpy as np
+import pytest
+
+from bytescope.memory.analyze import report_of
+from bytescope.train.__main__ import main
+from bytescope.train.errors import DoesNotFit
+from bytescope.train.planning.remat_auto import decide
+from bytescope.train.program import build
+from support.described import WIDE_GPU, compile_described
+from support.toy import run_losses, small_config, small_program
+
+KEYS = {"model.n_layers": 4, "model.attention": "naive", "batch.micro": 32}
+MESH = {"mesh.data": 2, "mesh.fsdp": 2, "batch.micro": 8}
+
+
+def allocated(overrides, devices=1):
+    return report_of(small_program(overrides, devices).compile_for_report()).allocated_bytes
+
+
+def between(overrides, share, devices=1):
+    """A budget between what `full` and `none` allocate, in bytes as a key has it."""
+    low, high = (allocated({**overrides, "remat.policy": policy}, devices) for policy in ("full", "none"))
+    assert low < 0.8 * high
+    return str(round(low + share * (high - low)))
+
+
+@pytest.fixture(scope="module")
+def low():
+    return between(KEYS, 0.2)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run_losses(small_program({**KEYS, "remat.policy": "none"}), 3)
+
+
+@pytest.mark.parametrize(("overrides", "devices"), [({}, 1), (MESH, 4)], ids=str)
+def test_losses_equal_none_within_the_budget(overrides, devices, low, plain):
+    keys, told = {**KEYS, **overrides}, []
+    budget = low if overrides != MESH else between(keys, 0.2, devices)
+    config = small_config({**keys, "remat.policy": "auto", "remat.budget": budget, "remat.cost": "flops"})
+    program = build(config, jax.devices()[:devices], told.append)
+    assert program.config.remat.policy == "full" and program.config.remat.layers
+    assert config.remat.policy == "auto"  # the caller's is left alone
+    assert program.decided.startswith("auto: ") and f"{len(told)} programs compiled" in program.decided
+    assert told[0].startswith("auto: 4 x full: ")
+    report = report_of(program.compile_for_report())
+    assert report.allocated_bytes <= int(budget) and sum(report.work["recompute"]["flops"].values()) > 0
+    np.testing.assert_allclose(run_losses(program, 3), plain, rtol=1e-5)
+
+
+def test_unrolled_layers_with_room_make_nothing_again(plain):
+    """The graph is that of a loop over the layers; the program has none."""
+    program = small_program({**KEYS, "model.scan": False, "remat.policy": "auto", "remat.cost": "flops"})
+    assert report_of(program.compile_for_report()).work["recompute"]["flops"] == {}
+    np.testing.assert_allclose(run_losses(program, 3), plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"remat.budget": "0"}, "remat.budget=0: a device may hand out"),
+    ({"remat.budget": "-3GiB"}, "remat.budget: '-3GiB' is no size"), ({"remat.budget": "x"}, "'x' is no size"),
+    ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device may hand out"),
+    ({"remat.cost": "dollars"}, "remat.cost"), ({"remat.granularity": "parts"}, "set remat.granularity=block"),
+    ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto")])
+def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
+    words = ["--config.train.cache_dir=none", *(f"--config.{key}={value}" for key, value in keys.items())]
+    assert main(["--config=tiny", "--config.remat.policy=auto", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_budget_below_full_is_three(capsys, tmp_path):
+    words = ["--config=tiny", "--config.model.n_layers=2", "--config.remat.policy=auto", "--config.remat.budget=2MiB",
+             "--config.train.cache_dir=none", f"--workdir={tmp_path / 'run'}"]
+    assert main(words) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: remat.policy=auto: the least that recomputation comes to is ")
+    assert "more than 2.00 MiB" in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
+    """What is recomputed changes no curve: the same run directory goes on."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text("to be or not to be, that is the question. " * 400)
+    words = ["--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.data.source={tmp_path / 'text'}",
+             "--config.model.d_model=32", "--config.model.n_layers=2", "--config.model.d_ff=64",
+             "--config.model.n_heads=2", "--config.model.n_kv_heads=1", "--config.model.d_head=16",
+             "--config.mesh.fsdp=-1", "--config.data.seq_len=32", "--config.train.sample_tokens=0",
+             "--config.train.cache_dir=none", "--config.train.eval_sequences=8", "--config.train.tensorboard=False",
+             "--config.remat.policy=auto"]
+    assert main([*words, "--config.train.steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "auto: 2 x full: " in out and "programs" in out.split("devices", 1)[1]
+    assert main([*words[:-1], "--config.remat.policy=none", "--config.train.steps=3", "--extend"]) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+
+
+def test_ranges_copy_no_parameters():
+    """Two ranges under one policy hold what one does; split stacks would be a copy of all layers' parameters."""
+    shape = {**WIDE_GPU, "batch.micro": 1, "model.d_ff": 4096, "data.seq_len": 256, "remat.policy": "full"}
+    one, two = (compile_described("h100", {**shape, "remat.layers": layers}) for layers in ("()", "(0-2:full,2-4:full)"))
+    copied = 4 * (2 * 512 * 512 + 2 * 512 * 512 + 3 * 512 * 4096) * 2  # bytes of all layers' matrices in bfloat16
+    assert two.stats.temp_bytes - one.stats.temp_bytes < copied / 4
+
+
+def test_the_first_process_decides():
+    """Its memory is the limit and its plan the one that all take, whatever another would find."""
+    config = small_config({"remat.policy": "auto"})
+    plan = {"remat.policy": "full", "remat.layers": "(0-1:up,1-3:full)"}
+    for answer in ((plan, "as the first has it"), None):
+        answers = [10**5, answer]
+
+        def first(value, answers=answers):
+            return answers.pop(0)
+
+        if answer is None:
+            with pytest.raises(DoesNotFit, match="remat.policy=auto"):
+                decide(config, jax.devices()[:1], build, lambda line: None, first)
+        else:
+            taken, line = decide(config, jax.devices()[:1], build, lambda line: None, first)
+            assert taken.remat.layers == ("0-1:up", "1-3:full") and line == answer[1]
+        assert not answers
+    with pytest.raises(ValueError, match="remat.policy=auto differs from process 0, which has none"):
+        build(config, jax.devices()[:1], agree=lambda value: "none")

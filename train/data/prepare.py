@@ -1,0 +1,152 @@
+"""`bytescope prepare`: turns text into the token shards that `train.data.shards` reads."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bytescope.train.data.corpus import INDEX, ShardFiles, Text, find, texts
+from bytescope.train.data.shards import DTYPES, READERS, SPLITS
+from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
+from bytescope.train.errors import UserError
+
+
+def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
+                 advance: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
+    """Tokenises `text` into `out`, a part at a time, and returns the content of index.json.
+
+    `advance` is told the bytes of text done. Everything is written into a folder of its own within `out` and
+    moved when complete. Raises UserError if `out` already holds shards or the text is too little to part.
+    """
+    _refuse_used(out)
+    partial = out / ".prepare"
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    dtype = next(name for name, kind in DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(kind).max)
+
+    def told(pieces: Iterable[str | None]) -> Iterator[str | None]:
+        for piece in pieces:
+            yield piece
+            advance(len((piece or "").encode()))
+
+    try:
+        shards = []
+        for split, part in zip(SPLITS, text.split(), strict=True):
+            arrays = tokenize(told(texts(part.documents)), tokenizer)
+            shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
+        if {shard["split"] for shard in shards} != set(SPLITS):
+            raise UserError(f"{text.title!r} holds too little text to train on and to hold out: give more")
+        index = {"dtype": dtype, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,
+                 "tokenizer_hash": tokenizer.identity, "separator": tokenizer.separator, "shards": shards}
+        names = [shard["file"] for shard in shards]
+        if isinstance(tokenizer, JsonTokenizer):  # a copy, so that the folder can move to another machine
+            index["tokenizer"] = "tokenizer.json"
+            shutil.copyfile(tokenizer.path, partial / "tokenizer.json")
+            names.append("tokenizer.json")
+        with _synced(partial / INDEX) as file:
+            file.write(json.dumps(index, indent=1).encode() + b"\n")
+        for name in [*names, INDEX]:  # the index last: a folder that has one is whole
+            os.replace(partial / name, out / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return index
+
+
+def _write_split(folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.ndarray],
+                 shard_tokens: int) -> list[dict[str, Any]]:
+    """Writes `arrays` into shards of `shard_tokens` and returns their entries of index.json."""
+    shards: list[dict[str, Any]] = []
+    left = (array for array in arrays if len(array))
+    waiting = next(left, None)
+    while waiting is not None:
+        name, room = f"{split}_{len(shards):05d}.bin", shard_tokens
+        with _synced(folder / name) as file:
+            while waiting is not None and room:
+                part, rest = waiting[:room], waiting[room:]
+                file.write(part.astype(dtype).tobytes())
+                room -= len(part)
+                waiting = rest if len(rest) else next(left, None)
+        shards.append({"file": name, "tokens": shard_tokens - room, "split": split})
+    return shards
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file whose content is on the disk once it is closed: no name may come before its content."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out={out} is a file: give a folder")
+    used = [path.name for path in out.glob("*") if path.name == INDEX or path.suffix in READERS]
+    if used:
+        raise UserError(f"--out={out} already holds {min(used)}: give an empty folder, or clear this one")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message} (see --help)")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="bytescope prepare", allow_abbrev=False,
+                     description="Turn text into token shards that bytescope train maps into memory.")
+    parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a tokenizer.json")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
+                        help="tokens of one shard (default 100000000)")
+    args = parser.parse_args(argv)
+    if args.shard_tokens < 1:
+        raise UserError(f"--shard-tokens={args.shard_tokens} is not positive: leave it out for 100000000")
+    return args
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    text = find(args.source, "--source")
+    if isinstance(text, ShardFiles):
+        raise UserError(f"--source={args.source!r} holds token shards: give text, or train on it as it is")
+    source = Path(args.source).expanduser()
+    if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"--out={args.out} lies within the source: give a folder outside of {args.source}")
+    tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tokenising", total=sum(d.stop - d.start for d in text.documents))
+        index = write_shards(text, tokenizer, args.out, args.shard_tokens,
+                             lambda size: progress.advance(task, size))
+    tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
+    print(f"{args.out}: {len(index['shards'])} shards of {index['dtype']}, {tokens['train']:,} tokens to "
+          f"train on and {tokens['heldout']:,} held out; use with --config.data.source={args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: the process's) and returns the exit code, 0 or 2."""
+    try:
+        _prepare(_arguments(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"error: {error.filename or '--out'} cannot be written ({error.strerror}): "
+              "make room, or choose another --out", file=sys.stderr)
+        return UserError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Token shards: memory-mapped files of token ids, with or without the index that `train.data.prepare` writes.
+
+A prepared folder holds `train_00000.bin` ... and `heldout_00000.bin` ... (little-endian unsigned integers, no
+header), the tokenizer.json if one was used, and `index.json`, which names them and is written last. Without
+an index, .bin and .npy files are taken as they are.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescope.train.data.corpus import HELD_OUT, INDEX, ShardFiles
+from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
+from bytescope.train.errors import UserError
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+SPLITS = ("train", "heldout")
+# A word of its own: `latest.bin` is no test set.
+HELD_OUT_NAME = re.compile(r"(?<![a-z])(val|valid|validation|eval|evaluation|held_?out|test)(?![a-z])")
+INDEX_KEYS = {"dtype": str, "vocab_size": int, "tokenizer": str, "tokenizer_hash": str, "shards": list}
+SHARD_KEYS = {"file": str, "tokens": int, "split": str}
+SCAN_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A memory-mapped file of tokens, integers [n]; `split` is "train", "heldout" or "" where unmarked."""
+
+    path: Path
+    tokens: np.ndarray
+    split: str
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Token shards in the order in which they are read; `index` is the content of index.json, or empty."""
+
+    found: ShardFiles
+    shards: tuple[Shard, ...]
+    index: dict[str, Any]
+    skipped = 0
+
+    @property
+    def title(self) -> str:
+        return self.found.title
+
+    @property
+    def paths(self) -> set[Path]:
+        return {shard.path.resolve() for shard in self.shards}
+
+    @property
+    def recorded_tokenizer(self) -> tuple[str, str] | None:
+        """Name or path of the tokenizer that made the shards, and its hash; None if they do not say."""
+        if not self.index:
+            return None
+        name = self.index["tokenizer"]
+        path = name if name == ByteTokenizer.name else str(self.found.folder / name)
+        return path, self.index["tokenizer_hash"]
+
+    def split(self) -> tuple["Shards", "Shards"]:
+        """Returns what trains and what is held out: the marked shards, else the last one, else its end."""
+        if any(shard.split == "heldout" for shard in self.shards):
+            return self.training_part(), self.held_out_part()
+        *first, last = self.shards
+        if first:
+            return replace(self, shards=tuple(first)), replace(self, shards=(last,))
+        cut = len(last.tokens) - len(last.tokens) // HELD_OUT
+        ends = last.tokens[:cut], last.tokens[cut:]
+        return tuple(replace(self, shards=(replace(last, tokens=tokens),)) for tokens in ends)
+
+    def training_part(self) -> "Shards":
+        """Returns the shards that are not marked as held out."""
+        return replace(self, shards=tuple(shard for shard in self.shards if shard.split != "heldout"))
+
+    def held_out_part(self) -> "Shards":
+        """Returns the shards marked as held out, or all if none is."""
+        marked = tuple(shard for shard in self.shards if shard.split == "heldout")
+        return replace(self, shards=marked or self.shards)
+
+    def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
+        """Returns the tokens of each shard; they were made earlier, so `tokenizer` has no part in it."""
+        return [shard.tokens for shard in self.shards]
+
+    def vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Returns the largest token + 1: as the index says, else by reading all shards once."""
+        if self.index:
+            return self.index["vocab_size"]
+        return 1 + max((_largest(shard) for shard in self.shards), default=-1)
+
+    def identity(self, arrays: list[np.ndarray]) -> bytes:
+        """Returns a hash of names, sizes and the ends of each shard: reading all would take too long."""
+        digest = blake2b()
+        for shard, array in zip(self.shards, arrays, strict=True):
+            digest.update(repr((shard.path.name, array.dtype.str, len(array))).encode())
+            digest.update(array[:2048].tobytes() + array[-2048:].tobytes())
+        return digest.digest()
+
+    def count(self) -> str:
+        n = len(self.shards)
+        return f"{n:,} shard{'s' * (n != 1)}"
+
+
+def open_shards(found: ShardFiles, dtype: str) -> Shards:
+    """Maps shards into memory; `dtype` ("uint16" or "uint32") is that of .bin files without an index.json.
+
+    Raises UserError if the index or a shard is damaged, truncated, empty, or of a type that holds no tokens.
+    """
+    if found.folder is None:
+        shards = [Shard(path, READERS[path.suffix](path, dtype), _split_of(path)) for path in found.files]
+        return Shards(found, tuple(shards), {})
+    index = _read_index(found.folder / INDEX)
+    shards = []
+    for entry in index["shards"]:
+        path = found.folder / entry["file"]
+        tokens = READERS[path.suffix](path, index["dtype"])
+        if len(tokens) != entry["tokens"]:
+            raise UserError(f"{path} holds {len(tokens):,} tokens, {INDEX} says {entry['tokens']:,}: "
+                            "copy it again, or prepare the folder again")
+        shards.append(Shard(path, tokens, entry["split"]))
+    return Shards(found, tuple(shards), index)
+
+
+def _split_of(path: Path) -> str:
+    return "heldout" if HELD_OUT_NAME.search(path.stem.lower()) else "train"
+
+
+def _open_bin(path: Path, dtype: str) -> np.ndarray:
+    itemsize = DTYPES[dtype].itemsize
+    size = _size(path)
+    if size % itemsize:
+        raise UserError(f"{path} is truncated: {size:,} bytes are no whole number of {dtype} tokens; "
+                        "copy it again, or set data.dtype to what it holds")
+    return np.memmap(path, DTYPES[dtype], mode="r")
+
+
+def _open_npy(path: Path, dtype: str) -> np.ndarray:
+    size = _size(path)
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} of {size:,} bytes is truncated or no .npy file ({reason}): "
+                        "save it again") from None
+    if tokens.ndim != 1 or tokens.dtype.name not in NPY_DTYPES:
+        raise UserError(f"{path} holds {tokens.dtype.name} {list(tokens.shape)}: "
+                        f"save one axis of tokens as one of {', '.join(NPY_DTYPES)}")
+    if not len(tokens):
+        raise UserError(f"{path} is empty: leave it out, or save it again")
+    return tokens
+
+
+READERS: dict[str, Callable[[Path, str], np.ndarray]] = {".bin": _open_bin, ".npy": _open_npy}
+
+
+def _size(path: Path) -> int:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): prepare the folder again") from None
+    if not size:
+        raise UserError(f"{path} is empty: leave it out, or prepare it again")
+    return size
+
+
+def _largest(shard: Shard) -> int:
+    largest = 0
+    for start in range(0, len(shard.tokens), SCAN_TOKENS):
+        part = shard.tokens[start:start + SCAN_TOKENS]
+        if part.min() < 0:
+            raise UserError(f"{shard.path} holds the token {part.min()}: token ids start at 0; save it again")
+        largest = max(largest, int(part.max()))
+    return largest
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        entries = [(index, INDEX_KEYS), *((shard, SHARD_KEYS) for shard in index["shards"])]
+        wrong = [key for entry, keys in entries for key, kind in keys.items() if type(entry[key]) is not kind]
+        wrong += [s["file"] for s in index["shards"] if Path(s["file"]).suffix not in READERS]
+        wrong += [s["split"] for s in index["shards"] if s["split"] not in SPLITS]
+        if wrong or not index["shards"] or index["dtype"] not in DTYPES:
+            raise ValueError(f"wrong {wrong[0]!r}" if wrong else "no shards, or a dtype that is not known")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"no key {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} cannot be used ({reason}): prepare the folder again") from None
+    return index

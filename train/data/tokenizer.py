@@ -1,0 +1,163 @@
+"""Text to token ids and back: plain bytes, or a Hugging Face `tokenizer.json`.
+
+A tokenizer has `name`, `identity` (what the data's fingerprint keeps), `vocab_size`, `separator` (the id that
+ends a document, or None), `encode`, `encode_many` and `decode`.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bytescope.train.errors import UserError
+
+# The names under which published tokenizers keep the token that ends a text; a token that only
+# begins one also parts two documents, so those come last.
+SEPARATORS = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]",
+    "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]",
+)  # fmt: skip
+
+# Characters tokenised at a time: enough to keep every core of the tokenizer busy, little enough to stream.
+GROUP_CHARS = 1 << 22
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; byte 0, which text does not use, parts documents."""
+
+    name = identity = "bytes"
+    vocab_size = 256
+    separator: int | None = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, uint8 [n]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text; bytes that are not UTF-8, and ids that are no byte, become U+FFFD."""
+        # 255 occurs nowhere in UTF-8, so it stands for whatever is not a byte.
+        return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", errors="replace")
+
+
+class IdTokenizer(ByteTokenizer):
+    """For shards that do not say how they were made: tokens are shown as the numbers they are."""
+
+    name = identity = "ids"
+    separator = None
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids written in `text` as decimal numbers, uint32 [n]; id 0 if there are none."""
+        ids = [int(word) for word in text.split() if word.isdecimal()]
+        return np.array(ids or [0], np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the numbers, parted by spaces."""
+        return " ".join(str(int(i)) for i in ids)
+
+
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`, without the special tokens, truncation and padding it may add."""
+
+    def __init__(self, path: Path, setting: str):
+        """Reads the file. Raises UserError if it cannot be read or the tokenizers package is missing."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError(f"{setting} needs the tokenizers package: pip install tokenizers") from None
+        try:
+            content = path.read_bytes()
+            self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the package raises bare Exception for a file it cannot parse
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"{setting} cannot be read as a tokenizer.json ({reason}): "
+                "give the file saved by Hugging Face tokenizers, or 'bytes'"
+            ) from None
+        # A file made for inference may cut or pad every text; documents must come through whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.name = path.name
+        self.path = path
+        self.identity = hashlib.sha256(content).hexdigest()[:16]
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{setting} has an empty vocabulary: give a trained tokenizer.json")
+        # Ids may have gaps, so their number would be too small.
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.separator = next((vocabulary[token] for token in SEPARATORS if token in vocabulary), None)
+        self._dtype = np.min_scalar_type(self.vocab_size - 1)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, the smallest unsigned integer that holds them, [n]."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text; the texts are tokenised in parallel."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text, special tokens included; ids outside of the vocabulary become U+FFFD."""
+        pieces, known = [], []
+        for i in map(int, ids):
+            if 0 <= i < self.vocab_size:
+                known.append(i)
+                continue
+            pieces += [self._decode(known), "\ufffd"]
+            known = []
+        return "".join([*pieces, self._decode(known)])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
+    """Returns the tokenizer that `name` ("bytes", or the path of a tokenizer.json) stands for.
+
+    `key` names the setting in messages. Raises UserError if the file is missing or unreadable, or the
+    tokenizers package is not installed.
+    """
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    path, setting = Path(name).expanduser(), f"{key}={name!r}"
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not name or not path.is_file():
+        raise UserError(f"{setting} is no file: give 'bytes' or the path of a tokenizer.json")
+    return JsonTokenizer(path, setting)
+
+
+def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yields the tokens of `texts`, in order, as unsigned integers [n]; None marks the end of a document.
+
+    A document may come in several texts. Its end becomes the tokenizer's separator, or nothing if there is
+    none. At most about `GROUP_CHARS` characters are held at a time.
+    """
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    end = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype)
+    group: list[str | None] = []
+    chars = 0
+    for text in texts:
+        group.append(text)
+        chars += len(text or "")
+        if chars >= GROUP_CHARS:
+            yield from _tokenize_group(group, tokenizer, end)
+            group, chars = [], 0
+    yield from _tokenize_group(group, tokenizer, end)
+
+
+def _tokenize_group(group, tokenizer, end) -> Iterator[np.ndarray]:
+    encoded = iter(tokenizer.encode_many([text for text in group if text is not None]))
+    for text in group:
+        yield end if text is None else next(encoded)

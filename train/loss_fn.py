@@ -1,0 +1,38 @@
+"""The loss of a program: the model over parameters and a batch, and the cross-entropy at its end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from bytescope.model import Precision
+from bytescope.model.attention.ring import zigzag
+from bytescope.train.losses import LOSSES, LossSettings
+from bytescope.train.parallel.layout import Layout
+
+
+def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
+                       micro: int) -> Callable[..., jax.Array]:
+    """cross_entropy(x_BLD, w_head, targets_BL) -> sum over counted tokens, float32 nats."""
+    positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
+    settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits,
+                            config.model.tie_embeddings)
+    return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
+
+
+def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
+              micro: int) -> Callable[..., jax.Array]:
+    """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
+    cross_entropy = make_cross_entropy(config, layout, precision, micro)
+
+    def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:
+        transformer = nnx.merge(graph, params)
+        if layout.ring:
+            batch = {name: zigzag(x_BL, layout.ring.size) for name, x_BL in batch.items()}
+        x_BLD = transformer.hidden(batch["inputs"], dropout_key_B)
+        with jax.named_scope("loss"):
+            return cross_entropy(x_BLD, transformer.head(), batch["targets"])
+
+    return loss

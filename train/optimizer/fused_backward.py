@@ -1,0 +1,185 @@
+"""Backward pass and update as one loop over layers: a layer's gradient is gone before the next one's is made.
+
+As in LOMO (Lv et al. 2023, arXiv 2306.09782), here with any row of the optimizers, each layer's moments beside it.
+The forward loop keeps what the remat policy of each layer keeps. The backward loop carries the stacks of parameters
+and optimizer state, takes layer i out, pulls the gradient back through it and puts the updated layer in its place.
+Embedding, final norm and head are updated outside of it. Since a layer's gradient is used before those of the layers
+in front are known, it can be clipped by its own norm, not by that of all.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.attention.ring import zigzag
+from bytescope.model.order import row_major
+from bytescope.train.optimizer.host_offload import fetch
+from bytescope.train.optimizer.partwise import Leaves, Part, PartwiseUpdate
+from bytescope.train.optimizer.rules import clip_scale, squares
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass
+class _Pullback:
+    """The gradient of one layer: which of its residuals are kept, and where the others are found again.
+
+    Filled while the forward loop is traced; the backward loop builds each layer's pullback anew from it.
+    """
+
+    tree: Any = None
+    sources: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+
+    def split(self, pullback: Any, own: Leaves) -> Leaves:
+        """The residuals that have to be kept: not the layer's parameters, which the backward loop has at hand."""
+        leaves, self.tree = jax.tree.flatten(pullback)
+        places, kept, self.sources = {id(leaf): place for place, leaf in enumerate(own)}, [], []
+        for leaf in leaves:
+            if not isinstance(leaf, jax.core.Tracer):  # a constant
+                self.sources.append(("here", leaf))
+            elif id(leaf) in places:
+                self.sources.append(("own", places[id(leaf)]))
+            else:
+                self.sources.append(("kept", len(kept)))
+                kept.append(leaf)
+        return kept
+
+    def join(self, kept: Leaves, own: Leaves) -> Any:
+        """The pullback of the layer with these residuals and parameters."""
+        find = {"own": lambda place: own[place], "kept": lambda place: kept[place], "here": lambda leaf: leaf}
+        return self.tree.unflatten([find[where](place) for where, place in self.sources])
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedBackward:
+    """(params, opt_state, batch, dropout_key_B, tokens, rounding_key) -> (loss sum in nats, new params, new opt_state).
+
+    Args:
+      graph: of the whole Transformer; cross_entropy: (x_BLD, w_head, targets_BL) -> sum in nats.
+      weights: parameters on their way in, gradients on their way out; update: of parts of the parameters.
+      dropout: whether the keys are used.
+    """
+
+    graph: nnx.GraphDef
+    cross_entropy: Callable[..., jax.Array]
+    weights: Any
+    update: PartwiseUpdate
+    dropout: bool
+
+    def __call__(self, params: Any, opt_state: Any, batch: Batch, key_B: jax.Array, tokens: jax.Array,
+                 rounding: jax.Array) -> tuple[jax.Array, Any, Any]:
+        computed = self.weights.copy(params)
+        key_B = key_B if self.dropout else None
+        rest = fetch({name: tree for name, tree in computed.items() if name != "blocks"})
+        if ring := self.weights.layout.ring:
+            batch = {name: zigzag(x_BL, ring.size) for name, x_BL in batch.items()}
+
+        def transformer(rest):
+            return nnx.merge(self.graph, {**rest, "blocks": computed["blocks"]})
+
+        def end(rest, x_BLD):
+            model = transformer(rest)
+            x_BLD = model.finish(x_BLD)
+            with jax.named_scope("loss"):
+                return self.cross_entropy(x_BLD, model.head(), batch["targets"])
+
+        x_BLD, pull_begin = jax.vjp(lambda rest: transformer(rest).begin(batch["inputs"], key_B), rest)
+        with jax.named_scope("blocks"):
+            x_BLD, kept = self._forward(transformer(rest), computed["blocks"], x_BLD, key_B)
+        loss, pull_end = jax.vjp(end, rest, x_BLD)
+        d_end, d_BLD = pull_end(jnp.ones_like(loss))
+        # Copies under zero1 and zero2 are what the layers computed with; else the masters themselves.
+        stack = None if computed is params else computed["blocks"]
+        blocks, total, d_BLD = self._backward(params, opt_state, stack, kept, d_BLD, tokens, rounding)
+        d_begin, = pull_begin(d_BLD)
+        grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
+        return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
+
+    def _forward(self, model: Any, stack: Any, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, list]:
+        """(output of the last block, for each segment its pullback, residuals [layers, ...], numbers and unroll)."""
+        out = []
+        for segment, block in model.layers():
+            recipe = _Pullback()
+
+            def layer(x_BLD, number, block=block, recipe=recipe):
+                own = jax.tree.map(row_major, fetch(_layer(stack, number)))
+                y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, own, number, key_B), x_BLD, own)
+                return y_BLD, recipe.split(pullback, jax.tree.leaves(own))
+
+            numbers = jnp.arange(segment.start, segment.stop)
+            at_once = model.at_once(segment)
+            x_BLD, kept = jax.lax.scan(layer, x_BLD, numbers, unroll=at_once)
+            out.append((recipe, kept, numbers, at_once))
+        return x_BLD, out
+
+    def _backward(self, params: Any, opt_state: Any, copies: Any, segments: list, d_BLD: jax.Array,
+                  tokens: jax.Array, rounding: jax.Array) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
+        """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
+        # What is gathered or scattered over its last dimension the compiler for GPUs transposes: without `row_major` it
+        # transposes the stacks instead, the optimizer's too, and copies of all layers are held.
+        part = self._stack()
+        p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
+        shared, inverse = self.update.shared(s), self._inverse(tokens)
+
+        def layer(carry, xs, recipe):
+            d_BLD, stacks, total = carry
+            kept, number = xs
+            source = stacks[0] if copies is None else jax.tree.leaves(copies)
+            own = [row_major(fetch(_layer(leaf, number))) for leaf in source]
+            d_BLD, d_own = recipe.join(kept, own)(d_BLD)
+            grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
+            grads = jax.tree.leaves(grads)
+            if self.weights.layout.mesh.size > 1:  # on one device it would transpose the activations of the product
+                grads = [row_major(grad) for grad in grads]
+            with jax.named_scope("optimizer"):
+                square = squares(grads)
+                stacks = self.update.layer(part, number, *stacks, grads, shared, self._scale(square, inverse),
+                                           rounding)
+            return (d_BLD, stacks, total + square), None
+
+        carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
+        for recipe, kept, numbers, at_once in reversed(segments):
+            carry, _ = jax.lax.scan(lambda carry, xs, recipe=recipe: layer(carry, xs, recipe), carry, (kept, numbers),
+                                    reverse=True, unroll=at_once)
+        return carry[1], carry[2], carry[0]
+
+    def _kept_as(self, grads: Any) -> Any:
+        """Gradients of some of the parameters as their update takes them."""
+        axes = {name: self.weights.axes[name] for name in grads}
+        return dataclasses.replace(self.weights, axes=axes).gradients(grads)
+
+    def _finish(self, params: Any, opt_state: Any, blocks: tuple[Leaves, Leaves], grads: Any, total: jax.Array,
+                tokens: jax.Array, rounding: jax.Array) -> tuple[Any, Any]:
+        """(new params, new opt_state): everything outside of the blocks updated too."""
+        update, part = self.update, self._stack()
+        p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
+        shared, inverse = update.shared(s), self._inverse(tokens)
+        for places, leaves, values in ((part.params, p, blocks[0]), (part.kept, s, blocks[1])):
+            for place, value in zip(places, values):
+                leaves[place] = value
+        with jax.named_scope("optimizer"):
+            square = squares(grads)
+            g = jax.tree.leaves({**grads, "blocks": params["blocks"]})  # at the places of the parameters
+            rest = [own for own in update.parts[0] if own is not part]
+            scales = dict.fromkeys([own.group for own in rest], self._scale(square, inverse))
+            update.run(rest, p, s, g, shared, scales, rounding)
+            return update.result(p, s, shared, jnp.sqrt(total + square) * inverse, opt_state[0])
+
+    def _stack(self) -> Part:
+        return next(part for part in self.update.parts[0] if part.stacked)
+
+    def _inverse(self, tokens: jax.Array) -> jax.Array:
+        return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+
+    def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
+        """From a summed gradient whose squares sum to `square` to the mean one, clipped by its own norm."""
+        return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)
+
+
+def _layer(stack: Any, number: jax.Array) -> Any:
+    """Layer `number` of every stacked leaf."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), stack)

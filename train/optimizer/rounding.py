@@ -1,0 +1,59 @@
+"""Updates applied to parameters, in float32, and rounded to the dtype that the parameters are stored in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.model import Precision
+
+_MULTIPLIER, _MIX = jnp.uint32(747_796_405), jnp.uint32(277_803_737)
+
+
+def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
+    """uint32 of `shape`, by the place of each element and `key` alone: the same on every mesh.
+
+    `first`: the row, along the first axis of a larger array, with which this piece of it begins.
+
+    The place, counted by `key`'s odd stride from its start, goes through the permutation of PCG-RXS-M-XS (O'Neill
+    2014; as a hash, Jarzynski & Olano 2020). Compilers fuse it into what reads it: no array of
+    bits need exist.
+    """
+    start, stride = jax.random.bits(key, (2,), jnp.uint32)
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        here = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        place = place * jnp.uint32(size) + here + (jnp.asarray(first).astype(jnp.uint32) if axis == 0 else 0)
+    state = (start + place * (stride | jnp.uint32(1))) * _MULTIPLIER + jnp.uint32(2_891_336_453)
+    word = ((state >> ((state >> jnp.uint32(28)) + jnp.uint32(4))) ^ state) * _MIX
+    return (word >> jnp.uint32(22)) ^ word
+
+
+def round_stochastic(x: jax.Array, key: jax.Array, first: jax.Array | int = 0) -> jax.Array:
+    """float32 `x` in bfloat16: up with the probability that makes the mean `x` (Gupta et al. 2015, arXiv 1502.02551).
+
+    Random low bits are added to the bit pattern and what is below bfloat16 is cut off. What is no finite number, or
+    a bfloat16 already, stays as it is. `first` as in `random_bits`.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(key, x.shape, first) >> jnp.uint32(16))
+    rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def apply_update(param: jax.Array, update: jax.Array, precision: Precision, key: jax.Array, number: int,
+                 first: jax.Array | int = 0) -> jax.Array:
+    """`param + update`, the sum in float32 and rounded to the parameter's dtype by `precision.rounding`.
+
+    `key`: of this update, from which parameter `number` of the tree draws its own; `first` as in `random_bits`.
+    """
+    total = param.astype(jnp.float32) + update.astype(jnp.float32)
+    if precision.rounding == "stochastic":
+        return round_stochastic(total, jax.random.fold_in(key, number), first)
+    return total.astype(param.dtype)
+
+
+def apply_updates(params: Any, updates: Any, precision: Precision, key: jax.Array) -> Any:
+    """`apply_update` of every parameter of the tree."""
+    leaves, tree = jax.tree.flatten(params)
+    return tree.unflatten([apply_update(*pair, precision, key, number)
+                           for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates)))])

@@ -1,0 +1,168 @@
+"""Optimizers and accumulation as rows of tables; gradients come as sums over tokens."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from ml_collections import ConfigDict
+
+from bytescope.train.batch import BatchAlgebra
+from bytescope.train.optimizer.adam_8bit import scale_by_adam_8bit
+from bytescope.train.optimizer.param_matrices import adafactor, muon
+
+# What a norm is taken of where gradients are clipped: all of them, or each layer's and all others'.
+CLIPS = ("global", "layer")
+
+
+class ClipState(NamedTuple):
+    """`grad_norm`: global L2 norm of the mean gradient before clipping, float32 scalar."""
+
+    grad_norm: jax.Array
+
+
+def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm: float32.
+
+    The division happens here, after accumulation, so that micro-batches weigh by their unmasked
+    tokens and not each the same. `factor` is what the loss was multiplied by (train/optimizer/loss_scale.py).
+    `max_norm` 0 does not clip. The norm is kept for the metrics.
+    """
+    def init(params):
+        del params
+        return ClipState(jnp.zeros((), jnp.float32))
+
+    def update(updates, state, params=None, *, tokens, factor=1.0, **extra):
+        del state, params, extra
+        with jax.named_scope("grad_norm"):
+            inverse = 1.0 / (jnp.maximum(tokens, 1).astype(jnp.float32) * factor)
+            updates = _float32(updates)
+            norm = optax.tree.norm(updates) * inverse
+            scale = clip_scale(norm, inverse, max_norm)
+        return jax.tree.map(lambda g: g * scale, updates), ClipState(norm)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`rule` over parameters of any dtype as if they were float32: so is its state, but for what the rule narrows."""
+    def init(params):
+        # Of zeros: parameters may be abstract here.
+        return rule.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
+
+    def update(updates, state, params=None):
+        return rule.update(updates, state, None if params is None else _float32(params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
+    """The factor from a summed gradient to the mean one, `inverse`, with its `norm` brought down to `max_norm`."""
+    return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
+
+
+def squares(leaves: Any) -> jax.Array:
+    """The float32 sum of squares of all leaves."""
+    return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(leaves)), jnp.float32(0.0))
+
+
+def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
+    """Linear warm-up, then a cosine to `end_fraction` of the peak at `steps` updates."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
+    return optax.schedules.warmup_cosine_decay_schedule(
+        peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction)
+
+
+# How a learning rate follows the batch, as a power of its tokens: linear for SGD (Goyal et al. 2017, arXiv
+# 1706.02677), the root for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287; Krizhevsky 2014, arXiv 1404.5997).
+SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlgebra) -> optax.Schedule:
+    """The schedule times what `batch_scaling` makes of the tokens of each update.
+
+    Raises:
+      ValueError: scaling without the batch that the learning rate is for.
+    """
+    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
+    if not power:
+        return schedule
+    if base < 1:
+        raise ValueError(f"optimizer.batch_scaling={config.batch_scaling} with optimizer.base_batch_tokens={base}: "
+                         "give the tokens of the batch that optimizer.learning_rate was found for")
+    unit = batch.rows * batch.seq_len / base
+    return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
+
+
+def describe_scaling(config: ConfigDict, batch: BatchAlgebra) -> str:
+    """The scaling of the learning rate in one line, "" for none."""
+    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
+    if not power:
+        return ""
+    sizes = [batch.tokens_at(start) for start, _ in batch.schedule or ((0, batch.accumulation),)]
+    factors = [(size / base) ** power for size in sizes]
+    several = lambda form, values: " then ".join(form.format(value) for value in values)  # noqa: E731
+    return (f"{config.learning_rate:g} x {several('{:.4g}', factors)} = "
+            f"{several('{:.4g}', [config.learning_rate * factor for factor in factors])} "
+            f"({config.batch_scaling}, {several('{:,}', sizes)} / {base:,} tokens)")
+
+
+def decayed(params: Any) -> Any:
+    """True for matrices: leaves named `w_*`. Biases `b_*`, norm scales and their biases are not decayed."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1].key).startswith("w_"), params)
+
+
+def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=mu_dtype)
+
+
+# name -> how mean gradients become a direction; decay and learning rate follow alike for every row. AdamW is
+# Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
+OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] = {
+    "adamw": _adam,
+    "adamw_bf16": lambda config: _adam(config, "bfloat16"),
+    "adamw_8bit": lambda config: scale_by_adam_8bit(config.b1, config.b2, config.eps),
+    "adafactor": lambda config: adafactor(),
+    "adagrad": lambda config: optax.scale_by_rss(0.0, config.eps),
+    "rmsprop": lambda config: optax.scale_by_rms(config.b2, config.eps),
+    "momentum": lambda config: optax.trace(config.momentum),
+    "lion": lambda config: optax.scale_by_lion(config.b1, config.b2),
+    "muon": lambda config: muon(config.momentum, _adam(config)),
+}
+
+
+# Rows whose update of a table's row reads nothing of the other rows; muon leaves tables to AdamW.
+ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
+
+
+def make_rule(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """From the mean, clipped gradient to what is added to the parameters, in float32."""
+    return in_float32(optax.chain(
+        OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale_by_learning_rate(schedule)))
+
+
+def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
+                   multisteps: int | Callable[[jax.Array], jax.Array], accumulator: DTypeLike = jnp.float32) -> Any:
+    """The optimizer of `config.optimizer`; its update takes `tokens`, the unmasked tokens of the update.
+
+    With `multisteps` above 1, or a function of the update, it is wrapped in `optax.MultiSteps`, which sums the
+    gradients of that many calls in an `accumulator` tree of its own; for 1 that tree would be pure loss, so there is no
+    wrapping.
+    """
+    chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule))
+    if multisteps == 1:
+        return chain
+    return optax.MultiSteps(chain, multisteps, use_grad_mean=False, accumulator_dtype=accumulator)
+
+
+def grad_norm(opt_state: Any) -> jax.Array:
+    """The norm that `mean_and_clip` saw last."""
+    inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
+    return inner[0].grad_norm

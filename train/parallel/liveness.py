@@ -1,0 +1,144 @@
+"""The line between the processes of one run: once all are there (train/parallel/rendezvous.py), when one ends all end.
+
+Process 0 listens where jax's own coordinator will listen afterwards; the others connect and stay connected for as
+long as the run lasts. A process that dies closes its connection, whatever it was waiting for, so the others know
+within milliseconds: jax alone tells after its heartbeats, with a C++ abort, and a collective may hang for ever.
+The same line carries the few small values that every process must agree on: stop now, this checkpoint is damaged.
+
+Messages are JSON lines: `vote value`, `result values`, `error code text`, `end code text`, `bye`.
+"""
+
+import contextlib
+import math
+import os
+import queue
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from bytescope.train.errors import Lost
+from bytescope.train.parallel.rendezvous import LINGER_S, Peer
+
+AGAIN = "start all processes again with the same command, the run resumes from its last checkpoint"
+
+
+class Link:
+    """The line in use. A thread reads it, so that the end of another process is noticed at any moment.
+
+    That thread alone ends this process, by `leave(code)`: at once, without waiting for what can no longer come.
+    """
+
+    def __init__(self, index: int, count: int, peers: dict[int, Peer], leave: Callable[[int], Any] = os._exit):
+        self.index, self.count, self._peers, self._leave = index, count, peers, leave
+        self._lock = threading.RLock()  # of the connections, the votes and the verdict
+        self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._votes: list[deque[Any]] = [deque() for _ in range(count)]
+        self._code: int | None = None  # the exit code, once the end is near
+        self._deadline = math.inf
+        self._reader = threading.Thread(target=self._read, name="link", daemon=True)
+        self._reader.start()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, in the order of their numbers; waits for all."""
+        if self.index:
+            self._send("vote", value)
+        else:
+            self._vote(0, value)
+        return self._results.get()
+
+    def fail(self, code: int, text: str) -> NoReturn:
+        """Prints the error and ends all processes with exit code `code`. Of several errors the first wins."""
+        self._announce(code, text)
+        self._reader.join()
+        raise SystemExit(code)
+
+    def settle(self, seconds: float) -> None:
+        """Waits for news of another process; does not return if there are any."""
+        self._reader.join(seconds)
+        if self._code is not None:
+            self._reader.join()
+
+    def close(self) -> None:
+        """Leaves in peace, when all others do."""
+        self._send("bye")
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
+        self._reader.join(LINGER_S)
+        self._close_connections()  # not before: an end without a `bye` is a death
+
+    @property
+    def label(self) -> str:
+        """What stands before the errors of this process; process 0 needs nothing."""
+        return f"[process {self.index}] " if self.index else ""
+
+    def _send(self, *message: Any) -> None:
+        """To all that this process is connected to."""
+        with self._lock:
+            for peer in self._peers.values():
+                peer.send(*message)
+
+    def _vote(self, index: int, value: Any) -> None:
+        """On process 0: one process has given its value; the last one makes the result."""
+        with self._lock:
+            self._votes[index].append(value)
+            if all(self._votes):
+                values = [votes.popleft() for votes in self._votes]
+                self._send("result", values)
+                self._results.put(values)
+
+    def _announce(self, code: int, text: str) -> None:
+        with self._lock:
+            if self._code is not None:
+                return
+            self._code, self._deadline = code, time.monotonic() + LINGER_S
+            with contextlib.suppress(OSError, ValueError):
+                if sys.stdout.isatty():
+                    sys.stdout.write("\x1b[?25h")  # the progress display may have hidden the cursor
+                sys.stdout.flush()
+                print(f"{self.label}error: {text}", file=sys.stderr, flush=True)
+            self._send("end" if self.index == 0 else "error", code, text)
+
+    def _read(self) -> None:
+        for index, peer in self._peers.items():
+            for message in peer.early:
+                self._take(index, peer, message)
+        with selectors.DefaultSelector() as selector:
+            for index, peer in self._peers.items():
+                selector.register(peer, selectors.EVENT_READ, index)
+            # jax's coordinator lives in process 0, which is therefore the last to go.
+            while selector.get_map() and time.monotonic() < self._deadline:
+                for key, _ in selector.select(1.0):
+                    index, peer, messages = key.data, key.fileobj, key.fileobj.receive()
+                    for message in messages or ():
+                        self._take(index, peer, message)
+                    if messages is None:
+                        selector.unregister(peer)
+                        if not peer.said_bye:
+                            self._announce(Lost.exit_code, f"process {index} died: {AGAIN}")
+        if self._code is not None:
+            self._close_connections()
+            self._leave(self._code)
+
+    def _close_connections(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def _take(self, index: int, peer: Peer, message: list[Any]) -> None:
+        match message:
+            case ["vote", value]:
+                self._vote(index, value)
+            case ["result", list(values)]:
+                self._results.put(values)
+            case ["error", int(code), str(text)]:
+                self._announce(code, f"process {index}: {text}")
+            case ["end", int(code), str(text)]:
+                self._announce(code, text)
+                self._deadline = 0.0
+            case ["bye"]:
+                peer.said_bye = True

@@ -1,0 +1,187 @@
+"""Several processes that train one model: who they are, that all are there, and what they must agree on.
+
+Each process runs `bytescope train` with its own devices; jax joins them into one mesh. Process 0 writes the run
+directory and speaks to the user; every process reads its own rows of the data and writes its own shards.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from bytescope.train.errors import Lost, UserError
+from bytescope.train.parallel.liveness import Link
+from bytescope.train.parallel.rendezvous import meet
+
+# A launcher that jax knows how to ask leaves one of these; without them nothing is asked, which on some machines
+# would take seconds.
+LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX",
+             "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+FLAGS = ("coordinator", "process", "processes")
+NEWS_S = 5.0  # how long an error waits for the news that another process caused it
+
+
+class Address(NamedTuple):
+    """Where a process finds the others, and its place among them."""
+
+    host: str
+    port: int
+    index: int
+    count: int
+    launched: bool  # found by asking a launcher
+
+    def __str__(self) -> str:
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a run in several processes."""
+    group = parser.add_argument_group("several processes", "found by themselves under SLURM and Open MPI; otherwise")
+    group.add_argument("--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all")
+    group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
+    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for all to come (300)")
+
+
+def find(args: argparse.Namespace) -> Address | None:
+    """The address by flag or launcher; None for a run of one process.
+
+    Raises:
+      UserError: flags that do not go together.
+    """
+    if args.timeout <= 0:
+        raise UserError(f"--timeout={args.timeout:g}: give a positive number of seconds")
+    given = {name: getattr(args, name) for name in FLAGS}
+    if given == {"coordinator": None, "process": None, "processes": 1}:
+        return None
+    if missing := [f"--{name}" for name in FLAGS if given[name] is None]:
+        if len(missing) < len(FLAGS):
+            raise UserError(f"{' and '.join(missing)} missing: --coordinator, --process and --processes go together")
+        return _launched(args.timeout)
+    host, port = _host_port(args.coordinator)
+    if args.processes < 1 or not 0 <= args.process < args.processes:
+        raise UserError(f"--process={args.process} --processes={args.processes}: processes are numbered from 0 "
+                        "to one less than their number")
+    return Address(host, port, args.process, args.processes, False) if args.processes > 1 else None
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--coordinator={text}: give HOST:PORT, such as node1:4567")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _launched(timeout: float) -> Address | None:
+    if not any(os.environ.get(name) for name in LAUNCHERS):
+        return None
+    from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which does not tell
+
+    try:
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, int(timeout))
+    except Exception as error:  # whatever a launcher's environment lacks
+        raise UserError(f"the launcher's environment cannot be read ({error}): give --coordinator, --process and "
+                        "--processes") from error
+    if address is None or count is None or index is None or count == 1:
+        return None
+    return Address(*_host_port(address), index, count, True)
+
+
+class Processes:
+    """The processes of a run as one of them sees them; without a link it is alone."""
+
+    def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
+        self.index, self.count, self._link = index, count, link
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes the run directory and speaks to the user."""
+        return self.index == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes in order; every process must ask, in the same order."""
+        return [value] if self._link is None else self._link.gather(value)
+
+    def from_first(self, value: Any) -> Any:
+        """Process 0's value."""
+        return self.gather(value if self.first else None)[0]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends all processes with the error of one that is raised inside, and the exit code of its kind.
+
+        What unwinds outside of it must not wait for other processes.
+        """
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if self._link is None:
+                raise
+            if isinstance(error, UserError):
+                self._link.fail(error.exit_code, str(error))
+            if isinstance(error, KeyboardInterrupt):
+                self._link.fail(130, "interrupted")
+            # A collective breaks when another process dies; if that is so, it is the error to tell.
+            self._link.settle(NEWS_S)
+            import traceback
+
+            traceback.print_exc()
+            self._link.fail(1, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+    def close(self) -> None:
+        """Waits for all to be done, then leaves."""
+        if self._link is None:
+            return
+        import jax
+
+        self.gather(None)
+        jax.distributed.shutdown()
+        self._link.close()
+
+
+ALONE = Processes()
+
+
+def start(args: argparse.Namespace) -> Processes:
+    """Joins the processes of the run. Call before jax starts a backend.
+
+    Raises:
+      UserError: flags that do not go together, or a port that is taken.
+      Lost: not all came in time.
+    """
+    address = find(args)
+    if address is None:
+        return ALONE
+    began = time.monotonic()
+    peers = meet(address.host, address.port, address.index, address.count, args.timeout)
+    link = Link(address.index, address.count, peers)
+    processes = Processes(address.index, address.count, link)
+    with processes.together():
+        left = max(args.timeout - (time.monotonic() - began), 60.0)
+        _start_jax(address, left)
+    return processes
+
+
+def _start_jax(address: Address, timeout: float) -> None:
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    if address.index:
+        _await_port(address, timeout)
+    jax.distributed.initialize(
+        str(address), address.count, address.index, initialization_timeout=int(timeout),
+        cluster_detection_method=None if address.launched else "deactivate")
+
+
+def _await_port(address: Address, timeout: float) -> None:
+    """Returns when jax's coordinator listens: its clients take a second for every attempt that comes too early."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=timeout):
+            return
+        time.sleep(0.02)
+    raise Lost(f"process 0 came, but its coordinator does not listen at {address}")

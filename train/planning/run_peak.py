@@ -1,0 +1,79 @@
+"""What a run holds on a device besides a call of the step: the loop's batches, and the programs beside the step."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.memory.attribution.runtime_overheads import Loop
+from bytescope.memory.devices.compiler import stats_of
+from bytescope.train.optimizer.host_offload import chosen, is_hosted, turns
+
+if TYPE_CHECKING:  # which imports train.planning.remat_auto, which imports this
+    from bytescope.train.program import Program
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of described arrays on one device, without those in host memory."""
+    return sum(_sizes(tree))
+
+
+def _sizes(tree: Any) -> list[int]:
+    return [math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree) if not is_hosted(leaf)]
+
+
+def kept(program: "Program") -> Loop:
+    """What the loop keeps on a device beside a call's arguments: bytes, for the report.
+
+    While the last call of an update runs, the update's other batches are still there and the next update's already
+    are (train/data/feed.py): one call's is among the arguments. The metrics of one update before are not read yet.
+    """
+    return Loop(waiting=tuple(_sizes(program.batch_shapes)) * (2 * program.calls_per_update - 1), results=1)
+
+
+def peaks(program: "Program") -> dict[str, int]:
+    """Bytes that the other programs of a run come to on a device, the state they make or leave alone included.
+
+    Each is compiled for the program's devices, present or described: "init", by turns where some of the state goes to
+    host memory; "evaluation" of one held-out micro-batch, the next one there; "sample", the text at the end of a run.
+    A run's peak is the most of these and of its step.
+    """
+    state = device_bytes(program.state)
+    batch = device_bytes(program.eval_shapes)
+    evaluation = program.evaluate.lower(program.state.params, program.eval_shapes)
+    found = {"init": max(_init(program)), "evaluation": state + 2 * batch + _own(evaluation)}
+    if program.config.train.sample_tokens:
+        found["sample"] = state + _own(_sample(program))
+    return found
+
+
+def _own(lowered: jax.stages.Lowered) -> int:
+    """Temporaries and results of a program, bytes on one device."""
+    stats = stats_of(lowered.compile())
+    return (stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
+
+
+def _init(program: "Program") -> Iterator[int]:
+    """Bytes while each turn of `Program.init` runs: what the turns before it left on the device and its own."""
+    from bytescope.train.program import init_state
+
+    def make(seed):
+        return init_state(program.transformer(nnx.Rngs(params=jax.random.key(seed))), program.parts.optimizer,
+                          program.parts.scaling)
+
+    # With a place of its own, for described devices: results in host memory name none.
+    seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
+    leaves, made = jax.tree.leaves(program.state), 0
+    for places in turns(program.state):
+        yield made + _own(chosen(make, leaves, places).lower(seed))
+        made += device_bytes([leaves[place] for place in places])
+
+
+def _sample(program: "Program") -> jax.stages.Lowered:
+    from bytescope.train.sample import lower_generate
+
+    return lower_generate(program)

@@ -1,0 +1,206 @@
+"""Checkpoints: Orbax, asynchronous and atomic, verified by content when they are read.
+
+Orbax renames a finished checkpoint into place, so a kill leaves either all of it or none. It does
+not notice a flipped byte, however: each checkpoint therefore carries a checksum per array, made on
+the device and independent of the mesh, and a state that does not match is damaged.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from bytescope.train.errors import UserError
+from bytescope.train.optimizer.host_offload import fetch, is_hosted
+from bytescope.train.parallel.processes import ALONE, Processes
+from bytescope.train.run.runtime import stderr_held
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """Sum of the array's bit patterns, each weighted by an odd number of its place, modulo 2**32."""
+    bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (place * jnp.uint32(2_654_435_762) + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_checksum(leaf) for leaf in fetch(leaves)]
+
+
+def checksums(state: Any) -> jax.Array:
+    """One uint32 per leaf of `state`, in tree order; the same on every mesh, and in either memory."""
+    leaves = jax.tree.leaves(state)
+    sums = dict(enumerate(leaves))
+    here = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
+    sums |= zip(here, _checksums([leaves[place] for place in here]))
+    for place in sums.keys() - set(here):  # one after the other: they need not fit the device together
+        sums[place] = jax.block_until_ready(_checksums([leaves[place]])[0])
+    return jnp.stack([sums[place] for place in range(len(leaves))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands: optimizer updates done and sequences consumed."""
+
+    step: int
+    sequences: int
+
+
+def portable(state: Any) -> Any:
+    """`state` without what only its way of accumulating needs, so that any way can go on from it.
+
+    Between updates `optax.MultiSteps` holds a zero accumulator and counters that the step tells.
+    """
+    if isinstance(state.opt_state, optax.MultiStepsState):
+        return dataclasses.replace(state, opt_state=state.opt_state.inner_opt_state)
+    return state
+
+
+def complete(state: Any, abstract: Any) -> Any:
+    """The inverse of `portable` for a program whose state is `abstract`."""
+    wrapped = abstract.opt_state
+    if not isinstance(wrapped, optax.MultiStepsState):
+        return state
+    rest = wrapped._replace(inner_opt_state=())
+    zeros = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
+                    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest))()
+    # A copy of the step: the state is donated leaf by leaf, and no buffer twice.
+    return dataclasses.replace(state, opt_state=zeros._replace(
+        inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step))
+
+
+def describe(state: Any) -> dict[str, str]:
+    """Path -> dtype and shape of every leaf, such as float32[4,8]."""
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
+    """The first array that is not the same in both, "" if there is none."""
+    path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
+    return path and f"{path} is {saved.get(path, 'not in it')}, not {wanted.get(path, 'wanted')}"
+
+
+class Checkpoints:
+    """The checkpoints of one run: the newest `keep` and the one with the best held-out loss.
+
+    Every process of the run calls every method, in the same order; each writes and reads its own shards.
+    """
+
+    def __init__(self, workdir: Path, keep: int, processes: Processes = ALONE):
+        if keep < 1:
+            raise UserError(f"train.keep={keep}: keep at least 1 checkpoint, or a run cannot be resumed")
+        self.root, self.aside, self._processes = workdir / "checkpoints", workdir / "damaged", processes
+        policies = [preservation_policy.LatestN(keep),
+                    preservation_policy.BestN(n=1, get_metric_fn=lambda m: m["eval_loss"], reverse=True,
+                                              keep_checkpoints_without_metrics=False)]
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            best_fn=lambda metrics: metrics["eval_loss"], best_mode="min",
+            enable_async_checkpointing=True, create=True)
+        # Before Orbax lists what is there.
+        self._unlisted = processes.from_first(self._set_aside_unlisted() if processes.first else None)
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates every save
+        self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, oldest first, as process 0 sees them."""
+        return self._processes.from_first(sorted(self._manager.all_steps()))
+
+    def save(self, state: Any, position: Position, eval_loss: float | None = None) -> None:
+        """Starts writing `state`; returns once it is copied off the device, so it may be donated."""
+        state = portable(state)
+        meta = {**dataclasses.asdict(position), "checksums": np.asarray(checksums(state)).tolist(),
+                "arrays": describe(state)}
+        self._manager.save(
+            position.step, metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
+
+    def restore(self, abstract: Any, warn: Callable[[str], None]) -> tuple[Any, Position] | None:
+        """The newest undamaged checkpoint, laid out as `abstract` says, whatever mesh or accumulation wrote it.
+
+        A damaged one is reported through `warn` and moved aside, never deleted; then the one before is tried.
+        None if there is no checkpoint.
+
+        Raises:
+          UserError: the newest one holds another model or optimizer.
+        """
+        for step in self._unlisted:
+            warn(f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self.aside}")
+        while steps := self.steps():
+            read = self._read(steps[-1], portable(abstract))
+            if not isinstance(read, str):
+                return complete(read[0], abstract), read[1]
+            aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
+            self._manager.reload()
+            warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before")
+        return None
+
+    def _read(self, step: int, wanted: Any) -> tuple[Any, Position] | str:
+        """The state and position of a checkpoint, or the damage that any of the processes found."""
+        # Without the manager: its restore ends with a barrier, at which a process that read well would wait for
+        # ever for one that did not.
+        folder = self._manager.directory / str(step)
+        state, damage = None, ""
+        with stderr_held() as complaints:
+            try:
+                meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
+                position = Position(int(meta["step"]), int(meta["sequences"]))
+                arrays, sums = dict(meta["arrays"]), meta["checksums"]
+                if other := _difference(arrays, describe(wanted)):
+                    raise UserError(f"checkpoint {step} in {self.root} holds another model or optimizer ({other}): "
+                                    "choose another --workdir")
+                with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+                    state = handler.restore(folder / "state", args=ocp.args.StandardRestore(wanted))
+            except UserError:
+                raise
+            except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
+                damage = " ".join(str(error).split())[:120] or type(error).__name__
+            complaints.drop = bool(damage)
+        if found := list(filter(None, self._processes.gather(damage))):
+            return found[0]
+        if position.step != step or np.asarray(checksums(state)).tolist() != sums:
+            return "its arrays do not match their checksums"
+        return state, position
+
+    def _set_aside(self, step: int) -> Path:
+        self.aside.mkdir(exist_ok=True)
+        target = next(path for n in itertools.count(1) if not (path := self.aside / f"{step}.{n}").exists())
+        (self.root / str(step)).rename(target)
+        return target
+
+    def _set_aside_unlisted(self) -> list[int]:
+        """Moves checkpoints whose metrics are no JSON: Orbax would not even list the others."""
+        bad = []
+        for path in self.root.glob("*/metrics/metrics"):
+            try:
+                json.loads(path.read_text())
+            except ValueError:
+                bad.append(int(path.parts[-3]))
+                self._set_aside(bad[-1])
+        return bad
+
+    def wait(self) -> None:
+        """Returns when every started save is in place; raises what went wrong while writing."""
+        self._manager.wait_until_finished()
+        self._processes.gather(None)  # process 0 renames last
+
+    def close(self) -> None:
+        """Waits, then releases the writer threads."""
+        self._manager.close()

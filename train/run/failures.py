@@ -1,0 +1,61 @@
+"""Failures that training can meet and a user can mend, told in one line."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+from bytescope.memory.devices.live import sample
+from bytescope.memory.records import Report
+from bytescope.train.errors import DoesNotFit, UserError
+
+REMEDIES = ("a smaller --config.batch.micro with more --config.batch.accumulation, --config.remat.policy=full, "
+            "more devices on --config.mesh.fsdp, or a shorter --config.data.seq_len")
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.50 GiB, 12.3 MiB."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def refuse_if_too_big(report: Report) -> None:
+    """Raises DoesNotFit, before anything is allocated, for a step that cannot run."""
+    if report.fits is False:
+        excess = size(report.predicted_bytes - report.limit_bytes)
+        raise DoesNotFit(f"the step needs {size(report.predicted_bytes)} a device and the runtime may hand out "
+                         f"{size(report.limit_bytes)}: {excess} too much. Try {REMEDIES}")
+
+
+def _out_of_memory(report: Report | None, device: Any) -> DoesNotFit:
+    live = sample(device)
+    known = [f"predicted {size(report.predicted_bytes)}" if report else "no prediction"]
+    if live and live.peak_bytes:
+        known.append(f"measured peak {size(live.peak_bytes)}")
+    if report and report.limit_bytes:
+        known.append(f"limit {size(report.limit_bytes)}")
+    return DoesNotFit(f"out of device memory: {', '.join(known)}. Try {REMEDIES}")
+
+
+def explain(error: BaseException, report: Report | None, device: Any) -> UserError | None:
+    """The one-line form of `error`, or None for one that only a developer can mend."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text:
+        return _out_of_memory(report, device)
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in text:
+        return UserError("the disk is full: free some space and run the same command again, it resumes from the "
+                         "last checkpoint")
+    return None
+
+
+@contextlib.contextmanager
+def explained(report: Report | None, device: Any) -> Iterator[None]:
+    """Turns what `explain` knows into UserError and lets everything else through."""
+    try:
+        yield
+    except Exception as error:
+        if told := explain(error, report, device):
+            raise told from error
+        raise

@@ -1,0 +1,106 @@
+"""Metrics of a run: one JSON object a row, TensorBoard events, FLOPs and what they say of the device."""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.model import ModelConfig
+from bytescope.train.run.workdir import write_atomically
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Parameters that a token multiplies with once: all matrices but the embedding look-ups."""
+    D, K = model.d_model, model.d_head
+    attention = D * K * (2 * model.n_heads + 2 * model.n_kv_heads)
+    mlp = D * model.d_ff * (3 if model.mlp == "swiglu" else 2)
+    return model.n_layers * (attention + mlp) + D * model.vocab_size
+
+
+def model_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """FLOPs of one training step per token: forward and backward, nothing recomputed.
+
+    6 a matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half as the
+    literature does. Leaves out norms, activations, softmax and the optimizer.
+    """
+    core = 12 * model.n_layers * model.n_heads * model.d_head * seq_len
+    return 6.0 * matmul_parameters(model) + core
+
+
+METRICS = "metrics.jsonl"
+
+
+def has_evaluation(path: Path, step: int) -> bool:
+    """Whether the rows of a run hold the evaluation of `step`."""
+    rows = [_parse(line) for line in _lines(path)]
+    return any(row is not None and row["step"] == step and "eval_loss" in row for row in rows)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The row of a line, None for a torn one."""
+    try:
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class MetricsLog:
+    """`metrics.jsonl`: rows reach the disk one by one.
+
+    Opening drops a torn last line and every row past `step`, so that a resumed run writes them anew.
+    With `enabled=False` it writes nothing: another process does.
+    """
+
+    def __init__(self, path: Path, step: int, enabled: bool = True):
+        self.path, self._file = path, None
+        if not enabled:
+            return
+        kept = [row for line in _lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = open(path, "a")  # noqa: SIM115  (closed by close())
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Events:
+    """TensorBoard scalars of the same rows; `enabled=False` writes nothing."""
+
+    def __init__(self, directory: Path, step: int, enabled: bool):
+        self._writer = None
+        if enabled:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
+                from tensorboardX import SummaryWriter
+            self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else None, flush_secs=10)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Adds the numbers of `row` at its step; nested objects as group/name."""
+        if self._writer is None:
+            return
+        for name, value in row.items():
+            values = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+            for tag, number in values.items():
+                if tag != "step" and isinstance(number, (int, float)):
+                    self._writer.add_scalar(tag, number, row["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

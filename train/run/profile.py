@@ -1,0 +1,153 @@
+"""--profile=STEPS: a trace of a few updates for XProf, TensorBoard and Perfetto, and where their time went.
+
+The trace lies in WORKDIR/profile in the layout of TensorBoard's profile plugin (plugins/profile/<time>/), with
+perfetto_trace.json.gz beside it. Python's own calls are not traced: they would be most of it, and slow the host down.
+Annotations cost nothing while no trace runs, so the loop always has them. With several processes the first one
+traces its devices; the others run the same updates untraced. The device is waited for before the first traced update
+and after the last, nowhere between; training goes on after that, and its losses are those of a run without a trace.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import StepTraceAnnotation, TraceAnnotation
+from rich.console import Console
+
+from bytescope.memory.commands.trace import prediction, to_json
+from bytescope.memory.errors import ReportError
+from bytescope.memory.profile import annotate, breakdown, xplane
+from bytescope.memory.profile.xplane import HOST
+from bytescope.memory.records import Report
+from bytescope.memory.text import profile as profile_text
+from bytescope.train.errors import UserError
+from bytescope.train.run.workdir import write_atomically
+
+FOLDER, BREAKDOWN = "profile", "profile.json"
+# Updates that pay for first calls: compiling small programs, filling caches and pools.
+WARM_UP = 2
+_STEPS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
+_HELP = "--profile=3 traces three updates after the first two, --profile=100-103 those updates"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What --profile asks for: `count` updates after the first two of a start, or those from `first` to `last`; of no
+    text, nothing."""
+
+    text: str
+    count: int = 0
+    first: int = 0
+    last: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Asked":
+        """Raises UserError for what is neither a number of updates nor a range of them."""
+        match = _STEPS.fullmatch(text)
+        if not match:
+            raise UserError(f"--profile={text} names no updates: {_HELP}")
+        if match[2] is None:
+            return cls(text, count=int(text))
+        if int(match[2]) < int(match[1]):
+            raise UserError(f"--profile={text} ends before it begins: {_HELP}")
+        return cls(text, first=int(match[1]), last=int(match[2]))
+
+    def updates(self, start: int, steps: int) -> range:
+        """The updates to trace of a run that is at `start` of `steps`. Raises UserError where it does not do them."""
+        if not self.text:
+            return range(0)
+        first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
+        if first <= start:
+            raise UserError(f"--profile={self.text} begins at update {first}, and this run goes on after {start}: "
+                            f"give updates from {start + 1} to {steps}")
+        if last > steps:
+            raise UserError(f"--profile={self.text} asks for update {last}, and the run ends at {steps}: give fewer, "
+                            "or raise --config.train.steps")
+        return range(first, last + 1)
+
+
+NOTHING = Asked("")
+
+
+def host(name: str) -> TraceAnnotation:
+    """Marks work of the host in a trace: a context manager, its name as the breakdown shows it."""
+    return TraceAnnotation(HOST + name)
+
+
+def hosted(name: str) -> Callable:
+    """The same as a decorator of a function."""
+    return lambda function: jax.profiler.annotate_function(function, name=HOST + name)
+
+
+def update(step: int) -> StepTraceAnnotation:
+    """Marks update `step` of the run, the first being 1."""
+    return StepTraceAnnotation("update", step_num=step)
+
+
+class Profile:
+    """Starts and ends the trace of `updates`; does nothing for an empty range. A context: leaving it ends a trace."""
+
+    def __init__(self, updates: range, workdir: Path, report: Report, console: Console):
+        self.updates, self.workdir, self.report, self.console = updates, workdir, report, console
+        self._running = False
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Ends a trace that an error cut short, without a word: the error is what the user has to see."""
+        if self._running:
+            self._running = False
+            with contextlib.suppress(RuntimeError, OSError):
+                jax.profiler.stop_trace()
+
+    def begins(self, step: int) -> bool:
+        """Whether the trace starts once `step` updates are done."""
+        return bool(self.updates) and step + 1 == self.updates.start
+
+    def ends(self, step: int) -> bool:
+        """Whether the trace ends once `step` updates are done."""
+        return self._running and step == self.updates[-1]
+
+    def turn(self, state: Any) -> None:
+        """Starts the trace, or ends it and tells where the time went. Waits for `state` first."""
+        jax.block_until_ready(state)
+        if self._running:
+            self.end()
+            return
+        jax.profiler.start_trace(self.workdir / FOLDER, create_perfetto_trace=True, profiler_options=_options())
+        self._running = True
+
+    def end(self) -> None:
+        """Ends a trace that runs, and tells where the time of its updates went."""
+        if not self._running:
+            return
+        self._running = False
+        jax.profiler.stop_trace()
+        try:
+            self._tell()
+        except ReportError as error:  # what is traced is traced: no reason to stop a run
+            self.console.print(f"warning: no breakdown of the profile: {error}", soft_wrap=True)
+
+    def _tell(self) -> None:
+        path = xplane.find(self.workdir / FOLDER)
+        events = xplane.read(path)
+        found, predicted = breakdown.find(events), prediction(self.report)
+        annotate.name(path, events)
+        write_atomically(self.workdir / BREAKDOWN, json.dumps(to_json(found, predicted), indent=1) + "\n")
+        profile_text.show(found, self.console, predicted)
+        self.console.print(f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
+                           f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev", soft_wrap=True,
+                           highlight=False)
+
+
+def _options() -> jax.profiler.ProfileOptions:
+    """The host's annotations and the device, not Python's calls."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return options
