@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.attribution import assemble, findings, ledger, runtime_overheads
-from bytescope.memory.attribution.batch_axes import activations_of
 from bytescope.memory.attribution.checkpoint_names import Names, places_of
+from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
 from bytescope.memory.costs import collectives, flops, host_transfers, kernels, step_work
+from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, read_compiled
 from bytescope.memory.errors import ReportError
@@ -52,8 +53,6 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
     Raises ReportError for what is no program, a damaged proto, or a target that does not exist.
     """
     if isinstance(target, str):
-        from bytescope.memory.devices import targets
-
         target = targets.parse(target)
     compilation = compilation_of(program, described=bool(getattr(target, "is_described", False)))
     if target is None and compilation.local:
@@ -77,10 +76,11 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
     derived = not program.traces and not (program.allocations and (compilation.proto or _settled(program)))
     source = derive(program.module) if derived else program
-    _place(source, compilation, config or {}, roles)
-    method = "schedule" if derived else "heap_trace"
     try:
-        report = assemble.report(source, roles=roles, names=known, method=method)
+        placed = place(source, compilation, config or {}, roles)
+        look = assemble.attribution_of(source, roles, known)
+        report = assemble.report(look, "schedule" if derived else "heap_trace")
+        report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh), work=kernels.find(look))
     except RecursionError as error:
         raise ReportError("a program nested too deep to be one: dump it again") from error
     stats = compilation.stats or _stats(program)
@@ -90,39 +90,23 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
                                  config=dict(config or {}))
     facts = _facts(report, source.module, target, loop or runtime_overheads.Loop())
     report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
-    report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), source, roles)
+    report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), placed, look.roles)
     moved = host_transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
     report = dataclasses.replace(report, transfers=moved)
-    report = dataclasses.replace(report, work=_work(report, source, compilation.jaxpr, target))
-    return dataclasses.replace(report, findings=findings.find(report, source))
+    report = dataclasses.replace(report, work=_work(report, placed, compilation.jaxpr, target))
+    return dataclasses.replace(report, findings=findings.find(report, placed))
 
 
-def _place(program: hlo_buffers.Program, compilation: Compilation, config: Mapping[str, Any],
-           extra: tuple[tuple[str, str], ...]) -> None:
-    """Gives a program its mesh: that of its arguments, else the config's; and the activations of its jaxpr."""
-    module = program.module
-    axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
-    program.mesh = axes or hlo_mesh.of_config(config, module.devices)
-    program.layouts = hlo_mesh.match(module, layouts)
-    if layouts:
-        program.replicated = frozenset(n for n, layout in program.layouts.items() if layout.local == layout.dims)
-    if compilation.jaxpr is not None and module.devices > 1:
-        roles = assemble.parameter_roles(program, extra)
-        batch = {layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
-                 for number, layout in program.layouts.items() if roles[number] == "batch"}
-        program.activations = activations_of(compilation.jaxpr, batch)
-
-
-def _beside_formulas(report: Report, program: hlo_buffers.Program, roles: tuple[tuple[str, str], ...]) -> Report:
+def _beside_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, str]) -> Report:
     """The report with what the formulas expect of its config, where it has one that they know."""
     config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
-    state = ledger.state_of(report, program, assemble.parameter_roles(program, roles), config)
+    state = ledger.state_of(report, program, roles, config)
     expected = communication.of_config(config, axes, state.parameters * state.tensor)
     return dataclasses.replace(report, communication=collectives.rows(report.collectives, expected),
                                zero=ledger.zero_rows(report, state) if state.strategy else ())
 
 
-def _work(report: Report, program: hlo_buffers.Program, jaxpr: Any, target: Any) -> Mapping[str, Any]:
+def _work(report: Report, program: PlacedProgram, jaxpr: Any, target: Any) -> Mapping[str, Any]:
     """The work of a program for the roofline, {} for one that was not traced: only a jaxpr tells all FLOPs."""
     if jaxpr is None:
         return {}
@@ -131,7 +115,7 @@ def _work(report: Report, program: hlo_buffers.Program, jaxpr: Any, target: Any)
 
 
 def _facts(report: Report, module: Module, target: Any, loop: runtime_overheads.Loop) -> runtime_overheads.Facts:
-    """What the formulas of `attribution.runtime_overheads` ask of a program; without a target they know of no allocator."""
+    """What the table of runtime overheads asks of a program; without a target it knows of no allocator."""
     arguments, results = ([b.bytes for b in report.buffers if b.memory == "device" and b.phase == phase and kind(b)]
                           for phase, kind in (("argument", bool), ("output", lambda b: b.category == "outputs")))
     arrays = [b.bytes for b in report.buffers if b.phase == "output" and b.category == "outputs" and b.dtype]
@@ -200,8 +184,6 @@ def _read(path: Path) -> bytes:
 
 
 def _local() -> Any:
-    from bytescope.memory.devices import targets
-
     return targets.parse("local")
 
 
@@ -227,7 +209,7 @@ def _stats(program: hlo_buffers.Program) -> XlaStats:
         alias_bytes=alias,
         temp_bytes=sum(a.size for a in main if not a.indefinite),
         host_temp_bytes=sum(a.size for a in program.allocations
-                            if a.color == assemble.HOST_COLOR and not a.indefinite))
+                            if a.color == hlo_buffers.HOST_COLOR and not a.indefinite))
 
 
 def _reconcile(report: Report, program: hlo_buffers.Program, stats: XlaStats) -> Report:

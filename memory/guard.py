@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bytescope.memory.devices.limits import parse_bytes
 from bytescope.memory.errors import GuardError, ReportError
 from bytescope.memory.records import Report
+from bytescope.memory.units import parse_bytes
 
 
 def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> Report:
@@ -23,7 +23,7 @@ def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> 
     when there is no bound.
     """
     from bytescope.memory.analyze import analyze
-    from bytescope.memory.text.report import human
+    from bytescope.memory.units import human
 
     report = program if isinstance(program, Report) else analyze(program, **options)
     limit = report.limit_bytes if size is None else parse_bytes(size)

@@ -12,8 +12,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `peak_index`: the point of `timeline` at which it is.
 - `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, and the packed
   temporaries.
-- `unseen`: what the runtime takes besides (`attribution.runtime_overheads`), no part of any figure above; `predicted_bytes`: allocated
-  plus those of them that lie in the allocator's pool.
+- `unseen`: what the runtime takes besides (`RuntimeOverhead`; attribution/runtime_overheads.py has the table), part of
+  no figure above; `predicted_bytes`: allocated plus those of them that lie in the allocator's pool.
 - `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement of `predicted_bytes`; null, null
   and "unknown" when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
@@ -41,9 +41,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.attribution.runtime_overheads import POOL, Unseen, total
 from bytescope.memory.errors import ReportError
 from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
+from bytescope.memory.report_json import one_line, plain, read_item
 
 SCHEMA = 1
 
@@ -58,6 +58,8 @@ METHODS = {
     "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
 }
 VERDICTS = ("fits", "tight", "exceeds", "unknown")
+# Where the bytes lie that the compiler does not count: in the allocator's pool, or on the card outside of it.
+POOL, CARD = "pool", "card"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +144,16 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
+class RuntimeOverhead:
+    """Bytes of one device that no compiler counts. `where`: `POOL` or `CARD`; `source`: where the figure is from."""
+
+    name: str
+    bytes: int
+    where: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
 class XlaStats:
     """The compiler's statistics, main memory only; None where the backend gives none."""
 
@@ -169,7 +181,7 @@ class Report:
     collectives: tuple[Collective, ...] = ()
     zero: tuple[ZeroRow, ...] = ()
     transfers: tuple[Transfer, ...] = ()
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[RuntimeOverhead, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -192,7 +204,11 @@ class Report:
     @property
     def predicted_bytes(self) -> int:
         """What the allocator will count at most: allocated and the unseen items in its pool."""
-        return self.allocated_bytes + total(self.unseen, POOL)
+        return self.allocated_bytes + self.overhead(POOL)
+
+    def overhead(self, where: str) -> int:
+        """Bytes that the runtime takes besides, in the `POOL` or on the `CARD`."""
+        return sum(row.bytes for row in self.unseen if row.where == where)
 
     def moved(self, direction: str) -> int:
         """Bytes that one step moves over a device's host link, "to device" or "to host"."""
@@ -205,7 +221,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
-        out = {key: _plain(getattr(self, key)) for key in KEYS}
+        out = {key: plain(getattr(self, key)) for key in KEYS}
         out["predicted_bytes"] = self.predicted_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
@@ -225,7 +241,7 @@ class Report:
         try:
             return cls(**{key: _read(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:
-            raise ReportError(f"a damaged memory report ({_one_line(error)}): write it again") from error
+            raise ReportError(f"a damaged memory report ({one_line(error)}): write it again") from error
 
 
 # The order of keys in the JSON.
@@ -236,7 +252,7 @@ KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "p
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
           "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
-          "unseen": Unseen}
+          "unseen": RuntimeOverhead}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config", "work", "roofline")
 
@@ -250,25 +266,15 @@ def load(path: str | Path) -> Report:
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path}: not JSON ({_one_line(error)})") from error
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+        raise ReportError(f"{path}: not JSON ({one_line(error)})") from error
 
 
 def _read(key: str, value: Any) -> Any:
     """One key's value as the record holds it. Raises TypeError or ValueError when it is of another kind."""
     if key in _ITEMS:
-        return tuple(_item(_ITEMS[key], item) for item in value)
+        return tuple(read_item(_ITEMS[key], item) for item in value)
     if key == "xla":
-        return _item(XlaStats, value)
+        return read_item(XlaStats, value)
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _COUNTS and (isinstance(value, bool) or not isinstance(value, int)):
@@ -278,23 +284,3 @@ def _read(key: str, value: Any) -> Any:
     if key in ("breakdown", "residuals_by_name", "workspace_by_scope"):
         return {str(row): int(count) for row, count in value.items()}
     return value
-
-
-def _item(record: type, value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise TypeError(f"{record.__name__} is {type(value).__name__}, not an object")
-    known = {f.name: f for f in dataclasses.fields(record)}
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name in known}
-    for name, v in fields.items():
-        allowed = _KINDS[str(known[name].type)]
-        if not isinstance(v, allowed) or (isinstance(v, bool) and bool not in allowed):
-            raise TypeError(f"{record.__name__}.{name} is {v!r}")
-    return record(**fields)
-
-
-_KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
-          "int | None": (int, type(None)), "tuple[int, ...]": (tuple,), "tuple[str, ...]": (tuple,)}
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from bytescope.memory.attribution import lifetimes
-from bytescope.memory.attribution import roles as role_table
+from bytescope.memory.attribution import lifetimes, roles
 from bytescope.memory.attribution.checkpoint_names import MARK, Names
 from bytescope.memory.attribution.ledger import rows as ledger_rows
 from bytescope.memory.attribution.lifetimes import Curve, Life, Value
 from bytescope.memory.attribution.rules import Attribution, buffer_of, categorize, source_line
-from bytescope.memory.costs import collectives, kernels
-from bytescope.memory.hlo.buffers import Allocation, Program
+from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, Program
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.scopes import CONTAINERS, NOISE, Scope
 from bytescope.memory.records import CATEGORIES, Buffer, Report, TimelinePoint
-
-HOST_COLOR = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +26,22 @@ class _Held:
     elements: int
 
 
-def report(program: Program, *, roles: Iterable[tuple[str, str]] = (), names: Names | None = None,
-           method: str = "heap_trace") -> Report:
-    """The report of a program, without target, limits and findings. Rows add up to the byte.
+def attribution_of(program: Program, extra: Iterable[tuple[str, str]] = (), names: Names | None = None) -> Attribution:
+    """What there is to ask about the buffers and operations of a program.
 
-    `roles` are (pattern, role) pairs tried before the default table of argument paths.
+    `extra` are (pattern, role) pairs tried before the default table of argument paths.
     """
-    order = flatten(program.module)
-    flow = Flow(program.module)
-    curve = lifetimes.walk(program, order)
-    numbers = parameter_roles(program, tuple(roles))
-    look = Attribution(program, flow, order, numbers, names or Names())
+    numbers = roles.of_parameters(program, tuple(extra))
+    return Attribution(program, Flow(program.module), flatten(program.module), numbers, names or Names())
+
+
+def report(look: Attribution, method: str = "heap_trace") -> Report:
+    """The report of a program by its buffers alone: no target, limit, collectives, work or findings.
+
+    Rows add up to the byte. `method`: how lifetimes were found, a key of `records.METHODS`.
+    """
+    program = look.program
+    curve = lifetimes.walk(program, look.order)
     last = len(curve.points) - 1
     traced = {event[1] for trace in program.traces for event in trace.events}
     held = [_held(look, allocation, last) for allocation in program.allocations
@@ -50,8 +51,7 @@ def report(program: Program, *, roles: Iterable[tuple[str, str]] = (), names: Na
     temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
     buffers = [item.buffer for item in held if item.buffer.bytes] + [buffer for buffer, _ in temps]
     elements = [item.elements for item in held if item.buffer.bytes] + [count for _, count in temps]
-    made = _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
-    return dataclasses.replace(made, collectives=collectives.find(look), work=kernels.find(look))
+    return _assemble(program, curve, points, base, tuple(buffers), dict(enumerate(elements)), method)
 
 
 def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...], base: int,
@@ -97,17 +97,6 @@ def _memory(color: int) -> str:
 def _loose(allocation: Allocation, traced: set[int]) -> bool:
     """Whether no heap trace speaks of this temporary memory: it is taken as held through the step."""
     return not any(id in traced for id, _, _ in allocation.assigned)
-
-
-def parameter_roles(program: Program, extra: tuple[tuple[str, str], ...] = ()) -> dict[int, str]:
-    """Role of every entry parameter, by number."""
-    module = program.module
-    entry = module.computations.get(module.entry)
-    out = {}
-    for number, id in (entry.parameters if entry else {}).items():
-        path = module.metadata(module.instructions[id]).op_name or module.instructions[id].name
-        out[number] = role_table.role(path, extra)
-    return out
 
 
 def _held(look: Attribution, allocation: Allocation, last: int) -> _Held:

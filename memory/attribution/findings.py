@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.attribution.replicated import replicated_arrays
-from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.mesh import flat
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.records import Buffer, Finding, Report
-from bytescope.memory.text.report import human
+from bytescope.memory.units import human
 
 Seen = tuple[int, str] | None
 
@@ -25,7 +25,7 @@ _STATE = ("params", "optimizer", "accumulator")
 _REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
 
 
-def find(report: Report, program: Program) -> tuple[Finding, ...]:
+def find(report: Report, program: PlacedProgram) -> tuple[Finding, ...]:
     """Findings of a report, those of most bytes first. `program` is what the report was made from."""
     found = []
     for rule, remedy in RULES.items():
@@ -35,7 +35,7 @@ def find(report: Report, program: Program) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: -finding.bytes))
 
 
-def full_logits(report: Report, program: Program) -> Seen:
+def full_logits(report: Report, program: PlacedProgram) -> Seen:
     """Logits or their gradients alive at the peak."""
     size = report.breakdown["logits_loss"]
     if size <= NOTABLE * report.peak_bytes:
@@ -43,7 +43,7 @@ def full_logits(report: Report, program: Program) -> Seen:
     return size, f"logits and loss hold {human(size)} at the peak, {_largest(report, 'logits_loss')}"
 
 
-def replicated_batch(report: Report, program: Program) -> Seen:
+def replicated_batch(report: Report, program: PlacedProgram) -> Seen:
     """The batch in full on every device of the mesh."""
     module = program.module
     if module.devices < 2:
@@ -58,7 +58,7 @@ def replicated_batch(report: Report, program: Program) -> Seen:
         if size else None
 
 
-def replicated_activations(report: Report, program: Program) -> Seen:
+def replicated_activations(report: Report, program: PlacedProgram) -> Seen:
     """Activations that are not divided over the axes that divide the batch."""
     found = list(replicated_arrays(program, _batch(report, program)))
     if not found:
@@ -71,7 +71,7 @@ def replicated_activations(report: Report, program: Program) -> Seen:
                                     f"{first.what}, {first.dtype}{list(first.dims)} on every device")
 
 
-def not_donated(report: Report, program: Program) -> Seen:
+def not_donated(report: Report, program: PlacedProgram) -> Seen:
     """State that comes in and goes out in memory of its own."""
     module, total = program.module, 0
     entry = module.computations.get(module.entry)
@@ -90,7 +90,7 @@ def not_donated(report: Report, program: Program) -> Seen:
     return total, f"{human(total)} of state is not donated: old and new are held together"
 
 
-def wide_activations(report: Report, program: Program) -> Seen:
+def wide_activations(report: Report, program: PlacedProgram) -> Seen:
     """float32 residuals in a program that computes in bfloat16."""
     wide = sum(b.bytes for b in _at_peak(report, "residuals") if b.shape and b.dtype == "float32")
     made = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
@@ -101,7 +101,7 @@ def wide_activations(report: Report, program: Program) -> Seen:
     return wide, f"{human(wide)} of residuals are float32 in a bfloat16 program{why}"
 
 
-def fragmentation(report: Report, program: Program) -> Seen:
+def fragmentation(report: Report, program: PlacedProgram) -> Seen:
     """Holes in the packed memory."""
     size = report.breakdown["fragmentation"]
     if size <= LARGE * report.allocated_bytes:
@@ -109,7 +109,7 @@ def fragmentation(report: Report, program: Program) -> Seen:
     return size, f"{human(size)} of the allocated memory is not in use at the peak"
 
 
-def idle_offload(report: Report, program: Program) -> Seen:
+def idle_offload(report: Report, program: PlacedProgram) -> Seen:
     """A program that asks for offload and holds nothing on the host."""
     wanted = any("offload" in word for word in _words(report.config, "remat"))
     asked = [key for key, value in flat(report.config).items() if key.startswith("offload.") and value is True]
@@ -118,7 +118,7 @@ def idle_offload(report: Report, program: Program) -> Seen:
     return 0, f"{asked[0] if asked else 'the policy'} offloads, and nothing is in host memory"
 
 
-def host_memory(report: Report, program: Program) -> Seen:
+def host_memory(report: Report, program: PlacedProgram) -> Seen:
     """More in host memory than the host of the devices has."""
     room = int(report.target.get("host_memory_bytes") or 0)
     devices = min(*(int(report.target.get(key) or 1) for key in ("devices_per_host", "n_devices")))
@@ -127,7 +127,7 @@ def host_memory(report: Report, program: Program) -> Seen:
         if room and size > room else None
 
 
-def xla_remat(report: Report, program: Program) -> Seen:
+def xla_remat(report: Report, program: PlacedProgram) -> Seen:
     """XLA's rematerialization pass repeats operations to fit the device."""
     names = {i.name for i in program.module.instructions.values() if _REMAT.search(i.name)}
     if not names:
@@ -136,7 +136,7 @@ def xla_remat(report: Report, program: Program) -> Seen:
     return size, f"XLA's own rematerialization repeats {len(names)} operations, {min(names)} among them"
 
 
-def lasting_gathers(report: Report, program: Program) -> Seen:
+def lasting_gathers(report: Report, program: PlacedProgram) -> Seen:
     """Gathered parameters that are kept from the forward into the backward pass."""
     backward = _turn(report)
     kept = [b for b in report.buffers if b.category == "collectives" and "all-gather" in b.name
@@ -147,7 +147,7 @@ def lasting_gathers(report: Report, program: Program) -> Seen:
     return size, f"{human(size)} of gathered parameters outlive the layer that needs them ({kept[0].name})"
 
 
-def large_collective(report: Report, program: Program) -> Seen:
+def large_collective(report: Report, program: PlacedProgram) -> Seen:
     """One collective's buffer is a good part of the peak."""
     size = max((b.bytes for b in _at_peak(report, "collectives")), default=0)
     if size <= LARGE * report.peak_bytes:
@@ -171,7 +171,7 @@ RULES: Mapping[Callable[[Report, Program], Seen], str] = {
 }
 
 
-def _batch(report: Report, program: Program) -> dict[int, Instruction]:
+def _batch(report: Report, program: PlacedProgram) -> dict[int, Instruction]:
     """The entry parameters that are the batch, by number."""
     module = program.module
     entry = module.computations.get(module.entry)

@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.formulas.communication import plan_of
-from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, LedgerRow, Report, ZeroRow
 
@@ -150,7 +150,7 @@ class State:
     whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def state_of(report: Report, program: Program, roles: Mapping[int, str], config: Mapping[str, Any]) -> State:
+def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], config: Mapping[str, Any]) -> State:
     """The state by the layouts of a program's arguments, else by its ledger and its config (dotted keys)."""
     axes = dict(program.mesh)
     plan = plan_of(config, axes) if any(key.startswith("mesh.") for key in config) else None
@@ -168,7 +168,7 @@ def state_of(report: Report, program: Program, roles: Mapping[int, str], config:
                  _whole(program, roles, plan.shard if plan else {}, strategy))
 
 
-def _whole(program: Program, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str) -> dict[str, int]:
+def _whole(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str) -> dict[str, int]:
     """Path -> bytes of the arrays of state that no axis of `shard` divides, largest first."""
     if not shard or not DIVIDED.get(strategy):
         return {}

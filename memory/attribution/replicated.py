@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from bytescope.memory.attribution.batch_axes import Activation, Labels
+from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.attribution.rules import source_line
 from bytescope.memory.hlo import scopes
-from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.dataflow import COLLECTIVES, flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import Shape
@@ -36,7 +36,7 @@ class Whole:
     axes: tuple[str, ...]
 
 
-def replicated_arrays(program: Program, batch: Iterable[int]) -> Iterator[Whole]:
+def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[Whole]:
     """Arrays of the forward pass that lost the sharding of the batch, the first of the schedule first.
 
     `batch`: numbers of the entry parameters that are the batch. With the activations of a jaxpr each array is
@@ -73,7 +73,7 @@ def replicated_arrays(program: Program, batch: Iterable[int]) -> Iterator[Whole]
 class _ByJaxpr:
     """Looks up the global array that an instruction was compiled from."""
 
-    def __init__(self, program: Program, batch: Iterable[int]):
+    def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.module = program.module
         self.places: dict[tuple, list[Activation]] = {}
         for activation in program.activations or ():
@@ -96,7 +96,7 @@ class _ByJaxpr:
 class _ByShape:
     """Without a jaxpr: products with a dimension as large as the global batch, and none as large as its part."""
 
-    def __init__(self, program: Program, batch: Iterable[int]):
+    def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
         self.known = {size for number, layout in program.layouts.items() if number not in batch
                       for size in (*layout.dims, *layout.local)}

@@ -10,6 +10,8 @@ import functools
 import re
 from collections.abc import Iterable
 
+from bytescope.memory.hlo.buffers import Program
+
 # (pattern, role). Roles of arguments are rows of the breakdown.
 DEFAULT = (
     (r"acc_grads|accumulat|grad_acc", "accumulator"),
@@ -55,3 +57,14 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"role pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def of_parameters(program: Program, extra: tuple[tuple[str, str], ...] = ()) -> dict[int, str]:
+    """Entry parameter number -> role; `extra` as for `role`."""
+    module = program.module
+    entry = module.computations.get(module.entry)
+    out = {}
+    for number, id in (entry.parameters if entry else {}).items():
+        path = module.metadata(module.instructions[id]).op_name or module.instructions[id].name
+        out[number] = role(path, extra)
+    return out

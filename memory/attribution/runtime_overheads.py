@@ -20,14 +20,12 @@ Sources named by file are XLA's (openxla/xla). Figures marked "estimate" have no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-MIB = 2**20
+from bytescope.memory.records import CARD, POOL, RuntimeOverhead
+from bytescope.memory.units import MIB
 
-# ---- What is calibrated, in bytes.
-# What CUDA takes of a card before the first buffer: context, kernels and their local memory, handles of cuBLAS and
-# cuDNN. For CUDA 13 on Hopper; NVML's used bytes less the allocator's pool, after the first jitted call.
-CONTEXT_BYTES = 500 * MIB
+# ---- What is calibrated, in bytes; the context's is a chip's (devices/chips.py).
 # One ring connection of NCCL: buffers of its three protocols, Simple 4 MiB, LL 512 KiB, LL128 4.69 MiB (NCCL's
 # device.h, defaults of NCCL_BUFFSIZE, NCCL_LL_BUFFSIZE and NCCL_LL128_BUFFSIZE), and channels inside one NVLink host.
 NCCL_CONNECTION_BYTES, NCCL_CHANNELS = 4 * MIB + 512 * 1024 + 4_915_200, 24
@@ -37,19 +35,6 @@ NCCL_CONNECTION_BYTES, NCCL_CHANNELS = 4 * MIB + 512 * 1024 + 4_915_200, 24
 ROUNDING = {"cuda": 256}
 # matmul_utils.h, GemmConfig: kHopperWorkspace from compute capability 9 on, kDefaultWorkspace before.
 BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
-
-POOL, CARD = "pool", "card"
-
-
-@dataclasses.dataclass(frozen=True)
-class Unseen:
-    """Bytes of one device that no compiler counts. `where`: "pool" or "card"; `source`: where the figure is from."""
-
-    name: str
-    bytes: int
-    where: str
-    source: str
-
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -134,12 +119,8 @@ ITEMS = (
 )
 
 
-def find(facts: Facts) -> tuple[Unseen, ...]:
+def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
     """The items that take bytes, in the order of the table."""
-    found = (Unseen(item.name, int(item.of(facts)), item.where, item.source) for item in ITEMS)
+    found = (RuntimeOverhead(item.name, int(item.of(facts)), item.where, item.source) for item in ITEMS)
     return tuple(row for row in found if row.bytes)
 
-
-def total(rows: Iterable[Unseen], where: str) -> int:
-    """Bytes of all items of one kind, `POOL` or `CARD`."""
-    return sum(row.bytes for row in rows if row.where == where)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.compare import INTERRUPTED, add_compiling, add_subject, check, progress, write
-from bytescope.memory.devices.limits import parse_bytes
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import frontier
@@ -16,6 +15,7 @@ from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan.frontier import Fixed, Point
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.remat.ilp import COSTS
+from bytescope.memory.units import parse_bytes
 
 if TYPE_CHECKING:
     from bytescope.memory.__main__ import Trainer

@@ -56,7 +56,7 @@ def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    from bytescope.memory.text.report import human
+    from bytescope.memory.units import human
 
     table = Table(title="checkpoint names, in the order in which they are made; bytes and FLOPs on one device",
                   title_justify="left", box=None, padding=(0, 1))

@@ -91,7 +91,7 @@ def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any]
 
 def _run(report: Any, others: Mapping[str, int]) -> dict[str, int]:
     """Prints what each program of a run comes to and the most; {program: bytes}."""
-    from bytescope.memory.text.report import human
+    from bytescope.memory.units import human
 
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)

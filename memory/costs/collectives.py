@@ -31,8 +31,11 @@ WIRE: Mapping[str, Callable[[int], float]] = {
 }
 
 
-def find(look: Attribution) -> tuple[Collective, ...]:
-    """Every collective that the step runs over more than one device, in the order of the schedule."""
+def find(look: Attribution, mesh: hlo_mesh.Axes = ()) -> tuple[Collective, ...]:
+    """Every collective that the step runs over more than one device, in the order of the schedule.
+
+    `mesh`: names and sizes of the mesh axes, to tell which of them a collective spans.
+    """
     counts = runs(look.module)
     found = []
     for id in look.order:
@@ -40,11 +43,11 @@ def find(look: Attribution) -> tuple[Collective, ...]:
         times = counts.get(instruction.computation, 0)
         kind = instruction.opcode.removesuffix("-start")
         if kind in WIRE and times:
-            found += _collective(look, instruction, kind, times)
+            found += _collective(look, mesh, instruction, kind, times)
     return tuple(found)
 
 
-def _collective(look: Attribution, instruction: Instruction, kind: str, times: int) -> Iterator[Collective]:
+def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction, kind: str, times: int) -> Iterator[Collective]:
     module = look.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
     share, group = _share(kind, groups, module.devices)
@@ -60,7 +63,7 @@ def _collective(look: Attribution, instruction: Instruction, kind: str, times: i
     teller, metadata, scope = look.teller(start, ())
     hidden = overlap.between(look, start) if start.opcode.endswith("-start") else overlap.Hidden(False)
     yield Collective(
-        name=start.name, kind=kind, axes=hlo_mesh.spanned(groups, look.program.mesh), group=group,
+        name=start.name, kind=kind, axes=hlo_mesh.spanned(groups, mesh), group=group,
         dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(share * payload),
         phase=look.phase(scope, teller or start), component=scope.component, module="/".join(scope.path),
         op_name=metadata.op_name, asynchronous=hidden.asynchronous, overlapped=hidden.instructions,

@@ -1,41 +1,18 @@
 """How many bytes a device's runtime may hand out: what a program is judged against."""
 
-import os
-import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import memory_fraction
 from bytescope.memory.errors import ReportError
-
-# cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
-_CGROUP_FILES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
-
-
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a size as people write it: 1024, "512 MB", "72GiB". Raises ReportError for anything else."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = _SIZE.match(size) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ReportError(f"{size!r} is no size: write it as 72GiB, 512MB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+from bytescope.memory.units import human, parse_bytes
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
     """The bytes of a budget as people write it, all of `limit` for "". `what`: the flag or key that gives it.
 
-    Raises ReportError for what is no size, nothing, or more than the limit.
+    Raises ReportError for what is not a valid size, nothing, or more than the limit.
     """
     if not text:
         return limit
@@ -44,8 +21,7 @@ def budget_of(text: str, limit: int, what: str) -> int:
     except ReportError as error:
         raise ReportError(f"{what}: {error}") from error
     if not 0 < size <= limit:
-        most = f"{limit / 2**30:.2f} GiB" if limit >= 2**30 / 4 else f"{limit / 2**20:.1f} MiB"
-        raise ReportError(f"{what}={text}: a device may hand out {most}; give more than nothing and no more than that, "
+        raise ReportError(f"{what}={text}: a device has {human(limit)} available; give more than nothing and no more than that, "
                           "or leave it out")
     return size
 
@@ -89,72 +65,3 @@ def _device_limit(device: Any) -> int:
             return _described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
     raise ReportError(f"nothing says how much memory {device.device_kind} has: name a target it resembles")
 
-
-def free_host_bytes(root: str = "/") -> int:
-    """Bytes this process may still take of the host: the least of the free memory and each cgroup's room.
-
-    `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
-    """
-    free = list(_cgroup_rooms(Path(root)))
-    available = _proc_value(Path(root) / "proc/meminfo", "MemAvailable:")
-    free.append(physical_bytes(root) if available is None else available * 1024)
-    return max(min(free), 0)
-
-
-def physical_bytes(root: str = "/") -> int:
-    """The host's memory in bytes, whoever uses it (0 where the system does not say)."""
-    total = _proc_value(Path(root) / "proc/meminfo", "MemTotal:")
-    if total is not None:
-        return total * 1024
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # no such name on this system
-        return 0
-
-
-def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Room left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
-    for line in _lines(root / "proc/self/cgroup"):
-        if line.count(":") < 2:
-            continue
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            version, mount = 2, root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            version, mount = 1, root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        # Inside a container the path is the host's and may not exist here: the ancestors still do.
-        for depth in range(len(parts), -1, -1):
-            room = _room(mount.joinpath(*parts[:depth]), *_CGROUP_FILES[version])
-            if room is not None:
-                yield room
-
-
-def _room(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    limit, use = _number(group / limit_name), _number(group / use_name)
-    if limit is None or use is None:  # "max" is no number: no limit
-        return None
-    return limit - use + (_proc_value(group / "memory.stat", cache_key) or 0)
-
-
-def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _proc_value(path: Path, key: str) -> int | None:
-    """The number behind `key` in a file of "key number" lines."""
-    for line in _lines(path):
-        words = line.split()
-        if len(words) > 1 and words[0] == key and words[1].isdigit():
-            return int(words[1])
-    return None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.limits import free_host_bytes
+from bytescope.memory.devices.host_memory import free_host_bytes
 
 GIB = 2**30
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
+from bytescope.memory.devices.host_memory import free_host_bytes
+
 # What a GPU's preallocation takes of the card when the user names no fraction: jax's own 0.75 leaves
 # a quarter of the card idle, and 0.92 leaves NCCL, cuDNN and the CUDA context their share.
 MEMORY_FRACTION = 0.92
@@ -81,8 +83,6 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
     if platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
     if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):
-        from bytescope.memory.devices.limits import free_host_bytes  # which reads the fraction from here
-
         env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / 2**30), 1))
     return platform
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from bytescope.memory.devices import topologies
 from bytescope.memory.devices.chips import CHIPS, Chip
-from bytescope.memory.devices.limits import limit_bytes, physical_bytes
+from bytescope.memory.devices.host_memory import physical_bytes
+from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, simulate_devices
 from bytescope.memory.errors import ReportError
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from bytescope.memory.attribution.batch_axes import Activation
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import module as hlo_module
 from bytescope.memory.hlo import wire
-from bytescope.memory.hlo.mesh import Axes, Layout
 from bytescope.memory.hlo.module import Index, Module
 from bytescope.memory.hlo.wire import Span, WireError
 
@@ -59,25 +57,18 @@ class Trace:
 
 
 ALLOC, FREE, SHARE = 0, 1, 2
+# The color of an allocation in host memory; 0 is the device's main memory, all others lie on the chip.
+HOST_COLOR = 5
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """Everything read from one HloProto.
-
-    `replicated`: numbers of the entry parameters that every device of several holds whole; None when unknown.
-    `mesh`: names and sizes of the mesh axes, () when unknown; `layouts`: how entry parameters lie on it, by number;
-    `activations`: the global arrays of the forward pass that carry the batch, None without a jaxpr.
-    """
+    """Everything read from one HloProto; complete once `read` has returned it."""
 
     module: Module
     buffers: dict[int, LogicalBuffer] = dataclasses.field(default_factory=dict)
     allocations: list[Allocation] = dataclasses.field(default_factory=list)
     traces: list[Trace] = dataclasses.field(default_factory=list)
-    replicated: frozenset[int] | None = None
-    mesh: Axes = ()
-    layouts: dict[int, Layout] = dataclasses.field(default_factory=dict)
-    activations: tuple[Activation, ...] | None = None
 
 
 _REMEDY = ("give the *after_optimizations.hlo.pb that XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' "

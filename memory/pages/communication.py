@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from bytescope.memory.records import Collective, Report
-from bytescope.memory.text.report import human, meanwhile, over
+from bytescope.memory.text.report import meanwhile, over
+from bytescope.memory.units import human
 
 # Collectives that the page lists; the JSON has all.
 MAX_COLLECTIVES = 60

@@ -14,7 +14,6 @@ from typing import Any
 from bytescope.memory.formulas.reconcile import share
 from bytescope.memory.pages import feasibility_grid as feasibility_grid_page
 from bytescope.memory.pages.frame import fill
-from bytescope.memory.pages.report import human
 from bytescope.memory.pages.report import label as row_name
 from bytescope.memory.plan.rows import (
     CONFIG,
@@ -31,6 +30,7 @@ from bytescope.memory.plan.rows import (
     workload,
 )
 from bytescope.memory.records import ROWS
+from bytescope.memory.units import human
 
 # Column -> (title, kind); the kinds are the script's ways to write a number. Beside these stand the grid's keys.
 COLUMNS = {

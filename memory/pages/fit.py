@@ -11,11 +11,11 @@ from html import escape
 from typing import Any
 
 from bytescope.memory.pages.frame import fill
-from bytescope.memory.pages.report import human
 from bytescope.memory.pages.report import label as row_name
 from bytescope.memory.records import ROWS
 from bytescope.memory.text.fit import STAGES
 from bytescope.memory.text.fit import seconds as duration
+from bytescope.memory.units import human
 
 
 def render(out: Mapping[str, Any], config: str) -> str:

@@ -11,9 +11,9 @@ from html import escape
 from typing import Any
 
 from bytescope.memory.pages.frame import fill
-from bytescope.memory.pages.report import human
 from bytescope.memory.plan.frontier import COSTS
 from bytescope.memory.plan.rows import UNITS
+from bytescope.memory.units import human
 
 
 def render(found: Mapping[str, Any], config: str = "") -> str:

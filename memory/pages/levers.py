@@ -11,11 +11,11 @@ from html import escape
 from typing import Any
 
 from bytescope.memory.pages.frame import fill
-from bytescope.memory.pages.report import human
 from bytescope.memory.pages.report import label as row_name
 from bytescope.memory.plan.levers import STAGES, scale_of
 from bytescope.memory.plan.rows import UNITS
 from bytescope.memory.records import ROWS
+from bytescope.memory.units import human
 
 
 def render(staircase: Mapping[str, Any], config: str = "") -> str:

@@ -13,8 +13,7 @@ from bytescope.memory.pages.frame import fill
 from bytescope.memory.pages.report_data import page_data
 from bytescope.memory.records import METHODS, ROWS, Report
 from bytescope.memory.text.report import beyond, roofline
-
-UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+from bytescope.memory.units import human
 
 VERDICTS = {
     "fits": ("✓", "fits"),
@@ -44,16 +43,6 @@ def render(report: Report) -> str:
         "ABOUT": _about(report),
     }
     return fill("report", f"{report.program or 'program'} · memory", page_data(report), parts)
-
-
-def human(count: int | float | None) -> str:
-    """Bytes as people read them: `21.44 GiB`, `512 B`, and a dash for what is unknown."""
-    if count is None:
-        return "-"
-    for size, unit in UNITS:
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{int(count)} B"
 
 
 def _bytes(count: int | None) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescope.memory.records import ROWS, Report
-from bytescope.memory.text.report import human
+from bytescope.memory.units import human
 
 _SHOWN = 20
 

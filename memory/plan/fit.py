@@ -32,7 +32,7 @@ from bytescope.memory.plan.rows import Row
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
 from bytescope.memory.remat.search import EVEN, FULL, NONE, TIE, Search, Tried
-from bytescope.memory.text.report import human
+from bytescope.memory.units import human
 
 # Compiles of one search for a plan, and of neighbours of the choice that are looked at.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.devices.limits import free_host_bytes
+from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.plan import cache as row_cache
 

@@ -13,11 +13,9 @@ from collections import Counter
 from typing import Any
 
 from bytescope.memory.attribution import assemble
-from bytescope.memory.attribution.checkpoint_names import Names
-from bytescope.memory.attribution.rules import Attribution
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import scopes
-from bytescope.memory.hlo.dataflow import Flow, flatten, is_collective
+from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.profile.xplane import Operation, Trace
 
@@ -114,7 +112,7 @@ class _Module:
     def __init__(self, proto: bytes):
         program = hlo_buffers.read(proto)
         module = program.module
-        self.look = Attribution(program, Flow(module), flatten(module), assemble.parameter_roles(program), Names())
+        self.look = assemble.attribution_of(program)
         self._named = {instruction.name: instruction for instruction in module.instructions.values()}
         self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
 

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescope.memory.plan.rows import Row, best, best_of_each, flags, label, unit_of, value_text, varying
-from bytescope.memory.text.report import WIDTH, human
+from bytescope.memory.text.report import WIDTH
+from bytescope.memory.units import human
 
 NAME = 24  # columns for the value of a key
 

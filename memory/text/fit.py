@@ -14,7 +14,8 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.plan.fit_space import Space
 from bytescope.memory.plan.fit_step import Step
 from bytescope.memory.records import ROWS
-from bytescope.memory.text.report import WIDTH, human
+from bytescope.memory.text.report import WIDTH
+from bytescope.memory.units import human
 
 # Stage -> what is done in it.
 STAGES = {

@@ -12,7 +12,8 @@ from rich.text import Text
 from bytescope.memory.formulas.reconcile import Formula, Line, share
 from bytescope.memory.plan.rows import Row, unit_of, value_text, varying
 from bytescope.memory.text.compare import broken
-from bytescope.memory.text.report import WIDTH, human
+from bytescope.memory.text.report import WIDTH
+from bytescope.memory.units import human
 
 NONE = "no formula"
 

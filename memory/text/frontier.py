@@ -12,7 +12,8 @@ from rich.text import Text
 from bytescope.memory.plan.frontier import Fixed, Point, cheapest, plans_of
 from bytescope.memory.plan.rows import Row, unit_of
 from bytescope.memory.text.compare import broken, verdict
-from bytescope.memory.text.report import WIDTH, human
+from bytescope.memory.text.report import WIDTH
+from bytescope.memory.units import human
 
 WORDS = 94  # columns of a plan in words
 LEAST = {"time": "predicted time", "flops": "recomputed FLOPs"}

@@ -13,7 +13,8 @@ from bytescope.memory.plan.levers import Level, changes, first_that_fits, flags_
 from bytescope.memory.plan.rows import unit_of
 from bytescope.memory.records import ROWS
 from bytescope.memory.text.compare import verdict
-from bytescope.memory.text.report import WIDTH, human
+from bytescope.memory.text.report import WIDTH
+from bytescope.memory.units import human
 
 BAR = 56  # columns of the longest bar
 

@@ -8,11 +8,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bytescope.memory.attribution.runtime_overheads import CARD, POOL
-from bytescope.memory.records import METHODS, Collective, Report, TimelinePoint
+from bytescope.memory.records import CARD, METHODS, POOL, Collective, Report, TimelinePoint
+from bytescope.memory.units import human
 
 WIDTH = 100
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
@@ -21,14 +20,6 @@ PHASE_STYLE = {"argument": "dim", "forward": "blue", "recompute": "yellow", "bac
 _BAR, _NAMES, _FINDINGS, _TRAFFIC, _COLLECTIVES = 22, 7, 5, 6, 4
 # Kinds and collectives of less than this share of the bytes on the wire are folded into a line.
 _SMALL = 0.001
-
-
-def human(count: float) -> str:
-    """Bytes for people: 21.44 GiB, 3.0 KiB, 17 B."""
-    for unit, scale in _UNITS:
-        if abs(count) >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def show(report: Report, console: Console | None = None, batch: str = "") -> None:

@@ -65,7 +65,7 @@ def test_calibration_finds_what_the_rows_were_made_with(scripts):
     assert "context: median 600.00 MiB, 600.00 to 600.00, 4 rows" in lines
     assert "pool, beside the prediction: median 8.00 MiB, 6.00 to 14.00, 4 rows" in lines
     assert "least squares: 5.00 MiB + batches waiting x 2.00" in lines
-    assert lines[-1] == "for memory/attribution/runtime_overheads.py: CONTEXT_BYTES = 600 * MIB  # H200, jax 1, 4 rows"
+    assert lines[-1] == "for memory/devices/chips.py: CONTEXT_BYTES = 600 * MIB  # H200, jax 1, 4 rows"
     assert scripts.accuracy.calibrate([{"predicted": GIB}]) == ["nothing measured yet that calibrates anything"]
     assert scripts.accuracy.summary([*made, answer(measured=5 * GIB)])[0].startswith("5 rows measured: 4 within 2 %")
 

@@ -110,7 +110,7 @@ def calibrate(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     if apart:
         last = [answer for answer in answers if outside(answer) is not None][-1]
         kind, jax = last["device"], last["versions"]["jax"]
-        lines.append(f"for memory/attribution/runtime_overheads.py: CONTEXT_BYTES = {round(statistics.median(apart) / MIB)} * MIB"
+        lines.append(f"for memory/devices/chips.py: CONTEXT_BYTES = {round(statistics.median(apart) / MIB)} * MIB"
                      f"  # {kind}, jax {jax}, {len(apart)} rows")
     return lines or ["nothing measured yet that calibrates anything"]
 

@@ -20,7 +20,7 @@ from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
-from bytescope.memory.text.report import human
+from bytescope.memory.units import human
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
 from bytescope.train.config import override

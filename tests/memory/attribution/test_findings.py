@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from bytescope import memory
 from bytescope.memory.analyze import report_of
 from bytescope.memory.attribution import findings
+from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.attribution.replicated import missing
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
@@ -22,7 +23,7 @@ from bytescope.memory.records import ROWS, Buffer, Report, TimelinePoint
 from support import programs
 from support.oracles import require
 
-NOTHING = Program(Module())
+NOTHING = PlacedProgram(Program(Module()))
 
 
 def report(rows=(), buffers=(), peak=1000, **fields):
@@ -138,6 +139,6 @@ def test_findings_of_a_described_gpu():
     require("cuda")
     compilation = compile_lowered(programs.trace_step(targets.parse("h200").devices(), "none").lower())
     found = report_of(compilation)
-    assert found.findings == findings.find(found, hlo_buffers.read(compilation.proto))
+    assert found.findings == findings.find(found, PlacedProgram(hlo_buffers.read(compilation.proto)))
     assert all(f.message and f.remedy and f.bytes >= 0 for f in found.findings)
     assert [f.bytes for f in found.findings] == sorted((f.bytes for f in found.findings), reverse=True)

@@ -8,11 +8,13 @@ import pytest
 
 from bytescope.memory.analyze import judge, report_of
 from bytescope.memory.attribution import runtime_overheads
-from bytescope.memory.attribution.runtime_overheads import CARD, MIB, POOL, Facts, Loop, Unseen
+from bytescope.memory.attribution.runtime_overheads import Facts, Loop
 from bytescope.memory.devices import targets
+from bytescope.memory.devices.chips import CONTEXT_BYTES
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import Report, load
+from bytescope.memory.records import CARD, POOL, Report, RuntimeOverhead, load
 from bytescope.memory.text.report import beyond
+from bytescope.memory.units import MIB
 from bytescope.train import loop
 from bytescope.train.planning import run_peak
 from support.described import described
@@ -48,7 +50,7 @@ def test_the_workspace_of_cublas_is_bounded_by_its_operands(product, hopper, wor
     assert found(platform="cuda", untuned_product=product, hopper=hopper).get("cuBLAS workspace", 0) == workspace
 
 
-ROWS = (Unseen("rounding", 30, POOL, "from the source"), Unseen("context", 500, CARD, "estimate"))
+ROWS = (RuntimeOverhead("rounding", 30, POOL, "from the source"), RuntimeOverhead("context", 500, CARD, "estimate"))
 
 
 def made(**fields):
@@ -69,7 +71,7 @@ def test_a_report_keeps_them_in_its_json(tmp_path):
     assert value["predicted_bytes"] == 1030 and value["allocated_bytes"] == 1000
     assert load(tmp_path / "r.json").unseen == ROWS
     assert Report.from_json({key: value[key] for key in value if key != "unseen"}).unseen == ()  # an older file
-    with pytest.raises(ReportError, match="Unseen"):
+    with pytest.raises(ReportError, match="RuntimeOverhead"):
         Report.from_json({**value, "unseen": [{"name": "x", "bytes": "many", "where": POOL, "source": ""}]})
     assert beyond(report) == "predicted in use 1.01 KiB: allocated, rounding 30 B; outside the pool context 500 B"
     assert beyond(made()) == ""
@@ -90,7 +92,7 @@ def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
     assert rows["results not yet read"] == sum(held) and rows["batches waiting"] == 12
     assert rows["rounding"] == sum(-size % 256 for size in (*asked, *held))
     assert rows["cuBLAS workspace"] <= 2 * 3084  # both operands, were it a call of cuBLAS
-    assert rows["context"] == runtime_overheads.CONTEXT_BYTES == target.reserved_bytes
+    assert rows["context"] == CONTEXT_BYTES == target.reserved_bytes
 
 
 def _compiled(lowered):

@@ -1,0 +1,81 @@
+"""How much memory the host has, and how much of it this process may still take: /proc and cgroup limits."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
+_CGROUP_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def free_host_bytes(root: str = "/") -> int:
+    """Bytes this process may still take of the host: the least of the free memory and each cgroup's room.
+
+    `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
+    """
+    free = list(_cgroup_rooms(Path(root)))
+    available = _proc_value(Path(root) / "proc/meminfo", "MemAvailable:")
+    free.append(physical_bytes(root) if available is None else available * 1024)
+    return max(min(free), 0)
+
+
+def physical_bytes(root: str = "/") -> int:
+    """The host's memory in bytes, whoever uses it (0 where the system does not say)."""
+    total = _proc_value(Path(root) / "proc/meminfo", "MemTotal:")
+    if total is not None:
+        return total * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # no such name on this system
+        return 0
+
+
+def _cgroup_rooms(root: Path) -> Iterator[int]:
+    """Room left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
+    for line in _lines(root / "proc/self/cgroup"):
+        if line.count(":") < 2:
+            continue
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        # Inside a container the path is the host's and may not exist here: the ancestors still do.
+        for depth in range(len(parts), -1, -1):
+            room = _room(mount.joinpath(*parts[:depth]), *_CGROUP_FILES[version])
+            if room is not None:
+                yield room
+
+
+def _room(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
+    limit, use = _number(group / limit_name), _number(group / use_name)
+    if limit is None or use is None:  # "max" is no number: no limit
+        return None
+    return limit - use + (_proc_value(group / "memory.stat", cache_key) or 0)
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _proc_value(path: Path, key: str) -> int | None:
+    """The number behind `key` in a file of "key number" lines."""
+    for line in _lines(path):
+        words = line.split()
+        if len(words) > 1 and words[0] == key and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []

@@ -1,0 +1,46 @@
+"""Bytes as text and text as bytes. Units are binary (GiB = 2**30); people may write decimal ones too. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from bytescope.memory.errors import ReportError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+# (name, bytes), the largest first.
+BINARY = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
+# The units that a column of figures is written in: terabytes are left in GiB, which is what devices have.
+COLUMN = BINARY[1:]
+
+_SCALES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+           **{name.lower(): scale for name, scale in BINARY}}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def human(count: float | None) -> str:
+    """Bytes as people read them: "21.44 GiB", "3.00 KiB", "17 B"; "-" for None."""
+    if count is None:
+        return "-"
+    for unit, scale in BINARY[:-1]:
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def column_unit(least: float, share: float = 0.1) -> tuple[str, int]:
+    """(name, bytes) of the unit for a column: the largest of which its least figure is at least `share`."""
+    return next(((name, scale) for name, scale in COLUMN if least >= scale * share), COLUMN[-1])
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size as people write it: 1024, "512 MB", "72GiB".
+
+    Raises:
+      ReportError: anything else, with the value and how to write it.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.match(size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _SCALES:
+        raise ReportError(f"{size!r} is not a valid size: write it as 72GiB, 512MB or a number of bytes")
+    return int(float(match[1]) * _SCALES[match[2].lower()])
