@@ -4,7 +4,12 @@
     report = memory.analyze(jax.jit(step).lower(state, batch))
     memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")
 
-`bytescope report --help` is the same as a command. Importing this package does not import jax.
+`bytescope report --help` is the same as a command. Importing this package imports neither jax nor what draws.
+
+Rooms, each importing only the ones before it: hlo (protos to records), formulas (published arithmetic), devices (what a
+program is compiled for), attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the
+least recomputation under a budget), profile (a profiler's trace), plan (many programs beside each other), text, pages,
+commands. Start at `analyze.py`: a program in, a `records.Report` out.
 """
 
 from bytescope.memory.analyze import analyze

@@ -62,7 +62,7 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
 
 def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[str, Any] | None = None,
               roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
-              loop: runtime_overheads.Loop | None = None) -> Report:
+              loop: runtime_overheads.LoopOverhead | None = None) -> Report:
     """The report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
     `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
@@ -88,7 +88,7 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
         report = _reconcile(report, program, stats)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
                                  config=dict(config or {}))
-    facts = _facts(report, source.module, target, loop or runtime_overheads.Loop())
+    facts = _facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
     report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
     report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), placed, look.roles)
     moved = host_transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
@@ -114,7 +114,7 @@ def _work(report: Report, program: PlacedProgram, jaxpr: Any, target: Any) -> Ma
     return step_work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
 
 
-def _facts(report: Report, module: Module, target: Any, loop: runtime_overheads.Loop) -> runtime_overheads.Facts:
+def _facts(report: Report, module: Module, target: Any, loop: runtime_overheads.LoopOverhead) -> runtime_overheads.Facts:
     """What the table of runtime overheads asks of a program; without a target it knows of no allocator."""
     arguments, results = ([b.bytes for b in report.buffers if b.memory == "device" and b.phase == phase and kind(b)]
                           for phase, kind in (("argument", bool), ("output", lambda b: b.category == "outputs")))

@@ -1,30 +1,30 @@
 """Guards for other people's tests: a program's memory as an assertion.
 
-    def test_step_fits(memory_guard):
-        memory_guard(jax.jit(step).lower(state, batch), "72GiB")
+    def test_step_fits():
+        memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")
 
-The fixture comes with `pytest_plugins = ["memory.guard"]` in a conftest.py.
+The same as a pytest fixture: memory/pytest_guard.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from bytescope.memory.analyze import analyze
 from bytescope.memory.errors import GuardError, ReportError
 from bytescope.memory.records import Report
-from bytescope.memory.units import parse_bytes
+from bytescope.memory.units import human, parse_bytes
 
 
 def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> Report:
     """Asserts that a program's allocated bytes are at most `size`; returns its report.
 
     `program` and `options` are those of `memory.analyze`. Without a `size` the target's limit is the bound.
-    Raises GuardError, an AssertionError, when it does not fit, naming what the peak is made of; ReportError
-    when there is no bound.
-    """
-    from bytescope.memory.analyze import analyze
-    from bytescope.memory.units import human
 
+    Raises:
+      GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
+      ReportError: there is no bound.
+    """
     report = program if isinstance(program, Report) else analyze(program, **options)
     limit = report.limit_bytes if size is None else parse_bytes(size)
     if limit is None:
@@ -35,15 +35,3 @@ def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> 
         raise GuardError(f"{report.program or 'the program'} takes {human(report.allocated_bytes)}, "
                          f"{human(report.allocated_bytes - limit)} more than {human(limit)}: {parts}")
     return report
-
-
-try:
-    import pytest
-except ImportError:  # the assertion works without it
-    pass
-else:
-
-    @pytest.fixture
-    def memory_guard():
-        """`assert_fits` as a fixture."""
-        return assert_fits

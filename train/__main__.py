@@ -10,10 +10,9 @@ from bytescope.train.errors import UserError
 
 EPILOG = """\
 examples:
-  bytescope train                                        tiny model, Python's standard library, two minutes
-  bytescope train --config=gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
-  bytescope train --config=char --fit --budget=600MiB    the fastest within that, found by compiling
-  bytescope prepare --source=TEXTS --out=SHARDS    text to token shards
+  bytescope train                                 a tiny model on Python's standard library, two minutes
+  bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
+  bytescope train char --fit --budget=600MiB      the fastest configuration within that, found by compiling
 
 exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
@@ -27,13 +26,15 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
+    from bytescope.memory.commands.arguments import settle_subject
     from bytescope.train.config import split_overrides
     from bytescope.train.parallel.processes import add_flags
 
-    parser = Parser(prog="bytescope train", usage="%(prog)s [--config=FILE] [--config.KEY=VALUE ...] [...]",
+    parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
                     description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="tiny", metavar="FILE", help="config file or shipped name (default: tiny)")
+    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="config file or shipped name (default: tiny)")
+    parser.add_argument("--config", metavar="FILE", help="the same by flag")
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
     parser.add_argument("--workdir", type=Path, metavar="DIR",
                         help="the run, anew or resumed (default: runs/<config>-<time>)")
@@ -44,7 +45,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
-    args.overrides = overrides
+    settle_subject(args)
+    args.config, args.overrides = args.config or "tiny", overrides
     return args
 
 
@@ -55,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     choose_platform()  # before jax is imported
     try:
         return command(argv)
-    except UserError as error:
+    except ValueError as error:
+        if not hasattr(error, "exit_code"):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from bytescope import configs
+from bytescope.configs import base
 from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-SHIPPED = Path(configs.__file__).parent
+SHIPPED = Path(base.__file__).parent
 
 
 def _parse_bool(text: str) -> bool:
@@ -50,10 +50,53 @@ def find_file(name: str) -> Path:
     for path in (Path(name), SHIPPED / name, SHIPPED / f"{name}.py", SHIPPED.parent / name):
         if path.is_file():
             return path
-    shipped = sorted(path.stem for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
-    near = difflib.get_close_matches(Path(name).stem, shipped, 1)
+    names = [path.stem for path in shipped()]
+    near = difflib.get_close_matches(Path(name).stem, names, 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no config file {name!r}: {hint}shipped: {', '.join(shipped)}")
+    raise UserError(f"no config file {name!r}: {hint}shipped: {', '.join(names)}")
+
+
+def shipped() -> list[Path]:
+    """The files of the shipped configs, by name."""
+    return sorted(path for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
+
+
+def purposes() -> dict[str, str]:
+    """Shipped config -> the first sentence of its docstring."""
+    found = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in shipped()}
+    return {name: " ".join(text.split("\n\n")[0].split()) for name, text in found.items()}
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """(dotted key, default as text, meaning) of every key; the meaning is its comment in configs/base.py.
+
+    A comment above a key belongs to it as one behind it does; keys that a row of values sets have that row's.
+    """
+    defaults = flatten(base.get_config())
+    meanings: dict[str, str] = {}
+    above: list[str] = []
+    for line in Path(base.__file__).read_text(encoding="utf-8").splitlines():
+        code, _, comment = line.strip().partition("#")
+        if not code.strip():
+            above = [*above, comment.strip()] if comment else []
+            continue
+        target = code.split("=")[0].strip().removeprefix("config.")
+        meaning = " ".join([*above, comment.strip()]).strip()
+        if target in defaults:
+            meanings[target] = meaning
+        elif ".update(" in target:  # the keys of an architecture's row
+            group = target.partition(".update(")[0]
+            meanings |= dict.fromkeys((key for key in defaults if key.rpartition(".")[2] in base.LLAMA
+                                       and key.startswith(f"{group}.")), meaning)
+        above = []
+    return [(key, as_text(value), meanings.get(key, "")) for key, value in defaults.items()]
+
+
+def as_text(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
@@ -80,15 +123,13 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 def _check_keys(config: ConfigDict, path: Path) -> None:
     """A config of one's own must hold the keys of base.py: a missing or a misspelt one fails here."""
-    from bytescope.configs import base
-
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:
         if key not in want:
             raise UserError(f"{path}: unknown key {key}{_nearest(key, want)}")
     for key in want:
         if key not in have:
-            raise UserError(f"{path}: key {key} is missing: start from configs.base.get_config()")
+            raise UserError(f"{path}: key {key} is missing: start from bytescope.configs.base.get_config()")
         if type(have[key]) is not type(want[key]) and not (type(want[key]), type(have[key])) == (float, int):
             raise UserError(f"{path}: {key}={have[key]!r} is {type(have[key]).__name__}, "
                             f"{type(want[key]).__name__} expected")

@@ -19,7 +19,8 @@ from bytescope.train.data.source import Data, DataConfig, check_vocab, heldout_b
 from bytescope.train.errors import NonFinite, UserError
 from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.parallel.processes import ALONE, Processes
-from bytescope.train.program import Program, build
+from bytescope.train.planning.remat_auto import settled_program
+from bytescope.train.program import Program
 from bytescope.train.run import profile, startup
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display
@@ -222,7 +223,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
     """
     asked.updates(0, config.train.steps)
     try:
-        program = build(config, tell=lambda line: console.print(line, soft_wrap=True), agree=processes.from_first)
+        program = settled_program(config, tell=lambda line: console.print(line, soft_wrap=True), agree=processes.from_first)
     except UserError:  # with the exit code of its kind
         raise
     except ValueError as error:  # the remedy is in the message

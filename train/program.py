@@ -42,7 +42,6 @@ from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
-from bytescope.train.planning import remat_auto
 from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
 
 
@@ -205,31 +204,20 @@ def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
                         state, everywhere)
 
 
-def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
-          tell: Callable[[str], None] = lambda line: None,
-          agree: Callable[[Any], Any] = lambda value: value) -> Program:
-    """The program of `config` over `devices` (default: all of this process's backend), described only.
+def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Program:
+    """The program of a settled config over `devices` (default: all of this process's backend), described only.
 
-    With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line. `agree` gives what
-    the first of several processes has of a value: see `train.planning.remat_auto.decide`.
+    It checks the config, then assembles. `train.planning.remat_auto.settled_program` settles one with
+    `remat.policy=auto` first.
 
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
-      DoesNotFit: the budget of `auto` is too small for this config.
     """
     check_values(config)
-    devices = jax.devices() if devices is None else list(devices)
-    if (first := agree(config.remat.policy)) != config.remat.policy:
-        raise ValueError(f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
-                         "processes the same config")
     if config.remat.policy == AUTO:
-        config, why = remat_auto.decide(config, devices, build, tell, agree)
-        return dataclasses.replace(build(config, devices), decided=why)
-    return _describe(config, devices)
-
-
-def _describe(config: ConfigDict, devices: list[jax.Device]) -> Program:
-    """The program of a config that leaves nothing to decide."""
+        raise ValueError("remat.policy=auto has to be settled before a program is built: "
+                         "call train.planning.remat_auto.settled_program")
+    devices = jax.devices() if devices is None else list(devices)
     precision = Precision.of(config.precision)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
                     STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)

@@ -12,6 +12,7 @@ from typing import Any
 
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.attribution.replicated import replicated_arrays
+from bytescope.memory.config_keys import OFFLOAD
 from bytescope.memory.hlo.mesh import flat
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.records import Buffer, Finding, Report
@@ -112,7 +113,7 @@ def fragmentation(report: Report, program: PlacedProgram) -> Seen:
 def idle_offload(report: Report, program: PlacedProgram) -> Seen:
     """A program that asks for offload and holds nothing on the host."""
     wanted = any("offload" in word for word in _words(report.config, "remat"))
-    asked = [key for key, value in flat(report.config).items() if key.startswith("offload.") and value is True]
+    asked = [key for key, value in flat(report.config).items() if key.startswith(OFFLOAD) and value is True]
     if report.host_bytes or not (wanted or asked):
         return None
     return 0, f"{asked[0] if asked else 'the policy'} offloads, and nothing is in host memory"
@@ -155,7 +156,7 @@ def large_collective(report: Report, program: PlacedProgram) -> Seen:
     return size, f"one collective holds {human(size)}, {_largest(report, 'collectives')}"
 
 
-RULES: Mapping[Callable[[Report, Program], Seen], str] = {
+RULES: Mapping[Callable[[Report, PlacedProgram], Seen], str] = {
     full_logits: "use a chunked or fused cross-entropy, or shard the vocabulary",
     replicated_batch: "shard the batch over the data axis of the mesh",
     replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that divide the batch",

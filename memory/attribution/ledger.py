@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bytescope.memory.attribution.placement import PlacedProgram
+from bytescope.memory.config_keys import MESH, PRECISION_PRESET
 from bytescope.memory.formulas.communication import plan_of
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, LedgerRow, Report, ZeroRow
@@ -153,7 +154,7 @@ class State:
 def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], config: Mapping[str, Any]) -> State:
     """The state by the layouts of a program's arguments, else by its ledger and its config (dotted keys)."""
     axes = dict(program.mesh)
-    plan = plan_of(config, axes) if any(key.startswith("mesh.") for key in config) else None
+    plan = plan_of(config, axes) if any(key.startswith(MESH) for key in config) else None
     strategy, degree, tensor = (plan.strategy, plan.degree, plan.tensor) if plan else ("", 1, 1)
     if strategy not in DIVIDED:
         strategy = ""
@@ -163,7 +164,7 @@ def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], c
     else:
         held = sum(row.elements for row in report.ledger if row.role == "params")
         count = held * (degree if "params" in DIVIDED.get(strategy, ()) else 1)
-    gradients = SUMMED.get(str(config.get("precision.preset", "")), CLASSIC["gradients"])
+    gradients = SUMMED.get(str(config.get(PRECISION_PRESET, "")), CLASSIC["gradients"])
     return State(count, strategy, degree, tensor, gradients,
                  _whole(program, roles, plan.shard if plan else {}, strategy))
 

@@ -37,7 +37,7 @@ ROUNDING = {"cuda": 256}
 BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class LoopOverhead:
     """What the loop around a program keeps on the device while it runs.
 
     Fields:
@@ -66,7 +66,7 @@ class Facts:
     context: int = 0
     requests: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
-    loop: Loop = Loop()
+    loop: LoopOverhead = LoopOverhead()
     untuned_product: int = 0
     hopper: bool = False
     communicators: int = 0

@@ -5,11 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.commands.arguments import (
+    INTERRUPTED,
+    NO_CONFIG,
+    add_compiling,
+    add_subject,
+    check,
+    progress,
+    shares_accelerator,
+    write,
+)
+from bytescope.memory.config_keys import REMAT_LAYERS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import pool as worker_pool
@@ -17,10 +26,7 @@ from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, Row
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
-
-# The exit code after Ctrl-C, as shells have it: 128 and the signal's number.
-INTERRUPTED = 130
+    from bytescope.memory.plan.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,21 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="run each step on this machine's devices and time it")
     parser.add_argument("--formulas", action="store_true", help="the published formulas beside the compiler's figures")
     add_compiling(parser, "the comparison's JSON")
-
-
-def add_subject(parser: argparse.ArgumentParser, overriding: str) -> None:
-    """What a command that compiles is about. `overriding`: what a key of the command line does."""
-    parser.add_argument("--config", metavar="FILE", help="a config file or shipped name")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
-    parser.add_argument("--target", metavar="T", default="local", help="what to compile for (default: local)")
-
-
-def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
-    """How it compiles and where the result goes."""
-    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
-    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help=f"write {result}")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -90,7 +81,7 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
     for chosen in plan_rows.expand(grids):
         config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()
         if not config:
-            raise ReportError("no config: give --config=FILE, or --grid=config=A,B")
+            raise ReportError(f"{NO_CONFIG}, or --grid=config=A,B")
         if POLICY in chosen:
             chosen = _policy(chosen, resolve(config, overrides))
         pairs = (*overrides, *((key, text) for key, text in chosen.items() if key not in (CONFIG, TARGET)))
@@ -108,7 +99,7 @@ def _policy(chosen: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, str
     The names that a config gives its `custom` policy are refused under any other: those rows go without.
     """
     out = {**chosen, **plan_rows.policy_keys(chosen[POLICY])}
-    ranges = any(str(text).endswith(":custom") for text in flat.get("remat.layers", ()))
+    ranges = any(str(text).endswith(":custom") for text in flat.get(REMAT_LAYERS, ()))
     if out[POLICY] != "custom" and not ranges:
         out |= {key: "()" for key in (SAVE, OFFLOAD) if flat.get(key) and key not in out}
     return out
@@ -146,53 +137,6 @@ def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, 
         from bytescope.memory.pages import compare as compare_page
 
         write(args.html, compare_page.render(out, args.config or ""))
-
-
-def write(path: Path, text: str) -> None:
-    try:
-        row_cache.write_whole(path, text)
-    except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}") from error
-
-
-def check(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ReportError, before anything is compiled, for targets that do not exist or cannot be measured, for files
-    that cannot be written, for a number of workers that is none."""
-    from bytescope.memory.devices import targets
-
-    for name in dict.fromkeys(names):
-        base = name.partition(":")[0]
-        if base not in ("local", "cpu"):  # those ask jax, which is for the workers to start
-            targets.parse(name)
-            if args.measure:
-                raise ReportError(f"--measure on {name}, which is not here: leave --target out to run on this machine")
-    for path in filter(None, (args.json, args.html)):
-        if not path.absolute().parent.is_dir():
-            raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
-    if args.jobs is not None and args.jobs < 1:
-        raise ReportError(f"--jobs={args.jobs}: give 1 or more")
-
-
-def shares_accelerator(names: Sequence[str]) -> bool:
-    """Whether workers would open the accelerator of this machine: one at a time then, it is one memory."""
-    from bytescope.memory.devices.platform import choose_platform
-
-    return "local" in names and choose_platform() != "cpu"
-
-
-@contextmanager
-def progress(total: int | None) -> Iterator[Callable[[Sequence[str], int], None]]:
-    """A bar on stderr, where that is a terminal: how many are done, of how many where that is known, which are under
-    way."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda labels, done: bar.update(task, completed=done, description=" | ".join(labels))
 
 
 def _plain(value: Any) -> Any:

@@ -12,10 +12,11 @@ from rich.console import Console
 from bytescope.memory import records
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import diff
+from bytescope.memory.text import diff as diff_text
 from bytescope.memory.text.report import WIDTH
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     before, after = records.load(args.before), records.load(args.after)
     changes = diff.diff(before, after)
     console = Console(width=WIDTH) if not Console().is_terminal else Console()
-    console.print(diff.render(before, after, changes))
+    console.print(diff_text.render(before, after, changes))
     failed = diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     for change in failed:
         percent = "from nothing" if math.isinf(change.percent) else f"by {change.percent:.2f} %"

@@ -10,21 +10,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.commands.arguments import NO_CONFIG
+from bytescope.memory.config_keys import (
+    BATCH_MICRO,
+    DATA_SEQ_LEN,
+    MESH,
+    MESH_CONTEXT,
+    MODEL_D_MODEL,
+    MODEL_N_HEADS,
+    MODEL_N_KV_HEADS,
+    MODEL_N_LAYERS,
+    MODEL_VOCAB_SIZE,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import training_state, transformer
 from bytescope.memory.formulas.estimate import Estimate, Question, check, estimate, question_of, shape_for
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What --params leaves open and a config says itself: flag -> (the config's key, what it is).
 SHAPE = {
-    "layers": ("model.n_layers", "layers"), "width": ("model.d_model", "width of the residual stream"),
-    "heads": ("model.n_heads", "attention heads"), "kv-heads": ("model.n_kv_heads", "key/value heads"),
-    "vocabulary": ("model.vocab_size", "size of the vocabulary"),
-    "sequence": ("data.seq_len", "tokens of a sequence (default: 2048)"),
-    "batch": ("batch.micro", "sequences of a replica and micro-step (default: 1)"),
+    "layers": (MODEL_N_LAYERS, "layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
+    "heads": (MODEL_N_HEADS, "attention heads"), "kv-heads": (MODEL_N_KV_HEADS, "key/value heads"),
+    "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
+    "sequence": (DATA_SEQ_LEN, "tokens of a sequence (default: 2048)"),
+    "batch": (BATCH_MICRO, "sequences of a replica and micro-step (default: 1)"),
 }
 # Row -> (title, whether it is one of the parts of the total).
 ROWS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer and master copy",
@@ -37,9 +49,10 @@ UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--params", metavar="N", help="parameters: 7e9, 7b, 350m; a GPT of about that size is assumed")
-    source.add_argument("--config", metavar="FILE", help="a config file or shipped name")
+    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="a config file or shipped name")
+    parser.add_argument("--config", metavar="FILE", help="the same by flag")
+    parser.add_argument("--params", metavar="N", help="instead of a config: parameters, 7e9, 7b, 350m; a GPT of about "
+                        "that size is assumed")
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
@@ -59,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the estimate and writes the files that were asked for. The trainer's config is read, never compiled."""
     notes: tuple[str, ...] = ()
+    if bool(args.params) == bool(args.config):
+        raise ReportError("give either a config or --params" if args.params else f"{NO_CONFIG}, or --params=7e9")
     if args.config:
         config = trainer.config(args.config, overrides)
         question, notes = _configured(args, config), _notes_on(args, config)
@@ -113,12 +128,12 @@ def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question
 def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
     """What the estimate does not know of a config's mesh."""
     notes = []
-    free = [axis for axis in ("data", "fsdp", "tensor") if config[f"mesh.{axis}"] == -1]
+    free = [axis for axis in ("data", "fsdp", "tensor") if config[MESH + axis] == -1]
     if free and not (args.tensor if free[0] == "tensor" else args.data):
         flag = "--tensor" if free[0] == "tensor" else "--data"
-        notes.append(f"mesh.{free[0]}=-1 counts as 1 device here: say how many with {flag}=N.")
-    if config["mesh.context"] != 1:
-        notes.append(f"mesh.context={config['mesh.context']} is left out: each device of a ring has so much less of "
+        notes.append(f"{MESH}{free[0]}=-1 counts as 1 device here: say how many with {flag}=N.")
+    if config[MESH_CONTEXT] != 1:
+        notes.append(f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out: each device of a ring has so much less of "
                      "the activations; report --formulas counts it.")
     return tuple(notes)
 

@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.compare import INTERRUPTED, add_compiling, add_subject, check, progress, write
+from bytescope.memory.commands.arguments import (
+    DOES_NOT_FIT,
+    INTERRUPTED,
+    NO_CONFIG,
+    add_compiling,
+    add_subject,
+    check,
+    progress,
+    write,
+)
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
@@ -21,9 +30,8 @@ from bytescope.memory.plan.variants import Trials
 from bytescope.memory.text import fit as fit_text
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
-DOES_NOT_FIT = 3
 # Finalists that are run where the device is at hand.
 MOST_MEASURED = 3
 
@@ -45,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the walk and what it came to; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
     if not args.config:
-        raise ReportError("no config: give --config=FILE")
+        raise ReportError(NO_CONFIG)
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
     target = targets.to_compile_for(args.target)

@@ -7,7 +7,24 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bytescope.memory.commands.compare import INTERRUPTED, add_compiling, add_subject, check, progress, write
+from bytescope.memory.commands.arguments import (
+    INTERRUPTED,
+    NO_CONFIG,
+    add_compiling,
+    add_subject,
+    check,
+    progress,
+    write,
+)
+from bytescope.memory.config_keys import (
+    REMAT_AUTO_OFFLOAD,
+    REMAT_BUDGET,
+    REMAT_COST,
+    REMAT_LAYERS,
+    REMAT_OFFLOAD,
+    REMAT_POLICY,
+    REMAT_SAVE,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import frontier
@@ -18,14 +35,14 @@ from bytescope.memory.remat.ilp import COSTS
 from bytescope.memory.units import parse_bytes
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
     from bytescope.memory.plan.variants import Trials
     from bytescope.memory.remat.problem import Tried
     from bytescope.memory.remat.search import Search
 
 # Keys that the plans of a front set, or that a front has flags of its own for.
-OWN = ("remat.policy", "remat.layers", "remat.save", "remat.offload", "remat.budget", "remat.cost",
-       "remat.auto_offload")
+OWN = (REMAT_POLICY, REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD, REMAT_BUDGET, REMAT_COST,
+       REMAT_AUTO_OFFLOAD)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +136,7 @@ def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
     Raises ReportError for what cannot be, before anything is compiled.
     """
     if not args.config:
-        raise ReportError("no config: give --config=FILE")
+        raise ReportError(NO_CONFIG)
     if args.points < 2:
         raise ReportError(f"--points={args.points}: give 2 or more")
     for key, text in overrides:

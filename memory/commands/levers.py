@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.compare import (
+from bytescope.memory.commands.arguments import (
     INTERRUPTED,
+    NO_CONFIG,
     add_compiling,
     add_subject,
     check,
@@ -17,6 +18,7 @@ from bytescope.memory.commands.compare import (
     shares_accelerator,
     write,
 )
+from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import levers
@@ -25,7 +27,7 @@ from bytescope.memory.plan.levers import Level
 from bytescope.memory.plan.rows import Row
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
     if not args.config:
-        raise ReportError("no config: give --config=FILE")
+        raise ReportError(NO_CONFIG)
     stages, target = levers.choose(args.stages), args.target.strip().lower()
     check(args, [target])
     config, refused = trainer.config(args.config, overrides), {}
@@ -93,7 +95,7 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
 def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
     """The level with what came of it."""
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
-    return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"]["model.attention"])
+    return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"][MODEL_ATTENTION])
 
 
 def _finish(args: argparse.Namespace, levels: Sequence[Level], left_out: Mapping[str, str], target: str,

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.commands.arguments import NO_CONFIG, add_subject
 from bytescope.memory.costs.named_tensors import NamedTensor, named_tensors, too_wide
+from bytescope.memory.errors import ReportError
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--config", metavar="FILE", required=True, help="a config file or shipped name")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
-    parser.add_argument("--target", metavar="T", default="local", help="devices to divide over (default: local)")
+    add_subject(parser, "override a config key")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON")
 
 
@@ -31,6 +31,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.text.report import WIDTH
 
+    if not args.config:
+        raise ReportError(NO_CONFIG)
     choose_platform()
     simulate_devices([args.target])
     jaxpr, sharding = trainer.names(args.config, overrides, targets.parse(args.target))

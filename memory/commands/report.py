@@ -9,20 +9,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.commands.arguments import NO_CONFIG, add_subject
 from bytescope.memory.errors import ReportError
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", metavar="FILE", help="a config file or shipped name: the trainer's step")
-    source.add_argument("--hlo", metavar="FILE", help="XLA dump of a program (*after_optimizations.hlo.pb)")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
-    parser.add_argument("--target", metavar="T", default="local", help="what to compile for and judge by: "
-                        "local, cpu:8, h200:8, h100:2x8, v5e:4x4 ... (default: local)")
+    add_subject(parser, "override a config key")
+    parser.add_argument("--hlo", metavar="FILE", help="instead of a config: XLA's dump of any program "
+                        "(*after_optimizations.hlo.pb)")
     parser.add_argument("--formulas", action="store_true",
                         help="what the published formulas say beside the compiler, with the gap (needs --config)")
     parser.add_argument("--run", action="store_true", help="the other programs of a run too: what init, evaluation and "
@@ -38,6 +36,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
+    if bool(args.hlo) == bool(args.config):
+        raise ReportError("give either a config or --hlo" if args.hlo else f"{NO_CONFIG}, or a program as --hlo=FILE")
     if args.hlo and overrides:
         raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --hlo")
     if args.hlo and args.formulas:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
     from bytescope.memory.analyze import report_of
 
-    known = {"names": trainer.vocabulary(), "loop": trainer.kept(program)} if program else {}
+    known = {"names": trainer.vocabulary(), "loop": trainer.loop_overhead(program)} if program else {}
     report = report_of(compilation, target=target, config=config, **known)
     from bytescope.memory.costs import roofline
     from bytescope.memory.text import report as report_text
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         print(trainer.choices(program))
     report_text.show(report, batch=settled.get("batch", ""))
     found = _formulas(report, config, settled, compilation.jaxpr) if args.formulas else {}
-    found |= {"run": _run(report, trainer.companions(program))} if args.run else {}
+    found |= {"run": _run(report, trainer.run_peaks(program))} if args.run else {}
     _write(args, report, compilation.proto, ({"batch": settled["batch"]} if settled else {}) | found)
     return 0
 

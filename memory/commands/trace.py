@@ -18,7 +18,7 @@ from bytescope.memory.text import profile as profile_text
 from bytescope.memory.text.report import WIDTH
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

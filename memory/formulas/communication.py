@@ -13,6 +13,22 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_ACCUMULATION_SCHEDULE,
+    BATCH_MICRO,
+    BATCH_MODE,
+    BATCH_TOKENS,
+    DATA_SEQ_LEN,
+    MESH_SEQUENCE_PARALLEL,
+    MESH_STRATEGY,
+    MODEL_D_MODEL,
+    MODEL_N_LAYERS,
+    PRECISION,
+    PRECISION_PRESET,
+    REMAT_POLICY,
+)
+
 # Bytes of a value that products are computed in, by precision preset; other presets have no formula. Gradients travel
 # in the dtype of their products, but for the presets that say otherwise.
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16_grads": 2, "fp32_grads": 2, "bf16_params": 2}
@@ -115,16 +131,16 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     # Devices that share a sequence share state too.
     shard = {axis: size for axis, size in many.items() if axis in ("fsdp", "context")}
     data = {axis: size for axis, size in many.items() if axis == "data"}
-    strategy = str(config.get("mesh.strategy", "zero3")) if shard else "ddp"  # nothing is divided, whatever the name
+    strategy = str(config.get(MESH_STRATEGY, "zero3")) if shard else "ddp"  # nothing is divided, whatever the name
     return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1))
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
     """Micro-steps of an update of a trainer's config (dotted keys) on so many data-parallel ranks; the most of any."""
-    if tokens := config.get("batch.tokens", 0):
-        return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
-    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
-    return max(scheduled, default=config.get("batch.accumulation", 1))
+    if tokens := config.get(BATCH_TOKENS, 0):
+        return max(tokens // (config[BATCH_MICRO] * config[DATA_SEQ_LEN] * ranks), 1)
+    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get(BATCH_ACCUMULATION_SCHEDULE, ())]
+    return max(scheduled, default=config.get(BATCH_ACCUMULATION, 1))
 
 
 def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int) -> list[Expected]:
@@ -132,24 +148,24 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
 
     `parameters`: of the model, over all devices.
     """
-    plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get("precision.preset", ""))
-    changed = any(config.get(f"precision.{role}") for role in ("param", "compute", "reduce", "cast"))
+    plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get(PRECISION_PRESET, ""))
+    changed = any(config.get(PRECISION + role) for role in ("param", "compute", "reduce", "cast"))
     if plan is None or itemsize is None or not parameters or changed:
         return []
-    scanned = config.get("batch.mode") == "scan"
+    scanned = config.get(BATCH_MODE) == "scan"
     micro_steps = accumulation(config, axes.get("data", 1) * axes.get("fsdp", 1)) if scanned else 1
-    policy = config.get("remat.policy", "none")
+    policy = config.get(REMAT_POLICY, "none")
     once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
-    gradient_bytes = GRADIENT_BYTES.get(config["precision.preset"],
+    gradient_bytes = GRADIENT_BYTES.get(config[PRECISION_PRESET],
                                         ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
     out = data_parallel(
         plan.strategy, parameters // plan.tensor, itemsize, plan.data, plan.shard, gathers=GATHERS.get(policy, 2),
         reductions=1 if once else micro_steps, gradient_bytes=gradient_bytes)
-    sizes = [config.get(key, 0) for key in ("batch.micro", "data.seq_len", "model.d_model", "model.n_layers")]
+    sizes = [config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL, MODEL_N_LAYERS)]
     if all(sizes):
         rows, length, width, layers = sizes
         out += tensor_parallel("tensor", plan.tensor, layers * micro_steps, rows * length // plan.context * width
-                               * itemsize, sequence_parallel=bool(config.get("mesh.sequence_parallel")),
+                               * itemsize, sequence_parallel=bool(config.get(MESH_SEQUENCE_PARALLEL)),
                                repeated=REPEATED.get(policy, 0))
     in_order = [dataclasses.replace(entry, axes=tuple(axis for axis in axes if axis in entry.axes)) for entry in out]
     return [entry for entry in in_order if entry.bytes]

@@ -7,6 +7,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from bytescope.memory.config_keys import (
+    BATCH_MICRO,
+    DATA_SEQ_LEN,
+    LOSS_CHUNK,
+    LOSS_KIND,
+    MESH_CONTEXT,
+    MESH_DATA,
+    MESH_FSDP,
+    MESH_SEQUENCE_PARALLEL,
+    MESH_STRATEGY,
+    MESH_TENSOR,
+    MODEL,
+    MODEL_ATTENTION,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMS,
+    OPTIMIZER_FUSED_BACKWARD,
+    OPTIMIZER_NAME,
+    PRECISION_PRESET,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import training_state, transformer
 from bytescope.memory.formulas.transformer import Layout, Model
@@ -185,26 +204,26 @@ def question_of(config: Mapping[str, Any]) -> Question:
     Raises:
       ReportError: a config that names what the formulas do not know.
     """
-    for key, table in (("precision.preset", training_state.PRECISIONS), ("optimizer.name", training_state.OPTIMIZERS),
-                       ("model.attention", KERNELS), ("mesh.strategy", STAGES)):
+    for key, table in ((PRECISION_PRESET, training_state.PRECISIONS), (OPTIMIZER_NAME, training_state.OPTIMIZERS),
+                       (MODEL_ATTENTION, KERNELS), (MESH_STRATEGY, STAGES)):
         if config[key] not in table:
             raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
                               "bytescope report compiles it")
-    m = {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
+    m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
     vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
     model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
                   gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"])
-    shards = max(config["mesh.fsdp"], 1) * max(config["mesh.context"], 1)
-    shared, copies = config["mesh.fsdp"] == -1 or shards > 1, config["mesh.data"]
+    shards = max(config[MESH_FSDP], 1) * max(config[MESH_CONTEXT], 1)
+    shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
     ranks = shards if shared else copies
-    tensor = max(config["mesh.tensor"], 1)
-    layout = Layout(tensor, config["mesh.sequence_parallel"] and tensor > 1, max(ranks, 1),
-                    zero=STAGES[config["mesh.strategy"]] if shared else 0)
+    tensor = max(config[MESH_TENSOR], 1)
+    layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
+                    zero=STAGES[config[MESH_STRATEGY]] if shared else 0)
     # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences in float32.
-    short = config["precision.preset"] == "fp32" and config["data.seq_len"] <= 1024
+    short = config[PRECISION_PRESET] == "fp32" and config[DATA_SEQ_LEN] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
-    offload = OFFLOADS[config["offload.optimizer"], config["offload.params"]]
-    return Question(transformer.parameter_count(model), model, layout, config["data.seq_len"], config["batch.micro"],
-                    config["precision.preset"], config["optimizer.name"], attention,
-                    config["loss.chunk"] if config["loss.kind"] == "chunked" else None,
-                    m["mlp_chunk"] * config["batch.micro"], offload, config["optimizer.fused_backward"])
+    offload = OFFLOADS[config[OFFLOAD_OPTIMIZER], config[OFFLOAD_PARAMS]]
+    return Question(transformer.parameter_count(model), model, layout, config[DATA_SEQ_LEN], config[BATCH_MICRO],
+                    config[PRECISION_PRESET], config[OPTIMIZER_NAME], attention,
+                    config[LOSS_CHUNK] if config[LOSS_KIND] == "chunked" else None,
+                    m["mlp_chunk"] * config[BATCH_MICRO], offload, config[OPTIMIZER_FUSED_BACKWARD])

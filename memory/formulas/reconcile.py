@@ -11,6 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytescope.memory.config_keys import (
+    BATCH_MODE,
+    MESH_CONTEXT,
+    MESH_DATA,
+    MESH_FSDP,
+    MODEL_ATTENTION,
+    REMAT_GRANULARITY,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import estimate, rematerialized, transformer
 from bytescope.memory.formulas.communication import accumulation
@@ -66,12 +74,12 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         asked = estimate.question_of(resolved)
     except ReportError as error:
         return str(error)
-    ranks = resolved["mesh.data"] * resolved["mesh.fsdp"]
+    ranks = resolved[MESH_DATA] * resolved[MESH_FSDP]
     micro_steps = accumulation(config, ranks)
-    calls = ranks * (micro_steps if config["batch.mode"] == "scan" else 1)
+    calls = ranks * (micro_steps if config[BATCH_MODE] == "scan" else 1)
     sequences, micro = asked.batch * calls, asked.batch
     # Devices of a ring hold their share of every sequence.
-    asked = dataclasses.replace(asked, batch=micro / resolved["mesh.context"])
+    asked = dataclasses.replace(asked, batch=micro / resolved[MESH_CONTEXT])
     state, copy = _state(asked, config, micro_steps)
     precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
     whole = transformer.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
@@ -109,7 +117,7 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
     stage, summed = asked.layout.zero, micro_steps > 1
     state = spread(3 if stage else 0)
     state["gradients"] = spread(stage)["gradients"]
-    like = state["gradients" if config["batch.mode"] == "scan" else "params"]
+    like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
     copy = asked.parameters * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
     return {"state_host": state.pop("host"), **state, "accumulator": like if summed else 0.0}, copy
 
@@ -153,9 +161,9 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
 
 def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
     """Names that stay whatever the policy says, since they lie between two checkpoints of one block."""
-    if config["model.attention"] == "cudnn" and "context" in names:
+    if config[MODEL_ATTENTION] == "cudnn" and "context" in names:
         return frozenset(rematerialized.AROUND_KERNEL)
-    return frozenset(("mid",)) if config["remat.granularity"] == "parts" else frozenset()
+    return frozenset(("mid",)) if config[REMAT_GRANULARITY] == "parts" else frozenset()
 
 
 # ---- why they differ -----------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
         (platform == "cpu" and asked.precision == "bf16", "the CPU widens 16-bit tensors to float32"),
         (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
         (asked.layout.zero in (1, 2), "total: the formula has a whole copy of the parameters, made once a step"),
-        (config["model.attention"] == "chunked",
+        (config[MODEL_ATTENTION] == "chunked",
          "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
         (True, "gradients: at the peak those of the layers still to come are not there yet"),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.config_keys import MESH
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.wire import Span
@@ -77,7 +78,7 @@ def _spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
 def of_config(config: Mapping[str, Any], devices: int) -> Axes:
     """Mesh axes by a config's sizes `mesh.*`, one of which may be -1; () where they do not make `devices`."""
     known = flat(config)
-    sizes = {axis: known[f"mesh.{axis}"] for axis in ORDER if type(known.get(f"mesh.{axis}")) is int}
+    sizes = {axis: known[MESH + axis] for axis in ORDER if type(known.get(MESH + axis)) is int}
     if any(size < 1 and size != -1 for size in sizes.values()):
         return ()
     fixed = math.prod(size for size in sizes.values() if size > 0)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.config_keys import REMAT
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan.fit_space import Keys, Space, Squeeze, words
@@ -254,7 +255,7 @@ class Walk:
                 return
 
     def _one_name_more(self, search: Search, plan: Plan) -> None:
-        keys = {key: text for key, text in self.best.keys.items() if not key.startswith("remat.")}
+        keys = {key: text for key, text in self.best.keys.items() if not key.startswith(REMAT)}
         block, rates = search.problem.block, search.problem.rates
         more = []
         for name in block.names:
@@ -289,4 +290,4 @@ class Walk:
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
     """Whether two sets of keys differ in recomputation alone."""
-    return {key: text for key, text in keys.items() if not key.startswith("remat.")} == dict(variant)
+    return {key: text for key, text in keys.items() if not key.startswith(REMAT)} == dict(variant)

@@ -7,6 +7,31 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.config_keys import (
+    BATCH,
+    BATCH_ACCUMULATION,
+    BATCH_ACCUMULATION_SCHEDULE,
+    BATCH_MICRO,
+    BATCH_MODE,
+    BATCH_TOKENS,
+    DATA_SEQ_LEN,
+    MESH,
+    MESH_CONTEXT,
+    MESH_DATA,
+    MESH_FSDP,
+    MESH_SEQUENCE_PARALLEL,
+    MESH_STRATEGY,
+    MESH_TENSOR,
+    MODEL_N_HEADS,
+    MODEL_N_KV_HEADS,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMS,
+    OPTIMIZER_CLIP,
+    OPTIMIZER_FUSED_BACKWARD,
+    OPTIMIZER_NAME,
+    PRECISION_PRESET,
+    REMAT,
+)
 from bytescope.memory.errors import ReportError
 
 Keys = dict[str, str]
@@ -21,9 +46,9 @@ LEVERS: Mapping[str, str] = {
 }
 
 # A key of the command line holds everywhere: the lever that would change it is none.
-HELD = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
+HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
 
-ONE_AXIS = {"mesh.data": "1", "mesh.context": "1", "mesh.tensor": "1", "mesh.sequence_parallel": "false"}
+ONE_AXIS = {MESH_DATA: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1", MESH_SEQUENCE_PARALLEL: "false"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +63,11 @@ class Squeeze:
     whole: bool = False
 
 
-_MOMENTS = {"offload.optimizer": "true"}
-_STATE = {**_MOMENTS, "offload.params": "true"}
-_BYTES = {"optimizer.name": "adamw_8bit"}
-_NARROW = {"precision.preset": "bf16_params"}
-_FUSED = {"optimizer.fused_backward": "true", "optimizer.clip": "layer"}
+_MOMENTS = {OFFLOAD_OPTIMIZER: "true"}
+_STATE = {**_MOMENTS, OFFLOAD_PARAMS: "true"}
+_BYTES = {OPTIMIZER_NAME: "adamw_8bit"}
+_NARROW = {PRECISION_PRESET: "bf16_params"}
+_FUSED = {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}
 # In the order in which they are tried: what costs transfers before what changes the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
@@ -55,7 +80,7 @@ SQUEEZES = (
     Squeeze("16-bit parameters updated inside the backward pass, moments on the host", ("precision", "offload"),
             {**_NARROW, **_FUSED, **_MOMENTS}, True, True),
     Squeeze("16-bit parameters updated inside the backward pass, Adafactor", ("precision",),
-            {**_NARROW, **_FUSED, "optimizer.name": "adafactor"}, False, True),
+            {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"}, False, True),
 )
 
 
@@ -80,7 +105,7 @@ class Space:
     @property
     def sequences(self) -> int:
         """Of one update."""
-        return self.tokens // self.flat["data.seq_len"]
+        return self.tokens // self.flat[DATA_SEQ_LEN]
 
     def meshes(self) -> list[Keys]:
         """The meshes to try, the config's own first: ZeRO-3 over all, hosts as replicas, the other strategies, and
@@ -88,14 +113,14 @@ class Space:
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, [{}]
-        found.append({**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1"})
+        found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1"})
         if hosts > 1:
-            found.append({**ONE_AXIS, "mesh.strategy": "zero3", "mesh.data": str(hosts),
-                          "mesh.fsdp": str(self.per_host)})
-        found += [{**ONE_AXIS, "mesh.strategy": name, "mesh.fsdp": "-1"} for name in ("zero2", "zero1", "ddp")]
-        heads = math.gcd(self.flat["model.n_heads"], self.flat["model.n_kv_heads"])
-        found += [{**ONE_AXIS, "mesh.strategy": "zero3", "mesh.fsdp": "-1", "mesh.tensor": str(size),
-                   "mesh.sequence_parallel": "true"}
+            found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts),
+                          MESH_FSDP: str(self.per_host)})
+        found += [{**ONE_AXIS, MESH_STRATEGY: name, MESH_FSDP: "-1"} for name in ("zero2", "zero1", "ddp")]
+        heads = math.gcd(self.flat[MODEL_N_HEADS], self.flat[MODEL_N_KV_HEADS])
+        found += [{**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_TENSOR: str(size),
+                   MESH_SEQUENCE_PARALLEL: "true"}
                   for size in (2, 4, 8) if self.per_host % size == 0 and heads % size == 0]
         different: dict[tuple[Any, ...], Keys] = {}
         for keys in found:
@@ -105,8 +130,8 @@ class Space:
     def _axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Sizes of the mesh's axes without -1, and its strategy, which is the same for any where nothing is shared."""
         def value(name: str) -> Any:
-            text = keys.get(f"mesh.{name}")
-            return self.flat[f"mesh.{name}"] if text is None else text
+            text = keys.get(MESH + name)
+            return self.flat[MESH + name] if text is None else text
 
         sizes = {axis: int(value(axis)) for axis in ("data", "fsdp", "context", "tensor")}
         rest = math.prod(size for size in sizes.values() if size > 0)
@@ -131,29 +156,29 @@ class Space:
             sizes = [each // steps] if each % steps == 0 else []
         else:
             sizes = [size for size in range(1, each + 1) if each % size == 0]
-        own = self.flat["batch.micro"]
+        own = self.flat[BATCH_MICRO]
         return sizes if "micro" in self.levers else [size for size in sizes if size == own]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
         """The keys of a micro-batch: accumulated within one step, which holds one accumulator and updates once."""
         steps = self.sequences // (self.ranks(mesh) * micro)
-        keys = {"batch.micro": str(micro), "batch.tokens": "0", "batch.accumulation": str(steps)}
-        return keys if "batch.mode" in self.given or steps == 1 else {**keys, "batch.mode": "scan"}
+        keys = {BATCH_MICRO: str(micro), BATCH_TOKENS: "0", BATCH_ACCUMULATION: str(steps)}
+        return keys if BATCH_MODE in self.given or steps == 1 else {**keys, BATCH_MODE: "scan"}
 
     def squeezes(self) -> list[Squeeze]:
         """Those that the levers allow and no given key contradicts; none swaps AdamW in for another optimizer."""
-        adam = str(self.flat["optimizer.name"]).startswith("adamw")
+        adam = str(self.flat[OPTIMIZER_NAME]).startswith("adamw")
         return [squeeze for squeeze in SQUEEZES if set(squeeze.levers) <= self.levers
-                and not self.given.intersection(squeeze.keys) and (adam or "optimizer.name" not in squeeze.keys)]
+                and not self.given.intersection(squeeze.keys) and (adam or OPTIMIZER_NAME not in squeeze.keys)]
 
     def baseline(self) -> Keys:
         """bf16 compute over float32 masters, where the config asks for float32 throughout and precision is free."""
-        wide = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
-        return {"precision.preset": "bf16"} if wide and self.narrow and "precision" in self.levers else {}
+        wide = self.flat[PRECISION_PRESET] == "fp32" and PRECISION_PRESET not in self.given
+        return {PRECISION_PRESET: "bf16"} if wide and self.narrow and "precision" in self.levers else {}
 
 
 def _steps(flat: Mapping[str, Any]) -> int:
-    return flat["batch.accumulation"]
+    return flat[BATCH_ACCUMULATION]
 
 
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
@@ -163,9 +188,9 @@ def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
 
 def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
     """Tokens of one update of a config, over all devices."""
-    if flat["batch.tokens"]:
-        return flat["batch.tokens"]
-    return flat["batch.micro"] * flat["batch.accumulation"] * ranks_of(flat, n_devices) * flat["data.seq_len"]
+    if flat[BATCH_TOKENS]:
+        return flat[BATCH_TOKENS]
+    return flat[BATCH_MICRO] * flat[BATCH_ACCUMULATION] * ranks_of(flat, n_devices) * flat[DATA_SEQ_LEN]
 
 
 def choose(text: str | None) -> frozenset[str]:
@@ -180,10 +205,10 @@ def choose(text: str | None) -> frozenset[str]:
 def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[str], n_devices: int, per_host: int,
              tokens: int | None, narrow: bool = True) -> Space:
     """The space of a config on a target. Raises ReportError for a batch that no mesh of it can have."""
-    if flat["batch.accumulation_schedule"]:
-        raise ReportError("batch.accumulation_schedule: a fit looks for one batch; fit the largest with "
+    if flat[BATCH_ACCUMULATION_SCHEDULE]:
+        raise ReportError(f"{BATCH_ACCUMULATION_SCHEDULE}: a fit looks for one batch; fit the largest with "
                           "--batch-tokens, and give the schedule when training")
-    length = flat["data.seq_len"]
+    length = flat[DATA_SEQ_LEN]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
         raise ReportError(f"--batch-tokens={tokens}: sequences have {length} tokens; give a multiple of that")
@@ -191,7 +216,7 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
     space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, narrow)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
         ranks = space.ranks({})
-        fixed = {f"batch.{name}": flat[f"batch.{name}"] for name in ("micro", "accumulation") if name not in levers}
+        fixed = {BATCH + name: flat[BATCH + name] for name in ("micro", "accumulation") if name not in levers}
         kept = " and ".join(f"{key}={value}" for key, value in fixed.items())
         least = ranks * length * math.prod(fixed.values())
         raise ReportError(f"{tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
@@ -206,8 +231,8 @@ def words(keys: Mapping[str, str], space: Space) -> str:
     sizes = " x ".join(f"{axis} {axes[axis]}" for axis in ("data", "fsdp", "context", "tensor") if axes[axis] > 1)
     parts: Sequence[str] = (
         (f"{axes['strategy']} {sizes}" if axes["data"] * axes["fsdp"] * axes["context"] > 1 else sizes) or "one device",
-        f"{keys.get('batch.micro', space.flat['batch.micro'])} x {keys.get('batch.accumulation', '?')}",
+        f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}",
         *(f"{key.rpartition('.')[2]}={value}" if key.startswith("precision") or key.endswith("name")
           else key for key, value in keys.items()
-          if key.partition(".")[0] in ("offload", "precision", "optimizer") and key != "optimizer.clip"))
+          if key.partition(".")[0] in ("offload", "precision", "optimizer") and key != OPTIMIZER_CLIP))
     return ", ".join(parts)

@@ -17,6 +17,21 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.config_keys import (
+    LOSS_KIND,
+    MODEL_ATTENTION,
+    MODEL_MLP_CHUNK,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMS,
+    OPTIMIZER_CLIP,
+    OPTIMIZER_FUSED_BACKWARD,
+    OPTIMIZER_NAME,
+    PRECISION_PRESET,
+    REMAT_LAYERS,
+    REMAT_OFFLOAD,
+    REMAT_POLICY,
+    REMAT_SAVE,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan.rows import Row, as_text
 
@@ -32,36 +47,36 @@ class Stage:
 
 # What every level starts from: nothing saved, nothing moved. Keys that a config lacks have nothing to set back.
 BASELINE = {
-    "precision.preset": "fp32", "loss.kind": "full", "model.attention": "naive", "remat.policy": "none",
-    "optimizer.name": "adamw", "remat.layers": "()", "remat.save": "()", "remat.offload": "()", "model.mlp_chunk": "0",
-    "optimizer.fused_backward": "false", "optimizer.clip": "global", "offload.optimizer": "false",
-    "offload.params": "false",
+    PRECISION_PRESET: "fp32", LOSS_KIND: "full", MODEL_ATTENTION: "naive", REMAT_POLICY: "none",
+    OPTIMIZER_NAME: "adamw", REMAT_LAYERS: "()", REMAT_SAVE: "()", REMAT_OFFLOAD: "()", MODEL_MLP_CHUNK: "0",
+    OPTIMIZER_FUSED_BACKWARD: "false", OPTIMIZER_CLIP: "global", OFFLOAD_OPTIMIZER: "false",
+    OFFLOAD_PARAMS: "false",
 }
 
 STAGES: Mapping[str, Stage] = {
-    "fp32": Stage("fp32", {"precision.preset": "fp32"}, "nothing saved, nothing recomputed"),
-    "bf16": Stage("bf16", {"precision.preset": "bf16"}, "half the activations, float32 master parameters; rounding"),
-    "loss": Stage("+ chunked loss", {"loss.kind": "chunked"}, "logits of one chunk at a time, recomputed in its "
+    "fp32": Stage("fp32", {PRECISION_PRESET: "fp32"}, "nothing saved, nothing recomputed"),
+    "bf16": Stage("bf16", {PRECISION_PRESET: "bf16"}, "half the activations, float32 master parameters; rounding"),
+    "loss": Stage("+ chunked loss", {LOSS_KIND: "chunked"}, "logits of one chunk at a time, recomputed in its "
                   "gradient"),
-    "attention": Stage("+ flash attention", {"model.attention": "auto"}, "no scores in memory; the kernel recomputes "
+    "attention": Stage("+ flash attention", {MODEL_ATTENTION: "auto"}, "no scores in memory; the kernel recomputes "
                        "them in its gradient"),
-    "selective": Stage("+ selective remat", {"remat.policy": "selective"}, "the attention core, norms and rotations "
+    "selective": Stage("+ selective remat", {REMAT_POLICY: "selective"}, "the attention core, norms and rotations "
                        "are made again"),
-    "full": Stage("+ full remat", {"remat.policy": "full"}, "every block runs forward twice"),
-    "adamw_8bit": Stage("+ 8-bit moments", {"optimizer.name": "adamw_8bit"}, "moments in a byte each; quantization"),
-    "fused_backward": Stage("+ fused backward", {"optimizer.fused_backward": "true",
-                                                 "optimizer.clip": "layer"},
+    "full": Stage("+ full remat", {REMAT_POLICY: "full"}, "every block runs forward twice"),
+    "adamw_8bit": Stage("+ 8-bit moments", {OPTIMIZER_NAME: "adamw_8bit"}, "moments in a byte each; quantization"),
+    "fused_backward": Stage("+ fused backward", {OPTIMIZER_FUSED_BACKWARD: "true",
+                                                 OPTIMIZER_CLIP: "layer"},
                             "a layer is updated as soon as its gradient is there; no accumulation, each layer clipped "
                             "by its own norm"),
-    "offload": Stage("+ offload", {"offload.optimizer": "true"}, "moments live in host memory and travel twice an "
+    "offload": Stage("+ offload", {OFFLOAD_OPTIMIZER: "true"}, "moments live in host memory and travel twice an "
                      "update"),
-    "offload_params": Stage("+ offload of params", {"offload.params": "true"}, "master parameters live in host memory"),
+    "offload_params": Stage("+ offload of params", {OFFLOAD_PARAMS: "true"}, "master parameters live in host memory"),
     # Beyond the staircase of the default, for --stages.
-    "bf16_params": Stage("+ 16-bit params", {"precision.preset": "bf16_params"}, "no float32 master; updates are "
+    "bf16_params": Stage("+ 16-bit params", {PRECISION_PRESET: "bf16_params"}, "no float32 master; updates are "
                          "rounded stochastically"),
-    "offload_blocks": Stage("+ offload of block inputs", {"remat.policy": "offload"}, "inputs of blocks travel to the "
+    "offload_blocks": Stage("+ offload of block inputs", {REMAT_POLICY: "offload"}, "inputs of blocks travel to the "
                             "host and back"),
-    "mlp_chunk": Stage("+ tiled MLP", {"model.mlp_chunk": "4096"}, "the MLP over pieces of the sequence, each made "
+    "mlp_chunk": Stage("+ tiled MLP", {MODEL_MLP_CHUNK: "4096"}, "the MLP over pieces of the sequence, each made "
                        "again in its gradient"),
 }
 DEFAULT = ("fp32", "bf16", "loss", "attention", "selective", "full", "adamw_8bit", "fused_backward", "offload",

@@ -61,7 +61,7 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         # A session of its own: Ctrl-C reaches us alone, and we decide what becomes of it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bytescope.memory.plan.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "bytescope.memory", "worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, env=dict(env), text=True, encoding="utf-8", start_new_session=True)
 
     def ask(self, message: str) -> dict[str, Any]:

@@ -18,18 +18,29 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.config_keys import (
+    LOSS,
+    MESH,
+    MODEL_ATTENTION,
+    MODEL_SCAN,
+    PRECISION,
+    REMAT,
+    REMAT_OFFLOAD,
+    REMAT_POLICY,
+    REMAT_SAVE,
+)
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 
 # Keys of a grid that are no keys of the config: which config file, and what to compile for.
 CONFIG, TARGET = "config", "target"
-POLICY, SAVE, OFFLOAD = "remat.policy", "remat.save", "remat.offload"
+POLICY, SAVE, OFFLOAD = REMAT_POLICY, REMAT_SAVE, REMAT_OFFLOAD
 
 # GiB is the unit of plans: a terabyte's digits would hide what a policy saves.
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 # Keys that say how a program runs, not what it trains: rows that differ in nothing else are rivals.
-_HOW = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
+_HOW = (REMAT, MESH, LOSS, PRECISION, MODEL_SCAN, MODEL_ATTENTION)
 
 
 @dataclasses.dataclass(frozen=True)

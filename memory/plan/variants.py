@@ -20,7 +20,7 @@ from bytescope.memory.remat.problem import Compiled, Tried, problem_of
 from bytescope.memory.remat.search import FULL, Search
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
 
 # Keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]

@@ -1,7 +1,7 @@
 """A worker of compare: jobs as JSON lines on standard input, answers as JSON lines on standard output.
 
-Started as `python -m memory.plan.worker`, one process per core, so that jax and the compiler are loaded
-once for many combinations. Its standard output is kept for answers: what libraries print goes to stderr.
+Started by the pool as `python -m bytescope.memory worker`, which gives it the trainer: one process per core, so that jax
+and the compiler are loaded once for many combinations. Its standard output is kept for answers: what libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bytescope.memory.__main__ import Trainer
+    from bytescope.memory.plan.trainer import Trainer
     from bytescope.memory.records import Report
 
 # Updates run before the clock starts, and how long it runs: at least so many updates and about so many seconds.
@@ -61,7 +61,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     began = time.perf_counter()
     compilation = program.compile_for_report(exact=True)
     seconds = time.perf_counter() - began
-    report = report_of(compilation, target=target, loop=trainer.kept(program))
+    report = report_of(compilation, target=target, loop=trainer.loop_overhead(program))
     row = {
         "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
         "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,
@@ -153,9 +153,3 @@ def _resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
-
-
-if __name__ == "__main__":
-    from bytescope.memory.__main__ import Trainer  # the hinge: what this process knows of the trainer comes by it alone
-
-    main(Trainer())

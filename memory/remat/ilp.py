@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bytescope.memory.config_keys import REMAT_LAYERS, REMAT_OFFLOAD, REMAT_POLICY, REMAT_SAVE
 from bytescope.memory.remat.block_graph import Block
 from bytescope.memory.remat.patterns import Pattern, Rates, kept_under
 
@@ -77,7 +78,7 @@ class Plan:
 
 def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
     """A policy, and ranges of layers with others, as keys of a config; what would contradict them is set back."""
-    return {"remat.save": "()", "remat.offload": "()", "remat.policy": policy, "remat.layers": f"({layers})"}
+    return {REMAT_SAVE: "()", REMAT_OFFLOAD: "()", REMAT_POLICY: policy, REMAT_LAYERS: f"({layers})"}
 
 
 def with_name(plan: Plan, name: str, block: Block, rates: Rates) -> Plan:

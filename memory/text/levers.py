@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.plan.levers import Level, changes, first_that_fits, flags_of, scale_of
 from bytescope.memory.plan.rows import unit_of
 from bytescope.memory.records import ROWS
@@ -108,7 +109,7 @@ def _table(levels: Sequence[Level], size: int) -> RenderableType:
     for number, (level, change) in enumerate(zip(levels, changes(levels)), 1):
         cells = [_cell(read(level), form, size) for _, read, form in COLUMNS]
         first, *rest = flags_of(level).split() or [level.title]
-        chosen = f" → {level.kernel}" if "model.attention=auto" in first else ""
+        chosen = f" → {level.kernel}" if f"{MODEL_ATTENTION}=auto" in first else ""
         table.add_row(f"{number} {first}{chosen}", "" if change is None else f"{change / size:+,.2f}", *cells)
         for flag in rest:
             table.add_row(f"  {flag}")

@@ -40,7 +40,7 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     except ValueError as error:
         return {"cannot": " ".join(str(error).split())}, None, None
     answer = {"compile_s": time.perf_counter() - began}
-    report = report_of(compilation, target=target, loop=run_peak.kept(program))
+    report = report_of(compilation, target=target, loop=run_peak.loop_overhead(program))
     others = run_peak.peaks(program) if asked.get("others") else {}
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)

@@ -26,14 +26,14 @@ import jax, jax.numpy as jnp
 from bytescope.memory.devices import targets
 from bytescope.memory.analyze import report_of
 from bytescope.train.config import load
-from bytescope.train.program import build
+from bytescope.train.planning.remat_auto import settled_program
 
 config, shares, rounds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 target = targets.parse("local")
 
 def program(**remat):
     keys = [(f"remat.{key}", value) for key, value in remat.items()]
-    return build(load(config, [*keys, ("batch.micro", "16")]), jax.devices()[:1])
+    return settled_program(load(config, [*keys, ("batch.micro", "16")]), jax.devices()[:1])
 
 def compiled(made):
     done = made.compile_for_report(exact=True)

@@ -101,7 +101,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="bytescope prepare", allow_abbrev=False,
                      description="Turn text into token shards that bytescope train maps into memory.")
     parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")
@@ -137,7 +137,7 @@ def _prepare(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's) and returns the exit code, 0 or 2."""
     try:
-        _prepare(_arguments(argv))
+        _prepare(parse(argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""`remat.policy=auto` made out: the config of the step with the least recomputation that fits the budget.
+"""`remat.policy=auto` settled: the config of the step with the least recomputation that fits the budget.
 
 memory/remat/search.py searches; here are the program that it asks about and the compiles that it asks for.
 """
@@ -22,11 +22,13 @@ from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
 from bytescope.memory.units import human
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import POLICIES
+from bytescope.model.remat.policies import AUTO, POLICIES
+from bytescope.train.checks import check_values
 from bytescope.train.config import override
 from bytescope.train.errors import DoesNotFit
 from bytescope.train.parallel.axes import activation_axes
-from bytescope.train.planning.run_peak import kept
+from bytescope.train.planning.run_peak import loop_overhead
+from bytescope.train.program import Program, build
 
 # Of a device that nothing is known of, and of a CPU, whose measured rates would differ from one process to the next:
 # FLOP/s and bytes/s of a core or two. They order plans, no more.
@@ -40,7 +42,7 @@ def figures_of(target: targets.Target) -> roofline.Figures:
     return NOMINAL if target.platform == "cpu" else roofline.figures(target) or NOMINAL
 
 
-def describe_block(program: Any) -> Block:
+def describe_block(program: Program) -> Block:
     """The graph of one block of a `Program` of scanned layers."""
     def parts(name: str) -> int:
         dims = program.layout.split(activation_axes(NAMES[name][0]))
@@ -67,11 +69,10 @@ def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
 
 @dataclasses.dataclass
 class Compiler:
-    """Compiles plans for one config on some devices. `build`: `train.program.build`."""
+    """Compiles plans for one config on some devices."""
 
     config: ConfigDict
     devices: Sequence[jax.Device]
-    build: Callable[..., Any]
 
     def __post_init__(self):
         self.target = targets.of(self.devices)
@@ -79,12 +80,12 @@ class Compiler:
         self.full = self.program({"remat.policy": FULL})
         self.report = self._report(self.full)
 
-    def program(self, keys: dict[str, str]) -> Any:
+    def program(self, keys: dict[str, str]) -> Program:
         """The program with these keys."""
-        return self.build(with_keys(self.config, keys), self.devices)
+        return build(with_keys(self.config, keys), self.devices)
 
-    def _report(self, program: Any) -> Report:
-        return report_of(program.compile_for_report(exact=True), target=self.target, loop=kept(program))
+    def _report(self, program: Program) -> Report:
+        return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
         """What the compiler says of each plan."""
@@ -112,17 +113,40 @@ class Compiler:
                           policies=policies)
 
 
-def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..., Any],
-           tell: Callable[[str], None], agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
-    """The config with a plan in the place of `auto`, and in a line what was decided.
+def settled_program(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
+                    tell: Callable[[str], None] = lambda line: None,
+                    agree: Callable[[Any], Any] = lambda value: value) -> Program:
+    """The program of a config that may leave `remat.policy=auto` to be settled: settle, check, assemble.
 
-    Processes that train together compile one program: each searches, under the budget of the first of them, and takes
-    its plan. `agree`: a JSON value -> that of the first process; all ask, in the same order.
+    The arguments and errors are those of `settle` and `train.program.build`.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    config, why = settle(config, devices, tell, agree)
+    return dataclasses.replace(build(config, devices), decided=why)
+
+
+def settle(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None] = lambda line: None,
+           agree: Callable[[Any], Any] = lambda value: value) -> tuple[ConfigDict, str]:
+    """The config with nothing left to decide, and in a line what was decided, "" where nothing was.
+
+    With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line. Processes that
+    train together compile one program: each searches, under the budget of the first of them, and takes its plan.
+    `agree`: a JSON value -> that of the first process; all ask, in the same order.
 
     Raises:
       DoesNotFit: no plan fits the budget.
-      ValueError: a budget that is no size, or a config that cannot run.
+      ValueError: a value that is in no table, a budget that is not a valid size, or a config that cannot run.
     """
+    check_values(config)
+    if (first := agree(config.remat.policy)) != config.remat.policy:
+        raise ValueError(f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
+                         "processes the same config")
+    return _decide(config, devices, tell, agree) if config.remat.policy == AUTO else (config, "")
+
+
+def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None],
+            agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
+    """The config with a plan in the place of `auto`, and the plan in a line."""
     if config.remat.granularity != "block":
         raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto: it chooses for a block "
                          "as one checkpoint; set remat.granularity=block")
@@ -130,7 +154,7 @@ def decide(config: ConfigDict, devices: Sequence[jax.Device], build: Callable[..
         if config.remat[key]:
             raise ValueError(f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses that: "
                              "give one of them")
-    compiler = Compiler(config, devices, build)
+    compiler = Compiler(config, devices)
     besides = compiler.report.predicted_bytes - compiler.report.allocated_bytes
     budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - besides), "remat.budget")
 

@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.memory.attribution.runtime_overheads import Loop
+from bytescope.memory.attribution.runtime_overheads import LoopOverhead
 from bytescope.memory.devices.compiler import stats_of
 from bytescope.train.optimizer.host_offload import chosen, is_hosted, turns
-
-if TYPE_CHECKING:  # which imports train.planning.remat_auto, which imports this
-    from bytescope.train.program import Program
+from bytescope.train.program import Program, init_state
+from bytescope.train.sample import lower_generate
 
 
 def device_bytes(tree: Any) -> int:
@@ -26,16 +25,16 @@ def _sizes(tree: Any) -> list[int]:
             for leaf in jax.tree.leaves(tree) if not is_hosted(leaf)]
 
 
-def kept(program: "Program") -> Loop:
+def loop_overhead(program: Program) -> LoopOverhead:
     """What the loop keeps on a device beside a call's arguments: bytes, for the report.
 
     While the last call of an update runs, the update's other batches are still there and the next update's already
     are (train/data/feed.py): one call's is among the arguments. The metrics of one update before are not read yet.
     """
-    return Loop(waiting=tuple(_sizes(program.batch_shapes)) * (2 * program.calls_per_update - 1), results=1)
+    return LoopOverhead(waiting=tuple(_sizes(program.batch_shapes)) * (2 * program.calls_per_update - 1), results=1)
 
 
-def peaks(program: "Program") -> dict[str, int]:
+def peaks(program: Program) -> dict[str, int]:
     """Bytes that the other programs of a run come to on a device, the state they make or leave alone included.
 
     Each is compiled for the program's devices, present or described: "init", by turns where some of the state goes to
@@ -57,10 +56,8 @@ def _own(lowered: jax.stages.Lowered) -> int:
     return (stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
 
 
-def _init(program: "Program") -> Iterator[int]:
+def _init(program: Program) -> Iterator[int]:
     """Bytes while each turn of `Program.init` runs: what the turns before it left on the device and its own."""
-    from bytescope.train.program import init_state
-
     def make(seed):
         return init_state(program.transformer(nnx.Rngs(params=jax.random.key(seed))), program.parts.optimizer,
                           program.parts.scaling)
@@ -73,7 +70,5 @@ def _init(program: "Program") -> Iterator[int]:
         made += device_bytes([leaves[place] for place in places])
 
 
-def _sample(program: "Program") -> jax.stages.Lowered:
-    from bytescope.train.sample import lower_generate
-
+def _sample(program: Program) -> jax.stages.Lowered:
     return lower_generate(program)

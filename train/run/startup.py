@@ -19,7 +19,7 @@ from bytescope.memory.text.report import show
 from bytescope.model.names import NAMES
 from bytescope.train.config import flatten
 from bytescope.train.optimizer.rules import describe_scaling
-from bytescope.train.planning.run_peak import kept
+from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program
 
 
@@ -95,7 +95,7 @@ def compile_step(program: Program, console: Console) -> Compiled:
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
-                       loop=kept(program))
+                       loop=loop_overhead(program))
     console.print(f"compiled in {seconds:.1f} s; what the step will hold:")
     show(report, console)
     if work.recomputed:

@@ -8,7 +8,7 @@ import pytest
 
 from bytescope.memory.analyze import judge, report_of
 from bytescope.memory.attribution import runtime_overheads
-from bytescope.memory.attribution.runtime_overheads import Facts, Loop
+from bytescope.memory.attribution.runtime_overheads import Facts, LoopOverhead
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CONTEXT_BYTES
 from bytescope.memory.errors import ReportError
@@ -17,6 +17,7 @@ from bytescope.memory.text.report import beyond
 from bytescope.memory.units import MIB
 from bytescope.train import loop
 from bytescope.train.planning import run_peak
+from bytescope.train.program import build
 from support.described import described
 from support.toy import small_config, small_program
 
@@ -32,7 +33,7 @@ def test_a_request_is_rounded_up_on_cuda_alone(size, counted):
 
 
 def test_every_item_by_hand():
-    loop = Loop(waiting=(100, 300), results=2)
+    loop = LoopOverhead(waiting=(100, 300), results=2)
     facts = {"loop": loop, "requests": (1000, 256, 4), "results": (4,), "context": 7, "communicators": 2, "code": 5,
              "untuned_product": 40 * MIB, "hopper": True}
     # requests 24 + 0 + 252, waiting 156 + 212, two results of 252 each
@@ -84,7 +85,7 @@ def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
 
     target, where = targets.parse("h200"), jax.sharding.SingleDeviceSharding(described("h200")[0])
     arrays = [jax.ShapeDtypeStruct((257, 3), "float32", sharding=where) for _ in range(2)]
-    report = report_of(_compiled(product.lower(*arrays)), target=target, loop=Loop((12,), 1))
+    report = report_of(_compiled(product.lower(*arrays)), target=target, loop=LoopOverhead((12,), 1))
     rows = {row.name: row.bytes for row in report.unseen}
     outputs = [b for b in report.buffers if b.category == "outputs" and b.phase == "output"]
     asked = [3084, 3084, report.xla.temp_bytes, 12, *(b.bytes for b in outputs)]
@@ -118,8 +119,8 @@ def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_pa
     from rich.console import Console
 
     loop.run(config, workdir=tmp_path / "run", extend=False, console=Console(quiet=True))
-    program = loop.build(config)
-    kept = run_peak.kept(program)
+    program = build(config)
+    kept = run_peak.loop_overhead(program)
     assert max(most) == len(kept.waiting) + len(program.batch_shapes) == 12  # two updates of three, two arrays each
     assert set(kept.waiting) == {2 * 32 * 4}
     saved = load(tmp_path / "run" / "memory.json")
@@ -138,4 +139,4 @@ def test_the_programs_beside_the_step_hold_the_state_and_their_own():
     assert sizes["init"] >= state
     hosted = small_program({"train.sample_tokens": 0, "model.n_layers": 1, "offload.optimizer": True})
     assert run_peak.device_bytes(hosted.state) < state / 2
-    assert dataclasses.asdict(run_peak.kept(program))["results"] == 1
+    assert dataclasses.asdict(run_peak.loop_overhead(program))["results"] == 1

@@ -12,8 +12,8 @@ from bytescope import memory
 from bytescope.memory import __main__ as command
 from bytescope.memory.attribution import ledger
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.memory.guard import memory_guard  # noqa: F401 - memory_guard is a fixture
 from bytescope.memory.plan import diff
+from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.text import report as report_text
 from bytescope.memory.units import parse_bytes

@@ -25,6 +25,7 @@ from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import Collective, Report, Transfer
 from bytescope.memory.text import report as report_text
+from bytescope.train.planning.adapter import Adapter
 from bytescope.train.program import build
 from support.described import described
 from support.toy import small_config, small_program
@@ -195,12 +196,11 @@ def test_a_row_has_the_seconds_of_an_update():
 
 
 def test_the_worker_answers_with_work():
-    from bytescope.memory.__main__ import Trainer
 
     small = [("model.n_layers", "2"), ("model.d_model", "32"), ("model.d_ff", "64"), ("data.seq_len", "16"),
              ("batch.micro", "2"), ("batch.accumulation", "3"), ("batch.mode", "multisteps")]
     answer = worker.answer_to({"config": "tiny", "overrides": small, "target": "cpu:1", "measure": False},
-                                      Trainer())
+                                      Adapter())
     assert (answer["calls_per_update"], answer["tokens_per_update"]) == (3, 3 * 2 * 16)
     assert sum(sum(part["flops"].values()) for part in answer["work"].values()) == answer["hardware_flops"]
     once = roofline.of_answer(json.loads(json.dumps(answer)))

@@ -9,12 +9,13 @@ import sys
 
 import pytest
 
-from bytescope.memory.__main__ import Trainer, main
+from bytescope.memory.__main__ import main
 from bytescope.memory.commands.estimate import parse_count
 from bytescope.memory.formulas import transformer
 from bytescope.memory.formulas.estimate import Question, check, estimate, question_of, shape_for
 from bytescope.memory.formulas.transformer import Layout, Model
 from bytescope.memory.pages import estimate as estimate_page
+from bytescope.train.planning.adapter import Adapter
 from support.browser import Page, browse
 
 LLAMA_8B = Question(8_029_995_008, Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
@@ -53,7 +54,7 @@ def test_llama_8b_by_hand():
 
 
 def test_the_shipped_config_asks_that_question():
-    config = Trainer().config
+    config = Adapter().config
     asked = question_of(config("llama_8b", [("mesh.fsdp", "8")]))
     assert asked == LLAMA_8B
     assert question_of(config("tiny", [("precision.preset", "fp32")])).attention == "naive"
@@ -128,7 +129,7 @@ def test_a_shape_of_about_as_many_parameters(parameters):
 
 
 def test_it_is_instant_because_nothing_of_jax_is_imported():
-    script = ("import sys; from memory.__main__ import main; main(['estimate', '--params=7b']); "
+    script = ("import sys; from bytescope.memory.__main__ import main; main(['estimate', '--params=7b']); "
               "sys.exit('jax' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
@@ -185,7 +186,7 @@ def test_a_config_says_its_levers(capsys):
     keys = [("precision.preset", "fp8"), ("model.mlp_chunk", "1000"), ("offload.optimizer", "true"),
             ("offload.params", "true"), ("optimizer.fused_backward", "true"), ("mesh.fsdp", "8")]
     keys += [("optimizer.clip", "layer")]
-    assert question_of(Trainer().config("llama_8b", keys)) == LEVERS
+    assert question_of(Adapter().config("llama_8b", keys)) == LEVERS
     _, out, _ = run(capsys, "--params=7b", "--offload=both", "--fused", "--precision=fp8")
     assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
 

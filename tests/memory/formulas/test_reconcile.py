@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from bytescope.memory.__main__ import Trainer, main
+from bytescope.memory.__main__ import main
 from bytescope.memory.analyze import report_of
 from bytescope.memory.costs import flops
 from bytescope.memory.formulas import reconcile, rematerialized
@@ -19,6 +19,7 @@ from bytescope.memory.text import formulas as formulas_text
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES, QUANTIZED
 from bytescope.train.config import flatten
+from bytescope.train.planning.adapter import Adapter
 from bytescope.train.program import build
 from support.described import described
 from support.toy import small_config, small_program
@@ -73,7 +74,7 @@ def test_the_papers_selective_row_from_names():
 def both(overrides, *, compiled=False):
     """(formula, FLOPs counted, the report or None) of a small program on the CPU."""
     program = small_program(overrides)
-    formula = reconcile.formula_of(flatten(small_config(overrides)), Trainer().settled(program), "cpu")
+    formula = reconcile.formula_of(flatten(small_config(overrides)), Adapter().settled(program), "cpu")
     if compiled:
         compilation = program.compile_for_report()
         return formula, flops.count(compilation.jaxpr), report_of(compilation)
@@ -136,7 +137,7 @@ def test_levers_have_formulas(keys):
     fused backward pass holds no more gradients than the formula."""
     config = small_config({**WIDE, "model.attention": "cudnn", **keys})
     program = build(config, described("h200"))
-    found = reconcile.formula_of(flatten(config), Trainer().settled(program), "cuda")
+    found = reconcile.formula_of(flatten(config), Adapter().settled(program), "cuda")
     report = report_of(program.compile_for_report(), names=NAMES)
     lines = {line.title: line for line in reconcile.lines(found, report.peak_bytes, report.breakdown, {},
                                                        report.host_bytes)}
@@ -149,7 +150,7 @@ def test_levers_have_formulas(keys):
 
 
 def settled(program, **changes):
-    return {**Trainer().settled(program), **changes}
+    return {**Adapter().settled(program), **changes}
 
 
 @pytest.mark.parametrize(("strategy", "divided"), [

@@ -24,6 +24,7 @@ from bytescope.memory.remat.patterns import Rates
 from bytescope.memory.remat.problem import Compiled, Problem
 from bytescope.memory.remat.search import Search, spread
 from bytescope.memory.text import frontier as frontier_text
+from bytescope.train.planning.adapter import Adapter
 from support.browser import HOSTILE, Page, body, browse
 
 GIB = 2**30
@@ -239,7 +240,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert again["points"] == points and again["fixed"] == out["fixed"] and again["compiled"] == 0
     # What a point's flags say is what was compiled for it.
     flags = re.findall(r"--config\.(\S+?)=([^'\s]*)", points[1]["flags"])
-    config = command.Trainer().config("tiny", [tuple(word[9:].split("=")) for word in SMALL] + flags)
+    config = Adapter().config("tiny", [tuple(word[9:].split("=")) for word in SMALL] + flags)
     assert config["remat.policy"] == points[1]["overrides"]["remat.policy"]
     layers = points[1]["overrides"]["remat.layers"].strip("()")
     assert list(config["remat.layers"]) == (layers.split(",") if layers else [])

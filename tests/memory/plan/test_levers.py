@@ -16,6 +16,7 @@ from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import ROWS
 from bytescope.memory.text import levers as levers_text
+from bytescope.train.planning.adapter import Adapter
 from support.browser import HOSTILE, Page, body, browse
 
 GIB = 2**30
@@ -63,7 +64,7 @@ def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
 
 def test_the_config_of_the_trainer_knows_every_default_key_or_the_stage_is_left_out():
     """A key that is renamed would drop its stage in silence: only those still to come may be missing."""
-    config = command.Trainer().config("tiny", ())
+    config = Adapter().config("tiny", ())
     _, left_out = levers.climb(list(levers.STAGES), config, (), {})
     assert set(left_out) <= {"fused_backward", "offload", "offload_params", "mlp_chunk"}
 

@@ -19,6 +19,7 @@ from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.train.config import split_overrides
 from bytescope.train.errors import UserError
+from bytescope.train.planning.adapter import Adapter
 
 SMALL = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64", "--config.data.seq_len=16",
          "--config.batch.micro=2"]
@@ -64,23 +65,23 @@ def options(**more):
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
     args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
-    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], command.Trainer().config, "s")
+    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], Adapter().config, "s")
     assert [tuple(job.chosen.values()) for job in jobs] == [
         (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")], "policies last: rivals side by side"
     assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):
             compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [],
-                                      command.Trainer().config, "s")
+                                      Adapter().config, "s")
     with pytest.raises(ReportError, match="no config"):
-        compare_command.make_jobs(options(config=None), [], command.Trainer().config, "s")
+        compare_command.make_jobs(options(config=None), [], Adapter().config, "s")
 
 
 def test_policies_with_names_of_their_own():
     """The names are keys of the row; those that the config gives its own custom policy stay with that alone."""
     args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )")
     own = [("remat.policy", "custom"), ("remat.save", "context")]
-    jobs = compare_command.make_jobs(args, own, command.Trainer().config, "s")
+    jobs = compare_command.make_jobs(args, own, Adapter().config, "s")
     names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
     assert list(zip([job.label for job in jobs], names)) == [
         ("none", {"remat.save": []}), ("custom", {}),
@@ -89,15 +90,15 @@ def test_policies_with_names_of_their_own():
     assert [job.flat["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
     # Where a range of layers is custom, its names are for it.
     ranges = [*own, ("remat.layers", "0-2:custom")]
-    assert compare_command.make_jobs(options(remat="none"), ranges, command.Trainer().config, "s")[0].flat[
+    assert compare_command.make_jobs(options(remat="none"), ranges, Adapter().config, "s")[0].flat[
         "remat.save"] == ("context",)
 
 
 def test_the_flags_of_a_policy_run_it():
     """What compare prints goes through a shell into the same config."""
-    job, = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], command.Trainer().config, "s")
+    job, = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Adapter().config, "s")
     _, pairs = split_overrides(shlex.split(plan_rows.flags(plan_rows.Row(job.chosen))))
-    assert command.Trainer().config("tiny", pairs) == job.flat
+    assert Adapter().config("tiny", pairs) == job.flat
 
 
 def test_the_workers_environment():

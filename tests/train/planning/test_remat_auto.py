@@ -7,8 +7,7 @@ import pytest
 from bytescope.memory.analyze import report_of
 from bytescope.train.__main__ import main
 from bytescope.train.errors import DoesNotFit
-from bytescope.train.planning.remat_auto import decide
-from bytescope.train.program import build
+from bytescope.train.planning.remat_auto import settle, settled_program
 from support.described import WIDE_GPU, compile_described
 from support.toy import run_losses, small_config, small_program
 
@@ -42,7 +41,7 @@ def test_losses_equal_none_within_the_budget(overrides, devices, low, plain):
     keys, told = {**KEYS, **overrides}, []
     budget = low if overrides != MESH else between(keys, 0.2, devices)
     config = small_config({**keys, "remat.policy": "auto", "remat.budget": budget, "remat.cost": "flops"})
-    program = build(config, jax.devices()[:devices], told.append)
+    program = settled_program(config, jax.devices()[:devices], told.append)
     assert program.config.remat.policy == "full" and program.config.remat.layers
     assert config.remat.policy == "auto"  # the caller's is left alone
     assert program.decided.startswith("auto: ") and f"{len(told)} programs compiled" in program.decided
@@ -112,17 +111,17 @@ def test_the_first_process_decides():
     config = small_config({"remat.policy": "auto"})
     plan = {"remat.policy": "full", "remat.layers": "(0-1:up,1-3:full)"}
     for answer in ((plan, "as the first has it"), None):
-        answers = [10**5, answer]
+        answers = ["auto", 10**5, answer]
 
         def first(value, answers=answers):
             return answers.pop(0)
 
         if answer is None:
             with pytest.raises(DoesNotFit, match="remat.policy=auto"):
-                decide(config, jax.devices()[:1], build, lambda line: None, first)
+                settle(config, jax.devices()[:1], lambda line: None, first)
         else:
-            taken, line = decide(config, jax.devices()[:1], build, lambda line: None, first)
+            taken, line = settle(config, jax.devices()[:1], lambda line: None, first)
             assert taken.remat.layers == ("0-1:up", "1-3:full") and line == answer[1]
         assert not answers
     with pytest.raises(ValueError, match="remat.policy=auto differs from process 0, which has none"):
-        build(config, jax.devices()[:1], agree=lambda value: "none")
+        settled_program(config, jax.devices()[:1], agree=lambda value: "none")

@@ -1,0 +1,61 @@
+"""Every config key that this package knows: the keys of the trainer's configs/base.py, by name, in one place.
+
+A report reads any config that has these keys; a program without them is read all the same. A test holds every one of
+them against configs/base.py.
+"""
+
+from __future__ import annotations
+
+# Prefixes of groups, for keys that are put together (`MESH + axis`) or recognized by their group.
+BATCH = "batch."
+LOSS = "loss."
+MESH = "mesh."
+MODEL = "model."
+OFFLOAD = "offload."
+PRECISION = "precision."
+REMAT = "remat."
+
+BATCH_ACCUMULATION = "batch.accumulation"
+BATCH_ACCUMULATION_SCHEDULE = "batch.accumulation_schedule"
+BATCH_MICRO = "batch.micro"
+BATCH_MODE = "batch.mode"
+BATCH_TOKENS = "batch.tokens"
+
+DATA_SEQ_LEN = "data.seq_len"
+
+LOSS_CHUNK = "loss.chunk"
+LOSS_KIND = "loss.kind"
+
+MESH_CONTEXT = "mesh.context"
+MESH_DATA = "mesh.data"
+MESH_FSDP = "mesh.fsdp"
+MESH_SEQUENCE_PARALLEL = "mesh.sequence_parallel"
+MESH_STRATEGY = "mesh.strategy"
+MESH_TENSOR = "mesh.tensor"
+
+MODEL_ATTENTION = "model.attention"
+MODEL_D_MODEL = "model.d_model"
+MODEL_MLP_CHUNK = "model.mlp_chunk"
+MODEL_N_HEADS = "model.n_heads"
+MODEL_N_KV_HEADS = "model.n_kv_heads"
+MODEL_N_LAYERS = "model.n_layers"
+MODEL_SCAN = "model.scan"
+MODEL_VOCAB_SIZE = "model.vocab_size"
+
+OFFLOAD_OPTIMIZER = "offload.optimizer"
+OFFLOAD_PARAMS = "offload.params"
+
+OPTIMIZER_CLIP = "optimizer.clip"
+OPTIMIZER_FUSED_BACKWARD = "optimizer.fused_backward"
+OPTIMIZER_NAME = "optimizer.name"
+
+PRECISION_PRESET = "precision.preset"
+
+REMAT_AUTO_OFFLOAD = "remat.auto_offload"
+REMAT_BUDGET = "remat.budget"
+REMAT_COST = "remat.cost"
+REMAT_GRANULARITY = "remat.granularity"
+REMAT_LAYERS = "remat.layers"
+REMAT_OFFLOAD = "remat.offload"
+REMAT_POLICY = "remat.policy"
+REMAT_SAVE = "remat.save"

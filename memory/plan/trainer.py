@@ -1,0 +1,77 @@
+"""What this package asks of a trainer: the Protocol by which commands and workers meet one.
+
+The trainer of this repository implements it in train/planning/adapter.py. Another trainer that gives the same answers
+gets compare, levers, fit, front, names and report over its own configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from bytescope.memory.attribution.runtime_overheads import LoopOverhead
+from bytescope.memory.devices.targets import Target
+
+Overrides = Sequence[tuple[str, str]]
+
+
+class Trainer(Protocol):
+    """A trainer, by the names of its configs. No method starts jax before it has to.
+
+    Methods raise ValueError with an `exit_code` for what the user can mend: an unknown config, key or value.
+    """
+
+    def split_overrides(self, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+        """(other arguments, overrides): takes `--config.KEY=VALUE` out of a command line."""
+
+    def config(self, name: str, overrides: Overrides) -> dict[str, Any]:
+        """The config as the trainer resolves it, dotted key -> value, without starting jax."""
+
+    def program(self, name: str, overrides: Overrides, target: Target) -> Any:
+        """The program of a config on a target's devices, nothing compiled yet.
+
+        It has `compile_for_report(exact=...)` -> `memory.devices.compiler.Compilation`, `batch_shapes`,
+        `calls_per_update`, `init()` and `mesh`.
+        """
+
+    def settled(self, program: Any) -> dict[str, Any]:
+        """What a program made of its config: the kernel under `model.attention`, the mesh without -1, `batch`, its
+        algebra in words, and `segments`: for each range of layers its {"layers", "policy", "groups", "save",
+        "offload"}, the last two names of tensors."""
+
+    def describe(self, name: str, overrides: Overrides, target: Target) -> dict[str, Any]:
+        """What the search for the least recomputation has to know of a config on a target, nothing compiled.
+
+        `block`: a `memory.remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches per call;
+        `policies`: policy -> names that it keeps, null where that is the compiler's to say, and `moving`: the same of
+        those that move tensors to host memory; `tokens_per_update`.
+        """
+
+    def choices(self, program: Any) -> str:
+        """What a program chose for its devices, and why, a line each."""
+
+    def loop_overhead(self, program: Any) -> LoopOverhead:
+        """What the trainer's loop keeps on a device beside a program's arguments."""
+
+    def run_peaks(self, program: Any) -> dict[str, int]:
+        """Bytes on a device at the peak of each other program of a run, by name; compiles them."""
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every checkpoint name of the trainer's model."""
+
+    def names(self, name: str, overrides: Overrides,
+              target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
+        """(ClosedJaxpr of a config's gradient, name of a tensor -> (its sharding as text, parts it is cut into))."""
+
+    def configs(self) -> Mapping[str, str]:
+        """Shipped config -> its purpose in a line."""
+
+    def keys(self) -> Sequence[tuple[str, str, str]]:
+        """(dotted key, default as the command line takes it, meaning) of every config key, in order."""
+
+    def policies(self) -> Mapping[str, str]:
+        """Remat policy -> what a block keeps under it, in a line."""
+
+    def sources(self) -> list[Path]:
+        """Folders whose .py files decide what the step is."""

@@ -1,0 +1,22 @@
+"""`memory.assert_fits` as a pytest fixture.
+
+    pytest_plugins = ["bytescope.memory.pytest_guard"]  # in conftest.py
+
+    def test_step_fits(memory_guard):
+        memory_guard(jax.jit(step).lower(state, batch), "72GiB")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from bytescope.memory.guard import assert_fits
+from bytescope.memory.records import Report
+
+
+@pytest.fixture
+def memory_guard() -> Callable[..., Report]:
+    """`assert_fits`."""
+    return assert_fits

@@ -1,0 +1,106 @@
+"""bytescope: the one front of all commands, and the one place that reaches both sides, the trainer's and the memory's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from bytescope.memory import __main__ as memory_commands
+from bytescope.train.errors import UserError
+
+# Commands of the trainer -> what they do; the others are memory's.
+TRAINER = {
+    "train": "train a transformer, its memory known before the first step",
+    "prepare": "turn text into the token shards that train reads fast",
+}
+GROUPS = {
+    "train": ("train", "prepare"),
+    "measure": ("report", "trace", "names", "diff", "estimate"),
+    "plan": ("compare", "levers", "front", "fit"),
+    "list": ("configs", "targets", "keys", "policies"),
+}
+SUMMARY = "Train transformers in JAX knowing, before the first step, what every byte of device memory holds."
+USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [--config.KEY=VALUE ...] [...]"
+EXIT_CODES = """\
+exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command, config or data, 3 does not fit,
+4 non-finite loss, 5 a process never came or died, 130 stopped by Ctrl-C"""
+
+
+def overview() -> str:
+    """What `bytescope --help` prints: every command in a line."""
+    lines = [USAGE, "", SUMMARY, ""]
+    for group, names in GROUPS.items():
+        lines.append(f"{group}:")
+        lines += [f"  {name:<10}{_summary(name)}" for name in names]
+    return "\n".join([*lines, "", "bytescope COMMAND --help has the arguments and examples; --version the versions.", "",
+                      EXIT_CODES])
+
+
+def _summary(command: str) -> str:
+    return TRAINER.get(command) or memory_commands.COMMANDS[command][1]
+
+
+def version() -> str:
+    """The versions of this package and of what decides its figures."""
+    found = []
+    for name in ("bytescope", "jax", "jaxlib", "flax", "optax"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join([*found, f"Python {sys.version.split()[0]}"])
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of any command line, read and checked as when it runs; nothing runs.
+
+    Raises:
+      ValueError: with an `exit_code`: an unknown command or argument.
+    """
+    command, *rest = argv or [""]
+    if command == "train":
+        from bytescope.train.__main__ import parse as parse_train
+
+        return parse_train(rest)
+    if command == "prepare":
+        from bytescope.train.data.prepare import parse as parse_prepare
+
+        return parse_prepare(rest)
+    from bytescope.train.planning.adapter import Adapter
+
+    args, args.overrides = memory_commands.parse(_known(argv), Adapter())
+    return args
+
+
+def _known(argv: Sequence[str]) -> Sequence[str]:
+    """The command line. Raises UserError for a command that does not exist, with the nearest that does."""
+    commands = [name for names in GROUPS.values() for name in names]
+    if not argv or argv[0] not in commands:
+        raise UserError(f"{memory_commands.unknown(argv[0] if argv else '', commands)}; see bytescope --help")
+    return argv
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line (default: the process's); returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(version())
+        return 0
+    if argv[0] == "train":
+        from bytescope.train.__main__ import main as train
+
+        return train(argv[1:])
+    if argv[0] == "prepare":
+        from bytescope.train.data.prepare import main as prepare
+
+        return prepare(argv[1:])
+    try:
+        return memory_commands.main(_known(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

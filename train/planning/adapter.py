@@ -1,0 +1,117 @@
+"""The trainer of this repository as `memory.plan.trainer.Trainer`: what its commands and workers meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.plan.trainer import Overrides
+from bytescope.train import config as configs
+
+if TYPE_CHECKING:
+    from bytescope.memory.attribution.runtime_overheads import LoopOverhead
+    from bytescope.memory.devices.targets import Target
+    from bytescope.train.program import Program
+
+
+class Adapter:
+    """The methods are explained in the Protocol. None starts jax before it has to; the config's errors come through
+    with their exit codes."""
+
+    def split_overrides(self, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+        return configs.split_overrides(argv)
+
+    def config(self, name: str, overrides: Overrides) -> dict[str, Any]:
+        return configs.flatten(configs.load(name, overrides))
+
+    def program(self, name: str, overrides: Overrides, target: Target) -> Program:
+        from bytescope.train.planning.remat_auto import settled_program
+
+        config = configs.load(name, overrides)
+        try:
+            return settled_program(config, target.devices())
+        except ValueError as error:  # a config that cannot run there: the message says what to change
+            if hasattr(error, "exit_code"):
+                raise
+            raise ReportError(" ".join(str(error).split())) from error
+
+    def settled(self, program: Program) -> dict[str, Any]:
+        from bytescope.memory.config_keys import MESH, MODEL_ATTENTION
+        from bytescope.model.remat.policies import POLICIES
+
+        plan = program.remat
+        segments = []
+        for segment in plan.segments(program.model.n_layers):
+            moved, policy = segment.policy.moved, segment.name if segment.name in POLICIES else "custom"
+            segments.append({"layers": segment.stop - segment.start, "policy": policy, "groups": segment.groups,
+                             "save": [name for name in segment.policy.names if name not in moved],
+                             "offload": list(moved)})
+        mesh = {MESH + axis: size for axis, size in program.mesh.shape.items()}
+        return {MODEL_ATTENTION: program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
+
+    def describe(self, name: str, overrides: Overrides, target: Target) -> dict[str, Any]:
+        from bytescope.memory.config_keys import MODEL_SCAN
+        from bytescope.memory.plan.worker import tokens_of
+        from bytescope.train.planning.remat_auto import describe_block, fixed_policies
+
+        program = self.program(name, (*overrides, (MODEL_SCAN, "true")), target)
+        micro_steps = program.batch.accumulation if program.scanned else 1
+        return {"block": dataclasses.asdict(describe_block(program)), "micro_steps": micro_steps,
+                "policies": fixed_policies(), "moving": fixed_policies(moving=True),
+                "tokens_per_update": tokens_of(program)}
+
+    def choices(self, program: Program) -> str:
+        return "\n".join(f"{what} {row} ({why})" for what, (row, why) in (
+            ("attention", program.kernel), ("products", program.matmul)))
+
+    def loop_overhead(self, program: Program) -> LoopOverhead:
+        from bytescope.train.planning.run_peak import loop_overhead
+
+        return loop_overhead(program)
+
+    def run_peaks(self, program: Program) -> dict[str, int]:
+        from bytescope.train.planning.run_peak import peaks
+
+        return peaks(program)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        from bytescope.model.names import NAMES
+
+        return tuple(NAMES)
+
+    def names(self, name: str, overrides: Overrides,
+              target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
+        from bytescope.model.names import NAMES
+        from bytescope.train.parallel.axes import activation_axes
+
+        program = self.program(name, overrides, target)
+
+        def sharding(tensor: str) -> tuple[str, int]:
+            letters = NAMES[tensor][0]
+            dims = program.layout.split(activation_axes(letters))
+            text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
+            return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
+
+        return program.trace_gradient(), sharding
+
+    def configs(self) -> Mapping[str, str]:
+        return configs.purposes()
+
+    def keys(self) -> list[tuple[str, str, str]]:
+        return configs.describe_keys()
+
+    def policies(self) -> Mapping[str, str]:
+        from bytescope.model.remat.policies import AUTO, POLICIES
+
+        special = {"custom": "the names of remat.save; those of remat.offload in pinned host memory",
+                   AUTO: "the least recomputation within remat.budget, by name and range of layers"}
+        return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
+
+    def sources(self) -> list[Path]:
+        found = (importlib.util.find_spec(package) for package in ("bytescope.model", "bytescope.train"))
+        return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]
