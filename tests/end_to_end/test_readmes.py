@@ -1,0 +1,256 @@
+"""The READMEs say what is so: their commands parse, their links lead somewhere, the front page's tree is the disk's."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bytescope.train import cli
+
+ROOT = Path(__file__).parents[2]
+FRONT = ROOT / "README.md"
+TOP = ("configs", "memory", "model", "tests", "train")
+READMES = sorted([*ROOT.glob("*.md"), *itertools.chain.from_iterable((ROOT / top).rglob("*.md") for top in TOP)])
+READERS = {"my.py", "conftest.py"}
+# What may stand before a command, and what ends it.
+STARTERS = ("srun", "mpirun", "nice", "time")
+ENDS = ("&&", "||", "|", ";", "&", ">", "2>")
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(text):
+    """The fenced blocks of a page: (language, text)."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.M | re.S)
+
+
+def unfenced(text):
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def prose(text):
+    """A page without its fenced blocks and its inline code."""
+    return re.sub(r"`[^`\n]*`", "", unfenced(text))
+
+
+def command_lines(text):
+    """The lines of a page's blocks as a shell would read them: without prompts, with continuations joined."""
+    for language, block in blocks(text):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            yield line.strip().removeprefix("$ ")
+
+
+def commands(text):
+    """The command lines of `bytescope` and its modules in a page's blocks, each as the arguments of the front."""
+    found = []
+    for line in command_lines(text):
+        if not re.search(r"(^|[\s/])bytescope[.\s]", line):
+            continue
+        for words in simple_commands(shlex.split(line, comments=True)):
+            while words and words[0] in STARTERS:
+                words = words[1:]
+            if words and Path(words[0]).name == "bytescope":
+                found.append(words[1:])
+            elif words[1:3] == ["-m", "bytescope.train"]:
+                found.append(["train", *words[3:]])
+            elif words[1:3] == ["-m", "bytescope.memory"]:
+                found.append(words[3:])
+    return found
+
+
+def simple_commands(words):
+    """Words of a line, cut where the shell starts another command or redirects the output."""
+    for is_end, group in itertools.groupby(words, lambda word: word in ENDS):
+        if not is_end:
+            yield list(group)
+
+
+def parsed(argv):
+    """The command's arguments by the parser that runs it, or its version or help, which have none."""
+    if argv and argv[-1] in ("--version", "--help"):
+        return None
+    return cli.parse(argv)
+
+
+def slugs(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    seen, found = {}, set()
+    for heading in re.findall(r"^#{1,6} +(.*?)\s*#*$", unfenced(text), flags=re.M):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("\\", "")
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if slug in seen else slug)
+        seen[slug] = seen.get(slug, 0) + 1
+    return found
+
+
+def broken_links(page, text):
+    """Relative links and pictures of a page that lead nowhere, and anchors that no heading has."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        exists = other.exists() and other.is_relative_to(ROOT)
+        if not exists or (anchor and anchor not in slugs(text if other == page else other.read_text(encoding="utf-8"))):
+            broken.append(target)
+    return broken
+
+
+def missing_files(page, text):
+    """Python files that a page names and that are not there: paths from the root or from the page, or the bare name
+    of any file below it. Names in capitals and READERS stand for files of the reader."""
+    code = " ".join([*re.findall(r"`([^`\n]+)`", unfenced(text)), *(block for _, block in blocks(text))])
+    names = {name for name in re.findall(r"(?<![\w/.-])[\w/]+\.py\b", code) if not re.search(r"[A-Z]{3}", name)}
+    return sorted(name for name in names - READERS if not (ROOT / name).is_file()
+                  and not (page.parent / name).is_file() and ("/" in name or not next(page.parent.rglob(name), None)))
+
+
+def rooms_on_disk():
+    """Folders with Python files, down to a package's rooms: "memory/", "memory/hlo/" ..."""
+    folders = [ROOT / top for top in TOP]
+    folders += [inner for folder in folders for inner in folder.iterdir() if inner.is_dir()]
+    return {f"{relative(folder)}/" for folder in folders if next(folder.rglob("*.py"), None)}
+
+
+def rooms_of(text):
+    """The annotated tree of a page: room -> what is said of it."""
+    tree = next(block for _, block in blocks(text) if block.startswith("configs/"))
+    rooms, top = {}, ""
+    for line in tree.splitlines():
+        indent, name, note = re.fullmatch(r"( *)(\w+/) +(\S.*)", line).groups()
+        top = "" if not indent else top
+        rooms[top + name] = note
+        top = top or name
+    return rooms
+
+
+@pytest.mark.parametrize("page", READMES, ids=relative)
+def test_every_command_parses(page):
+    mistakes = []
+    for argv in commands(page.read_text(encoding="utf-8")):
+        try:
+            parsed(argv)
+        except ValueError as error:
+            assert hasattr(error, "exit_code"), argv
+            mistakes.append(f"bytescope {shlex.join(argv)}: {error}")
+    assert not mistakes
+
+
+def test_the_front_page_names_every_command():
+    text = FRONT.read_text(encoding="utf-8")
+    table = "\n".join(re.findall(r"^\| (`bytescope.*?) \|", text, flags=re.M))
+    named = re.findall(r"`(?:bytescope )?(\w+)`", table)
+    assert sorted(named) == sorted(name for names in cli.GROUPS.values() for name in names)
+    # The set-up lines and the first report are among what test_every_command_parses reads.
+    assert commands(text) == [["train"], ["report", "llama_8b", "h100:8"]]
+
+
+@pytest.mark.parametrize("page", READMES, ids=relative)
+def test_files_and_commands_named_in_a_line_exist(page):
+    text = page.read_text(encoding="utf-8")
+    known = {name for names in cli.GROUPS.values() for name in names} | {"COMMAND"}
+    unknown = [word for word in re.findall(r"`bytescope (\w+)", text) if word not in known]
+    assert not missing_files(page, text) + unknown
+
+
+@pytest.mark.parametrize("page", READMES, ids=relative)
+def test_library_examples_compile(page):
+    for language, block in blocks(page.read_text(encoding="utf-8")):
+        if language == "python":
+            compile(block, relative(page), "exec")
+
+
+@pytest.mark.parametrize("page", READMES, ids=relative)
+def test_links_lead_somewhere(page):
+    assert not broken_links(page, page.read_text(encoding="utf-8"))
+
+
+def test_the_front_page_leads_to_every_other_page():
+    text = FRONT.read_text(encoding="utf-8")
+    linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))}
+    assert {path for path in READMES if path != FRONT} <= linked
+
+
+def test_the_tree_of_the_front_page_is_the_disk():
+    assert set(rooms_of(FRONT.read_text(encoding="utf-8"))) == rooms_on_disk()
+
+
+def test_files_named_in_the_tree_exist():
+    missing = [f"{room}{name}" for room, note in rooms_of(FRONT.read_text(encoding="utf-8")).items()
+               for name in re.findall(r"\w+\.(?:py|md)\b", note) if not (ROOT / room / name).is_file()]
+    assert not missing
+
+
+def test_the_front_page_is_short():
+    text = FRONT.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    assert (ROOT / "memory" / "report.png").stat().st_size < 150_000
+
+
+# ---- what the checks above can see
+
+SHELL = r"""
+```
+$ bytescope compare tiny cpu:8 --grid=data.seq_len=64,128 \
+    --remat='none,custom(v)+offload(block_in)'     # two policies
+python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/bytescope train
+srun bytescope train --config=tiny | tee log
+python -m bytescope.memory report --config=tiny > out.txt
+bytescope-like things, and peaks of 19.73 GiB
+```
+```python
+bytescope = None
+```
+"""
+
+
+def test_commands_are_read_as_a_shell_reads_them():
+    assert commands(SHELL) == [
+        ["compare", "tiny", "cpu:8", "--grid=data.seq_len=64,128", "--remat=none,custom(v)+offload(block_in)"],
+        ["train"], ["train", "--config=tiny"], ["report", "--config=tiny"]]
+
+
+@pytest.mark.parametrize("line", [
+    "bytescope reprot tiny", "bytescope report tiny --htlm=a.html", "bytescope report tiny h100:8 third",
+    "bytescope report tiny --config=char", "bytescope train --confg=tiny", "bytescope prepare --source=texts",
+    "bytescope diff one.json", "bytescope front tiny --points=many"])
+def test_a_mistake_in_a_command_is_seen(line):
+    (argv,) = commands(f"```\n{line}\n```\n")
+    with pytest.raises(ValueError) as raised:
+        parsed(argv)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("line", ["bytescope report tiny --html=a.html", "bytescope train --config.train.steps=5",
+                                  "bytescope keys --grep=remat", "bytescope --version"])
+def test_a_right_command_is_not_a_mistake(line):
+    (argv,) = commands(f"```\n{line}\n```\n")
+    parsed(argv)
+
+
+def test_broken_links_are_seen():
+    text = ("# A page\n## Two `words`, one\n[a](README.md) [b](nowhere.md) [c](#two-words-one) [d](#three)\n"
+            "![e](memory/none.png) [f](https://x.org/) `[g](gone.md)` [h](../outside.md) [i](README.md#absent)\n"
+            "```\n[j](code.md)\n```\n")
+    assert broken_links(FRONT, text) == ["nowhere.md", "#three", "memory/none.png", "../outside.md", "README.md#absent"]
+
+
+def test_files_that_are_gone_are_seen():
+    text = "`gone.py`, `units.py`, `memory/units.py`, `memory/hlo/gone.py`, `my.py`, `commands/NAME.py`\n"
+    assert missing_files(FRONT, text) == ["gone.py", "memory/hlo/gone.py"]
+
+
+def test_a_room_too_many_or_too_few_is_seen():
+    rooms = rooms_of("```\nconfigs/  keys\nmemory/  a program in, analyze.py\n  attic/  gone\n```\n")
+    assert rooms == {"configs/": "keys", "memory/": "a program in, analyze.py", "memory/attic/": "gone"}
+    on_disk = rooms_on_disk()
+    assert "memory/attic/" not in on_disk and {"memory/hlo/", "tests/support/", "configs/"} <= on_disk
+    assert not any("__pycache__" in room or "static" in room for room in on_disk)
