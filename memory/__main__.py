@@ -18,22 +18,22 @@ from bytescope.memory.plan.trainer import Trainer
 
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "report": ("report", "peak, composition, ledger, timeline and findings of one program", (
+    "report": ("report", "peak, composition, timeline and findings of one program", (
         "llama_8b h200:8", "--hlo=step.after_optimizations.hlo.pb --json=a.json", "tiny --html=a.html --export=xprof/")),
-    "compare": ("compare", "policies and any other keys of a config against each other, in parallel", (
+    "compare": ("compare", "remat policies, or any keys of a config, against each other", (
         "llama_8b h200:8 --remat=none,full,dots --html=c.html",
         "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8")),
-    "levers": ("levers", "what each memory saving saves and costs: fp32, bf16, chunked loss, flash attention ...", (
+    "levers": ("levers", "what each memory saving saves and costs, one after the other", (
         "llama_8b h200 --html=levers.html", "llama_8b rtx4090 --stages=bf16,remat,offload")),
-    "fit": ("fit", "from a budget to the configuration to run: remat, micro-batch, mesh, offload", (
+    "fit": ("fit", "from a budget to the fastest configuration that fits it", (
         "llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro")),
-    "front": ("frontier", "at each of ten budgets, from full to none, the least recomputation that fits", (
+    "front": ("frontier", "at each of ten budgets the least recomputation that fits", (
         "llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --offload")),
-    "estimate": ("estimate", "bytes and FLOPs by formula, at once; a page with inputs to play with", (
+    "estimate": ("estimate", "bytes and FLOPs by formula, at once; a page with inputs", (
         "--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html")),
-    "names": ("names", "every checkpoint name: shape, sharding, bytes, FLOPs of recomputing it", (
+    "names": ("names", "every checkpoint name: shape, sharding, bytes, FLOPs to recompute", (
         "llama_8b h200:8", "tiny --json=names.json")),
-    "trace": ("trace", "where a step's time went by phase and component, from a profiler's trace", (
+    "trace": ("trace", "where a step's time went, from a profiler's trace", (
         "runs/tiny/profile", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "diff": ("diff", "what grew or shrank between two reports' JSON files", (
         "before.json after.json", "before.json after.json --fail-above=2")),
@@ -43,8 +43,8 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "policies": ("listings", "every remat policy and what it keeps", ("",)),
 }
 EXIT_CODES = """\
-exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command or its files, 3 does not fit,
-130 stopped by Ctrl-C"""
+exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command
+or its files, 3 does not fit, 130 stopped by Ctrl-C"""
 # Started by the pool of a search: a worker of its own, not a command for people.
 WORKER = "worker"
 

@@ -21,11 +21,14 @@ GROUPS = {
     "plan": ("compare", "levers", "front", "fit"),
     "list": ("configs", "targets", "keys", "policies"),
 }
-SUMMARY = "Train transformers in JAX knowing, before the first step, what every byte of device memory holds."
+SUMMARY = """\
+Train transformers in JAX knowing, before the first step, what every byte of
+device memory holds."""
 USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [--config.KEY=VALUE ...] [...]"
 EXIT_CODES = """\
-exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command, config or data, 3 does not fit,
-4 non-finite loss, 5 a process never came or died, 130 stopped by Ctrl-C"""
+exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command,
+config or data, 3 does not fit, 4 non-finite loss, 5 a process is missing or
+died, 130 stopped by Ctrl-C"""
 
 
 def overview() -> str:
@@ -34,7 +37,7 @@ def overview() -> str:
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
         lines += [f"  {name:<10}{_summary(name)}" for name in names]
-    return "\n".join([*lines, "", "bytescope COMMAND --help has the arguments and examples; --version the versions.", "",
+    return "\n".join([*lines, "", "bytescope COMMAND --help has arguments and examples; --version the versions.", "",
                       EXIT_CODES])
 
 

@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class DoesNotFit(UserError):
-    """The step needs more memory than the runtime may hand out."""
+    """The step needs more memory than a device has available."""
 
     exit_code = 3
 

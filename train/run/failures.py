@@ -7,35 +7,28 @@ from typing import Any
 
 from bytescope.memory.devices.live import sample
 from bytescope.memory.records import Report
+from bytescope.memory.units import human
 from bytescope.train.errors import DoesNotFit, UserError
 
 REMEDIES = ("a smaller --config.batch.micro with more --config.batch.accumulation, --config.remat.policy=full, "
             "more devices on --config.mesh.fsdp, or a shorter --config.data.seq_len")
 
 
-def size(count: float) -> str:
-    """Bytes for people: 1.50 GiB, 12.3 MiB."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
-
-
 def refuse_if_too_big(report: Report) -> None:
     """Raises DoesNotFit, before anything is allocated, for a step that cannot run."""
     if report.fits is False:
-        excess = size(report.predicted_bytes - report.limit_bytes)
-        raise DoesNotFit(f"the step needs {size(report.predicted_bytes)} a device and the runtime may hand out "
-                         f"{size(report.limit_bytes)}: {excess} too much. Try {REMEDIES}")
+        excess = human(report.predicted_bytes - report.limit_bytes)
+        raise DoesNotFit(f"the step needs {human(report.predicted_bytes)} per device and {human(report.limit_bytes)} "
+                         f"are available: {excess} too much. Try {REMEDIES}")
 
 
 def _out_of_memory(report: Report | None, device: Any) -> DoesNotFit:
     live = sample(device)
-    known = [f"predicted {size(report.predicted_bytes)}" if report else "no prediction"]
+    known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
-        known.append(f"measured peak {size(live.peak_bytes)}")
+        known.append(f"measured peak {human(live.peak_bytes)}")
     if report and report.limit_bytes:
-        known.append(f"limit {size(report.limit_bytes)}")
+        known.append(f"limit {human(report.limit_bytes)}")
     return DoesNotFit(f"out of device memory: {', '.join(known)}. Try {REMEDIES}")
 
 

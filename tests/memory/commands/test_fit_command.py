@@ -20,10 +20,10 @@ SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=3
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--budget=0"], "--budget=0: a device may hand out 72.32 GiB; give more than nothing"),
-    (["--budget=-3GiB"], "--budget: '-3GiB' is no size: write it as 72GiB"),
-    (["--budget=x"], "--budget: 'x' is no size"),
-    (["--budget=100GiB"], "--budget=100GiB: a device may hand out 72.32 GiB"),
+    (["--budget=0"], "--budget=0: a device has 72.32 GiB available; give more than nothing"),
+    (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
+    (["--budget=x"], "--budget: 'x' is not a valid size"),
+    (["--budget=100GiB"], "--budget=100GiB: a device has 72.32 GiB available"),
     (["--levers=remat,rmat"], "no lever 'rmat'; choose from remat, micro"),
     (["--batch-tokens=5"], "--batch-tokens=5: sequences have 16 tokens; give a multiple of that"),
     (["--batch-tokens=0"], "--batch-tokens=0: give 1 or more"),

@@ -73,11 +73,11 @@ def test_one_screen(step):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ([], "required"),
-    (["reprot"], "invalid choice"),
-    (["report"], "required"),
+    ([], "no command"),
+    (["reprot"], "did you mean report?"),
+    (["report"], "no config"),
     (["report", "--hlo=missing.pb"], "no file missing.pb"),
-    (["report", "--hlo=x", "--config=tiny"], "not allowed"),
+    (["report", "--hlo=x", "--config=tiny"], "either a config or --hlo"),
     (["report", "--hlo=x", "--config.model.n_layers=2"], "no config to change"),
     (["report", "--hlo=x", "--target=h300"], "h300"),
     (["report", "--config=nothing"], "nothing"),
@@ -137,7 +137,7 @@ def test_sizes(size, expected):
 
 @pytest.mark.parametrize("size", ["", "GiB", "72 gigs", "-1", -1, None, True, "1e400GiB", 1.5])
 def test_sizes_that_are_none(size):
-    with pytest.raises(memory.ReportError, match="no size"):
+    with pytest.raises(memory.ReportError, match="is not a valid size"):
         parse_bytes(size)
 
 

@@ -286,7 +286,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     (["--config=tiny", "--cost=bytes"], "invalid choice: 'bytes'"),
     (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
     (["--config=tiny", "--config.remat.layers=(0-1:full)"], "leave it out"),
-    (["--config=tiny", "--to=much"], "--to: 'much' is no size"),
+    (["--config=tiny", "--to=much"], "--to: 'much' is not a valid size"),
     (["--config=tiny", "--from=0"], "--from=0: give more than nothing"),
     (["--config=tiny", "--from=2GiB", "--to=1GiB"], "--from=2GiB is more than --to=1GiB"),
     (["--config=tiny", "--html=/no/such/f.html"], "there is no folder /no/such"),
