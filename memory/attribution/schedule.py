@@ -229,7 +229,7 @@ class _Derivation:
                 for number in numbers:
                     color = program.buffers[number].color
                     traces.setdefault(color, Trace()).events.append((kind, number, where, 0))
-        program.traces += traces.values()
+        program.traces.extend(traces.values())
         return program
 
     def _place(self, node: Node) -> tuple[bool, bool, int]:
