@@ -17,7 +17,7 @@ from bytescope.memory.hlo.wire import Span, WireError
 
 @dataclasses.dataclass(slots=True)
 class LogicalBuffer:
-    """A value that needs memory: `size` bytes, defined by `instruction` at a tuple `index`."""
+    """A value that needs memory: `size` bytes, defined by `instruction` at a tuple `index`, in the memory `color`."""
 
     id: int = 0
     size: int = 0
@@ -28,7 +28,7 @@ class LogicalBuffer:
 
 @dataclasses.dataclass(slots=True)
 class Allocation:
-    """A stretch of memory that the runtime takes. `assigned`: (logical buffer, offset, size)."""
+    """A stretch of memory of `size` bytes that the runtime takes. `assigned`: (logical buffer, offset, bytes)."""
 
     index: int = 0
     size: int = 0
@@ -97,7 +97,10 @@ def read(data: bytes) -> Program:
 
 
 def read_module(data: bytes, assignment: bytes = b"") -> Program:
-    """Reads a bare HloModuleProto, with a BufferAssignmentProto if there is one: what a Compiled gives."""
+    """Reads a bare HloModuleProto, with a BufferAssignmentProto if there is one: what a Compiled gives.
+
+    Raises ReportError when the bytes are damaged or something else.
+    """
     try:
         program = Program(hlo_module.read_module(data, (0, len(data))))
         if assignment:

@@ -27,8 +27,8 @@ _MOST = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an argument lies on the mesh: `dims` of the global array, `local` those of one device's part, `spec` the
-    mesh axes that divide each dimension, `position` its place among all arguments."""
+    """How an argument lies on the mesh: `dims` of the global array, `local` those of one device's shard, `spec` the
+    mesh axes that shard each dimension, `position` its place among all arguments."""
 
     dims: tuple[int, ...]
     local: tuple[int, ...]
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that divides it."""
+        """Every mesh axis that shards it."""
         return tuple(axis for dim in self.spec for axis in dim)
 
 
@@ -115,12 +115,13 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
         return ()
     differ = set()
     for group in groups:
-        places = [_place(device, sizes) for device in group]
-        differ |= {i for i in range(len(sizes)) if len({place[i] for place in places}) > 1}
+        coordinates = [_coordinates(device, sizes) for device in group]
+        differ |= {i for i in range(len(sizes)) if len({each[i] for each in coordinates}) > 1}
     return tuple(name for i, (name, _) in enumerate(axes) if i in differ)
 
 
-def _place(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def _coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where a device lies along each axis, the last axis over neighbours."""
     out = []
     for size in reversed(sizes):
         out.append(device % size)
@@ -133,6 +134,8 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
 
     HloInstructionProto: replica_groups 49 and collective_device_list 87 list them, iota_collective_device_list 92
     and mesh_axes_replica_group_list 93 describe them; source_target_pairs 52 of a permutation are its groups.
+
+    Raises WireError for groups that do not fit the mesh or the devices.
     """
     groups: Groups = []
     for field, value in wire.fields(data, span):
@@ -148,7 +151,7 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
         elif field == 93:
             groups = _mesh_axes(data, wire.message(value))
     if not groups and devices > _MOST:
-        raise wire.WireError(f"a program of {devices} devices")
+        raise wire.WireError(f"a program for {devices} devices")
     return groups or [list(range(devices))]
 
 
@@ -175,10 +178,10 @@ def _iota(data: bytes, span: Span) -> Groups:
     for field, value in wire.fields(data, span):
         if field in found:
             found[field] += wire.numbers(data, value)
-    (count, size), dims = ((found[key] or [1])[-1] for key in (1, 2)), found[3]
+    count, size, dims = (found[1] or [1])[-1], (found[2] or [1])[-1], found[3]
     order = _transposed(dims or [count * size], found[4])
     if count * size != len(order):
-        raise wire.WireError(f"{count} groups of {size} of {len(order)} devices")
+        raise wire.WireError(f"{count} replica groups of {size} do not make {len(order)} devices")
     return [order[i * size:(i + 1) * size] for i in range(count)]
 
 
@@ -202,10 +205,10 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
             chosen.append((index, before, size))
     members: dict[tuple[int, ...], list[int]] = {}
     for position, id in enumerate(ids):
-        place = list(_place(position, sizes))
+        place = list(_coordinates(position, sizes))
         for index, before, size in chosen:
             if index >= len(sizes):
-                raise wire.WireError(f"a group along axis {index} of {len(sizes)}")
+                raise wire.WireError(f"a replica group along axis {index} of a mesh of {len(sizes)} axes")
             inner = sizes[index] // (before * size) if size else 0  # a part of an axis varies in its middle
             place[index] = 0 if not inner else (place[index] // (inner * size), place[index] % inner)
         members.setdefault(tuple(place), []).append(id)
@@ -213,7 +216,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
 
 
 def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
-    """(axis sizes, device at each place)."""
+    """(axis sizes, device at each position of the mesh)."""
     sizes: list[int] = []
     ids: list[int] = []
     for field, value in wire.fields(data, span):
@@ -228,7 +231,7 @@ def _mesh(data: bytes, span: Span) -> tuple[list[int], list[int]]:
             ids = _transposed(dims[1], dims[2])
     count = math.prod(sizes)
     if count > _MOST or (ids and len(ids) != count):
-        raise wire.WireError(f"a mesh of {count} places")
+        raise wire.WireError(f"a mesh of {count} devices")
     return sizes, ids or list(range(count))
 
 
@@ -236,7 +239,7 @@ def _transposed(dims: list[int], order: list[int]) -> list[int]:
     """Numbers 0, 1, ... laid out in `dims`, read with its axes in `order`."""
     order = order or list(range(len(dims)))
     if math.prod(dims) > _MOST or sorted(order) != list(range(len(dims))):
-        raise wire.WireError(f"devices {dims} in the order {order}")
+        raise wire.WireError(f"device dimensions {dims} cannot be transposed by {order}")
     steps = [math.prod(dims[i + 1:]) for i in range(len(dims))]
     out = [0]
     for axis in order:

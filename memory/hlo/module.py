@@ -15,6 +15,7 @@ from bytescope.memory.hlo.wire import Span
 
 _MAX_FRAMES = 64
 
+
 @dataclasses.dataclass(slots=True)
 class Instruction:
     """One HLO instruction. `called`: ids of computations; `metadata`, `shape`, `span` (all): places in the proto."""
@@ -67,7 +68,14 @@ class Metadata:
 
 @dataclasses.dataclass(slots=True)
 class Module:
-    """A compiled HLO module."""
+    """A compiled HLO module.
+
+    Fields:
+        data: the serialized proto, of which every Span is a part.
+        instructions, computations: by id. by_name: (computation, instruction) -> instruction id.
+        aliases: (output index, parameter number, parameter index) of every donated argument.
+        devices: how many it runs on. frames: the table of source places, None where there is none.
+    """
 
     data: bytes = b""
     name: str = ""

@@ -55,7 +55,7 @@ _OPTIMIZER_FILES = re.compile(r"/optax/(?!.*losses)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """Phase ("" when no transformation tells), scopes from outside in, component, operation."""
+    """What an op_name says: phase ("" when no transformation tells), scopes from outside in, component, operation."""
 
     phase: str = ""
     path: tuple[str, ...] = ()
@@ -102,7 +102,9 @@ def component(path: tuple[str, ...]) -> str:
     if any(_NORMS.search(word) for word in words):
         return "norm"
     plain = [original for original, word in zip(path, words) if word not in CONTAINERS]
-    return plain[0] if plain else (path[0] if path else "")
+    if plain:
+        return plain[0]
+    return path[0] if path else ""
 
 
 def component_of_code(frames: Iterable[Frame]) -> str:

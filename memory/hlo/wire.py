@@ -23,7 +23,7 @@ class WireError(ReportError):
 
 
 def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
-    """Yields (field number, value) of one message in order; WireError where the bytes make no field."""
+    """Yields (field number, value) of one message in order. Raises WireError where the bytes are not a field."""
     at, end = span
     while at < end:
         key = data[at]
@@ -58,7 +58,7 @@ def fields(data: bytes, span: Span) -> Iterator[tuple[int, Value]]:
             yield key >> 3, int.from_bytes(data[at:stop], "little")
             at = stop
         else:
-            raise WireError(f"no protobuf field at byte {at - 1} (wire type {wire})")
+            raise WireError(f"not a protobuf field at byte {at - 1} (wire type {wire})")
 
 
 def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def _long_varint(data: bytes, at: int, end: int, value: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             break
-    raise WireError(f"a number without an end at byte {at}")
+    raise WireError(f"a varint without an end at byte {at}")
 
 
 def signed(value: int) -> int:
@@ -82,7 +82,7 @@ def signed(value: int) -> int:
 
 
 def text(data: bytes, value: Value) -> str:
-    """A string field; bytes that are no UTF-8 become U+FFFD."""
+    """A string field; bytes that are not UTF-8 become U+FFFD. Raises WireError when the field holds a number."""
     if isinstance(value, int):
         raise WireError("a number where a string should be")
     return data[value[0]:value[1]].decode("utf-8", "replace")
@@ -103,7 +103,8 @@ def number(value: Value) -> int:
 
 
 def numbers(data: bytes, value: Value) -> list[int]:
-    """One occurrence of a repeated number field: packed (many in a span) or a single one."""
+    """One occurrence of a repeated number field: packed (many in a span) or a single one. Raises WireError when a
+    packed one is cut off."""
     if isinstance(value, int):
         return [value]
     at, end = value
@@ -118,5 +119,5 @@ def numbers(data: bytes, value: Value) -> list[int]:
 
 
 def plain(data: bytes, span: Span) -> dict[int, int]:
-    """A message's number fields as a dict; a repeated one keeps its last value."""
+    """A message's number fields as a dict, field number -> value; a repeated one keeps its last value."""
     return {field: value for field, value in fields(data, span) if isinstance(value, int)}
