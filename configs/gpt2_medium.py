@@ -1,11 +1,12 @@
-"""GPT-2 350M (Radford et al. 2019), on token shards of its vocabulary, 50257 padded to 50304.
+"""GPT-2 350M (Radford et al. 2019) on token shards of its vocabulary, 50257 padded to 50304.
 
-    bytescope train --config=configs/gpt2_medium.py --config.data.source=SHARDS
+    bytescope train --config=gpt2_medium --config.data.source=SHARDS
+    bytescope report gpt2_medium h200
 
-Hardware: one H200 (described).
-Memory: 33.26 GiB allocated of 128.17 GiB
-  (`bytescope report --config=gpt2_medium --target=h200`, jax 0.10.2, nothing measured on a card yet).
-Loss: no run recorded yet.
+Hardware: one H200 (described; nothing measured on a card yet).
+Memory: peak 33.26 GiB, allocated 33.26 GiB, predicted in use 33.30 GiB per device, of 128.17 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Loss: not trained yet.
 """
 
 from bytescope.configs import gpt2_small

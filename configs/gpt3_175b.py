@@ -1,11 +1,12 @@
-"""GPT-3 175B (Brown et al. 2020, arXiv 2005.14165), fully sharded and recomputed.
+"""GPT-3 175B (Brown et al. 2020, arXiv 2005.14165) at 2048 tokens, fully sharded and recomputed.
 
-    bytescope train --config=configs/gpt3_175b.py --config.data.source=SHARDS
+    bytescope train --config=gpt3_175b --config.data.source=SHARDS
+    bytescope report gpt3_175b a100-80g:16x8
 
-Hardware: 128 A100 80 GB on 16 hosts (described).
-Memory: 31.93 GiB a device, allocated, of 72.37 GiB
-  (`bytescope report --config=gpt3_175b --target=a100-80g:16x8`, jax 0.10.2, nothing measured on a card yet).
-Loss: no run recorded yet.
+Hardware: 128 A100 80 GB on 16 hosts (described; nothing measured on a card yet).
+Memory: peak 31.70 GiB, allocated 31.93 GiB, predicted in use 31.94 GiB per device, of 72.37 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Loss: not trained yet.
 """
 
 from bytescope.configs import gpt2_small

@@ -1,11 +1,12 @@
-"""Llama 3.2 1B: the shape of the 8B scaled down, embeddings tied.
+"""Llama 3.2 1B: the shape of the 8B scaled down, embeddings tied, at 8192 tokens.
 
-    bytescope train --config=configs/llama_1b.py --config.data.source=SHARDS
+    bytescope train --config=llama_1b --config.data.source=SHARDS
+    bytescope report llama_1b h200
 
-Hardware: one H200 (described).
-Memory: 20.83 GiB allocated of 128.17 GiB
-  (`bytescope report --config=llama_1b --target=h200`, jax 0.10.2, nothing measured on a card yet).
-Loss: no run recorded yet.
+Hardware: one H200 (described; nothing measured on a card yet).
+Memory: peak 20.83 GiB, allocated 20.83 GiB, predicted in use 20.86 GiB per device, of 128.17 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Loss: not trained yet.
 """
 
 from bytescope.configs import llama_8b

@@ -1,11 +1,12 @@
-"""Llama 3.1 405B (Grattafiori et al. 2024, arXiv 2407.21783), fully sharded and recomputed.
+"""Llama 3.1 405B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    bytescope train --config=configs/llama_405b.py --config.data.source=SHARDS
+    bytescope train --config=llama_405b --config.data.source=SHARDS
+    bytescope report llama_405b h100:64x8
 
-Hardware: 512 H100 on 64 hosts (described).
-Memory: 54.72 GiB a device, allocated, of 72.32 GiB
-  (`bytescope report --config=llama_405b --target=h100:64x8`, jax 0.10.2, nothing measured on a card yet).
-Loss: no run recorded yet.
+Hardware: 512 H100 on 64 hosts (described; nothing measured on a card yet).
+Memory: peak 54.68 GiB, allocated 54.72 GiB, predicted in use 54.76 GiB per device, of 72.32 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Loss: not trained yet.
 """
 
 from bytescope.configs import llama_8b

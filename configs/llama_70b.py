@@ -1,11 +1,12 @@
-"""Llama 3.1 70B (Grattafiori et al. 2024, arXiv 2407.21783), fully sharded and recomputed.
+"""Llama 3.1 70B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    bytescope train --config=configs/llama_70b.py --config.data.source=SHARDS
+    bytescope train --config=llama_70b --config.data.source=SHARDS
+    bytescope report llama_70b h100:8x8
 
-Hardware: 64 H100 on 8 hosts (described).
-Memory: 31.63 GiB a device, allocated, of 72.32 GiB
-  (`bytescope report --config=llama_70b --target=h100:8x8`, jax 0.10.2, nothing measured on a card yet).
-Loss: no run recorded yet.
+Hardware: 64 H100 on 8 hosts (described; nothing measured on a card yet).
+Memory: peak 31.59 GiB, allocated 31.63 GiB, predicted in use 31.66 GiB per device, of 72.32 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Loss: not trained yet.
 """
 
 from bytescope.configs import llama_8b

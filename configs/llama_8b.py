@@ -1,11 +1,12 @@
 """Llama 3.1 8B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    bytescope train --config=configs/llama_8b.py --config.data.source=SHARDS
+    bytescope train --config=llama_8b --config.data.source=SHARDS
+    bytescope report llama_8b h100:8
 
-Hardware: 8 H100 or H200 (described).
-Memory: 19.73 GiB a device, allocated, of 72.32 GiB on an H100
-  (`bytescope report --config=llama_8b --target=h100:8`, jax 0.10.2, nothing measured on a card yet).
-Loss: no run recorded yet.
+Hardware: 8 H100 of one host (described; nothing measured on a card yet).
+Memory: peak 19.73 GiB, allocated 19.73 GiB, predicted in use 19.76 GiB per device, of 72.32 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Loss: not trained yet.
 """
 
 from bytescope.configs import base
