@@ -1,4 +1,4 @@
-"""What the commands share: their parser, the arguments of those that compile, the checks before and the bar meanwhile."""
+"""What the commands share: the parser, the arguments of those that compile, checks before it and a bar meanwhile."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
@@ -23,6 +23,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan import rows as plan_rows
+from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.plan.rows import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, Row
 
 if TYPE_CHECKING:
@@ -31,19 +32,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_subject(parser, "override a key in every combination")
-    parser.add_argument("--remat", metavar="P,P", help="policies: short for --grid=remat.policy=P,P; names of one's "
-                        "own in quotes: --remat='none,custom(v,context),custom(up)+offload(block_in)'")
+    add_subject(parser, "set a config key in every combination")
+    parser.add_argument("--remat", metavar="P,P", help="remat policies to compare, short for --grid=remat.policy=P,P; "
+                        "policies of your own go in quotes: --remat='none,custom(v,up)+offload(block_in)'")
     parser.add_argument("--grid", metavar="KEY=V,V", action="append", default=[],
-                        help="values of any config key, of config (files) or target; several multiply")
-    parser.add_argument("--measure", action="store_true", help="run each step on this machine's devices and time it")
-    parser.add_argument("--formulas", action="store_true", help="the published formulas beside the compiler's figures")
-    add_compiling(parser, "the comparison's JSON")
+                        help="values of a config key to compare, or of config or target; give it several times to "
+                        "compare every combination")
+    parser.add_argument("--measure", action="store_true", help="also run each step on this machine's devices, timed")
+    parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict")
+    add_compiling(parser, "the comparison")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the table and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
-    jobs = make_jobs(args, overrides, trainer.config, row_cache.source_digest(trainer.sources()))
+    jobs = make_jobs(args, overrides, Jobs(trainer))
     names = [job.target for job in jobs]
     check(args, names)
     env = worker_pool.environment(names)
@@ -63,40 +65,38 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     return 0
 
 
-def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
-              resolve: Callable[..., Mapping[str, Any]], sources: str) -> list[worker_pool.Job]:
-    """The combinations, each resolved by the trainer; two that resolve to one program are one.
+def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], jobs: Jobs) -> list[worker_pool.Job]:
+    """The combinations as jobs, in the order of the grid; combinations that resolve to the same program are one job.
 
-    Raises ReportError, and the trainer's errors for an unknown key or a value of the wrong type.
+    Raises:
+      ReportError: no config, a grid or a list of policies that cannot be read.
+      ValueError: the trainer's, for an unknown key or a value of the wrong type.
     """
-    from bytescope.memory.devices.compiler import versions
-
     grids = [plan_rows.parse_grid(text) for text in args.grid]
-    if args.remat is not None:  # last: rivals stand together
+    if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
         policies = plan_rows.split_values(args.remat)
         if not all(policies):
             raise ReportError(f"--remat={args.remat}: write --remat=P1,P2, such as --remat=none,full")
         grids.append((POLICY, policies))
-    stated, jobs = versions(), {}
+    found: dict[str, worker_pool.Job] = {}
     for chosen in plan_rows.expand(grids):
         config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()
         if not config:
             raise ReportError(f"{NO_CONFIG}, or --grid=config=A,B")
         if POLICY in chosen:
-            chosen = _policy(chosen, resolve(config, overrides))
+            chosen = _policy(chosen, jobs.resolve(config, overrides))
         pairs = (*overrides, *((key, text) for key, text in chosen.items() if key not in (CONFIG, TARGET)))
-        flat = resolve(config, pairs)
-        values = {key: _plain(flat.get(key, text)) for key, text in chosen.items()}
-        name = row_cache.key(flat, target, stated, sources, args.measure)
+        job = jobs.job(config, target, pairs, measure=args.measure)
+        values = {key: _plain(job.flat.get(key, text)) for key, text in chosen.items()}
         shown = [plan_rows.value_text(Row(values), key) for key in values if key not in (SAVE, OFFLOAD)]
-        jobs.setdefault(name, worker_pool.Job(config, target, pairs, values, name, ", ".join(shown), flat))
-    return list(jobs.values())
+        found.setdefault(job.name, dataclasses.replace(job, chosen=values, label=", ".join(shown)))
+    return list(found.values())
 
 
 def _policy(chosen: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, str]:
-    """The choice with its policy as keys, of a config that resolves to `flat` without it.
+    """The choice with its policy spelled out as config keys; `flat` is the config without the choice.
 
-    The names that a config gives its `custom` policy are refused under any other: those rows go without.
+    A config's own names for `custom` are an error under any other policy, so those rows clear them.
     """
     out = {**chosen, **plan_rows.policy_keys(chosen[POLICY])}
     ranges = any(str(text).endswith(":custom") for text in flat.get(REMAT_LAYERS, ()))
@@ -106,7 +106,7 @@ def _policy(chosen: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, str
 
 
 def row_of(job: worker_pool.Job, answer: Mapping[str, Any], formulas: bool) -> Row:
-    """The row of a worker's answer, with the formulas' figures where asked for and known."""
+    """The row of a worker's answer; with `formulas`, also what the published formulas predict where they apply."""
     row = Row.of(job.chosen, answer)
     if not formulas or not row.ok:
         return row

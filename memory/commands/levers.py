@@ -23,6 +23,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import levers
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.plan.levers import Level
 from bytescope.memory.plan.rows import Row
 
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_subject(parser, "override a key in every stage; the stages that set it are left out")
-    parser.add_argument("--stages", metavar="S,S", help="stages in their order, each with all before it (default: "
-                        f"{','.join(levers.DEFAULT)}; there are {', '.join(levers.BEYOND)} too)")
-    add_compiling(parser, "the staircase's JSON")
+    add_subject(parser, "set a config key in every stage; stages that would change it are left out")
+    parser.add_argument("--stages", metavar="S,S", help="the stages in order, each on top of all before it (default: "
+                        f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})")
+    add_compiling(parser, "the stages")
     parser.set_defaults(measure=False)
 
 
@@ -45,13 +46,15 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError(NO_CONFIG)
     stages, target = levers.choose(args.stages), args.target.strip().lower()
     check(args, [target])
-    config, refused = trainer.config(args.config, overrides), {}
-    sources = row_cache.source_digest(trainer.sources())
+    made, refused = Jobs(trainer), {}
+    config = made.resolve(args.config, overrides)
     while True:
         levels, left_out = levers.climb(stages, config, (key for key, _ in overrides), refused)
         if not levels:
             raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-        levels, jobs = _jobs(args.config, target, overrides, levels, config, trainer, sources)
+        jobs = [made.job(args.config, target, (*overrides, *level.keys.items()), level.title) for level in levels]
+        levels = [dataclasses.replace(level, flags=levers.differing(level.keys, job.flat, config))
+                  for level, job in zip(levels, jobs)]
         answers, interrupted = _compile(args, target, jobs)
         wrong = next((level for level, job in zip(levels, jobs)
                       if answers.get(job.name, {"status": "ok"})["status"] != "ok"), None)
@@ -65,22 +68,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
             if answers.get(job.name, {}).get("status") == "ok"]
     _finish(args, done, left_out, target, answers, interrupted)
     return INTERRUPTED if interrupted else 0
-
-
-def _jobs(config: str, target: str, overrides: Sequence[tuple[str, str]], levels: Sequence[Level],
-          base: Mapping[str, Any], trainer: Trainer, sources: str) -> tuple[list[Level], list[worker_pool.Job]]:
-    """The levels with their flags, and what compiles each."""
-    from bytescope.memory.devices.compiler import versions
-
-    stated, told, jobs = versions(), [], []
-    for level in levels:
-        pairs = (*overrides, *level.keys.items())
-        flat = trainer.config(config, pairs)
-        values = {key: flat[key] for key in level.keys}
-        told.append(dataclasses.replace(level, flags=levers.differing(level.keys, values, base)))
-        name = row_cache.key(flat, target, stated, sources, False)
-        jobs.append(worker_pool.Job(config, target, pairs, values, name, level.title, flat))
-    return told, jobs
 
 
 def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:

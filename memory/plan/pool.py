@@ -34,10 +34,14 @@ PER_WORKER = 3 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One combination to compile: `overrides` are (dotted key, text) for the trainer, `chosen` the grid's values.
+    """One program to compile; `memory.plan.jobs.Jobs` makes it.
 
-    `name` is its file in the cache, `label` what people see, `flat` the whole config as the trainer resolved it.
-    With `describe` nothing is compiled: the answer is what `auto` has to know of the program.
+    Fields:
+        config, target: as the command line names them. overrides: (dotted key, text) for the trainer.
+        chosen: the values of a comparison's grid, for the row; {} elsewhere.
+        name: its file in the cache. label: what people see while it compiles.
+        flat: the whole config as the trainer resolved it, dotted key -> value.
+        describe: nothing is compiled; the answer is what a search has to know of the program's blocks.
     """
 
     config: str
@@ -50,6 +54,7 @@ class Job:
     describe: bool = False
 
     def message(self, measure: bool) -> str:
+        """The job as the line of JSON that a worker reads; `measure`: whether it runs the step too."""
         return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,
                            "measure": measure, "describe": self.describe}) + "\n"
 

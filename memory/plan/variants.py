@@ -1,4 +1,4 @@
-"""Configs of one search, compiled by workers: each once, cached, in parallel, until the search or its user is done."""
+"""Variants of one config, compiled by workers: each once, cached, in parallel, until the search or its user stops."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.remat.block_graph import Block
 from bytescope.memory.remat.ilp import Plan, remat_keys
 from bytescope.memory.remat.problem import Compiled, Tried, problem_of
@@ -27,7 +28,7 @@ Keys = Mapping[str, str]
 
 
 class Stopped(Exception):
-    """The search ends with what it has: Ctrl-C, its time or its compiles are over. The reason is its argument."""
+    """The search ends with what it has: Ctrl-C, its time or its compiles are used up. The argument says which."""
 
 
 @dataclasses.dataclass
@@ -35,10 +36,14 @@ class Trials:
     """Compiles variants of a config on a target.
 
     Fields:
-        config, overrides: as the command line gives them; they hold in every variant but where it sets the same key.
+        config, overrides: as the command line gives them. A variant that sets the same key replaces an override.
         pool: the workers. cache: the folder of finished rows, None for none.
-        progress: is told what is under way. most, seconds: after so many compiles (cached ones aside), or so many
-            seconds, `Stopped` is raised instead of another one.
+        progress: called with the labels of the jobs under way and the number of finished ones.
+        most, seconds: `Stopped` is raised instead of one more compile after so many (those in the cache do not count)
+            or after so many seconds.
+        compiles: programs compiled so far, those in the cache left out.
+
+    Raises ReportError for a target whose rates are unknown.
     """
 
     config: str
@@ -52,19 +57,17 @@ class Trials:
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        from bytescope.memory.devices.compiler import versions
-
         self.compiles, self._began = 0, time.monotonic()
-        self._stated, self._sources = versions(), row_cache.source_digest(self.trainer.sources())
+        self._jobs = Jobs(self.trainer)
         self._done: dict[str, dict[str, Any]] = {}
         rates = roofline.figures(self.target)
         if rates is None:
-            raise ReportError(f"target {self.target.name}: nothing is known of its rates, so no time can be predicted")
+            raise ReportError(f"target {self.target.name}: its rates are unknown, so no time can be predicted")
         self.rates = rates
 
     def flat(self, keys: Keys) -> dict[str, Any]:
         """The whole config of a variant, dotted key -> value. Raises the trainer's errors."""
-        return self.trainer.config(self.config, [*self.overrides, *keys.items()])
+        return self._jobs.resolve(self.config, [*self.overrides, *keys.items()])
 
     def compile(self, variants: Sequence[Keys]) -> list[dict[str, Any]]:
         """A worker's answer for each variant, `{"status": why}` for one that cannot run. Raises Stopped."""
@@ -76,12 +79,9 @@ class Trials:
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
         """What compiles a variant, for another target than the search's where one is given."""
-        flat, target = self.flat(keys), target or self.target.name
-        name = row_cache.key(flat, target, self._stated, self._sources, measure)
-        pairs = (*self.overrides, *keys.items())
         label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
-        return worker_pool.Job(self.config, target, pairs, {}, name + "-block" * describe, label[:60], flat,
-                               describe)
+        return self._jobs.job(self.config, target or self.target.name, [*self.overrides, *keys.items()], label[:60],
+                              describe=describe, measure=measure)
 
     def _ask(self, jobs: Sequence[worker_pool.Job]) -> list[dict[str, Any]]:
         new = list({job.name: job for job in jobs if job.name not in self._done}.values())
@@ -89,9 +89,9 @@ class Trials:
         self._done |= cached
         left = [job for job in new if job.name not in cached]
         if left and self.compiles >= self.most:
-            raise Stopped(self._enough())
+            raise Stopped(self._limit())
         if left and time.monotonic() - self._began > self.seconds:
-            raise Stopped(f"{self.seconds:g} s are over")
+            raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
         if left:
             now = left[:int(min(self.most - self.compiles, len(left)))]
             answers, interrupted = worker_pool.ask(self.pool, now, cache=self.cache, progress=self.progress)
@@ -100,34 +100,45 @@ class Trials:
             if interrupted:
                 raise Stopped("Ctrl-C")
             if now != left:
-                raise Stopped(self._enough())
+                raise Stopped(self._limit())
         return [self._done[job.name] for job in jobs]
 
-    def _enough(self) -> str:
-        return f"{self.compiles} programs were compiled, and more are not allowed"
+    def _limit(self) -> str:
+        return f"the limit on compiles ({self.compiles}) was reached"
 
     # ---- the least recomputation of a variant ------------------------------------------------------------------
 
     def search(self, keys: Keys, *, cost: str = "time", offload: bool = False,
                tell: Callable[[Tried], None] = lambda tried: None) -> Search:
-        """The search for the least recomputation of a variant. Raises ReportError for one that cannot run; Stopped."""
-        whole = {**keys, **remat_keys(FULL)}
-        full, told = self._ask([self.job(whole), self.job(whole, describe=True)])
-        for answer in (told, full):
+        """The search for the least recomputation of a variant.
+
+        Args:
+            cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
+            tell: called with each plan as it is compiled.
+
+        Raises:
+            ReportError: the variant cannot run, or nothing is known of its blocks.
+            Stopped: no more compiles are allowed.
+        """
+        full_keys = {**keys, **remat_keys(FULL)}
+        full, described = self._ask([self.job(full_keys), self.job(full_keys, describe=True)])
+        for answer in (described, full):
             if answer["status"] != "ok":
                 raise ReportError(answer["status"])
-        problem = problem_of(Block.from_json(told["block"]), full["work"], told["micro_steps"], self.rates, self.target,
-                             cost=cost, offload=offload,
-                             policies={**told["policies"], **(told["moving"] if offload else {})})
+        policies = described["policies"]
+        if offload:
+            policies = {**policies, **described["moving"]}
+        problem = problem_of(Block.from_json(described["block"]), full["work"], described["micro_steps"], self.rates,
+                             self.target, cost=cost, offload=offload, policies=policies)
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
             variants = [{**keys, **plan.keys()} for plan in plans]
             try:
                 return [self.compiled(answer) for answer in self.compile(variants)]
-            except Stopped:  # what was finished is told all the same
-                done = zip(plans, map(self.done, variants))
-                for one in [Tried(plan, 0, self.compiled(answer)) for plan, answer in done if answer is not None]:
-                    tell(one)
+            except Stopped:  # plans that were finished count all the same
+                for plan, answer in zip(plans, map(self.done, variants)):
+                    if answer is not None:
+                        tell(Tried(plan, 0, self.compiled(answer)))
                 raise
 
         return Search(problem, compile_plans, tell)
@@ -138,7 +149,7 @@ class Trials:
         return self.target.host_bytes_per_device
 
     def compiled(self, answer: Mapping[str, Any]) -> Compiled:
-        """A worker's answer as a search takes it; seconds are of one update."""
+        """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
         if answer["status"] != "ok":
             return Compiled(status=answer["status"])
         once = roofline.seconds(answer["work"], self.rates).total

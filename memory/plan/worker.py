@@ -1,7 +1,8 @@
-"""A worker of compare: jobs as JSON lines on standard input, answers as JSON lines on standard output.
+"""A worker process of a search: jobs as JSON lines on standard input, answers as JSON lines on standard output.
 
-Started by the pool as `python -m bytescope.memory worker`, which gives it the trainer: one process per core, so that jax
-and the compiler are loaded once for many combinations. Its standard output is kept for answers: what libraries print goes to stderr.
+The pool starts it as `python -m bytescope.memory worker`, which gives it the trainer: one process per core, so that
+jax and the compiler are loaded once for many programs. Standard output is kept for answers: what libraries print
+goes to stderr.
 """
 
 from __future__ import annotations

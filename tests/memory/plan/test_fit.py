@@ -179,7 +179,7 @@ def test_it_stops_at_the_compile_that_is_not_allowed(most):
     """No program more than that, all that were compiled written down, and the best of them."""
     done = walk(84, most=most)
     assert done.trials.compiles == most == len(done.steps)
-    assert done.stopped == f"{most} programs were compiled, and more are not allowed"
+    assert done.stopped == f"the limit on compiles ({most}) was reached"
     fitting = [step for step in done.steps if step.fits]
     assert done.best.seconds == min(step.seconds for step in fitting) and as_json(done)["stopped"] == done.stopped
 
@@ -208,9 +208,12 @@ def test_ctrl_c_between_two_compiles(monkeypatch):
 
 
 def test_time_that_is_over_stops_it(monkeypatch):
-    monkeypatch.setattr(Trials, "_ask", lambda self, jobs: (_ for _ in ()).throw(Stopped("0.001 s are over")))
+    def refuse(self, jobs):
+        raise Stopped("the time limit (0.001 s) was reached")
+
+    monkeypatch.setattr(Trials, "_ask", refuse)
     done = walk(24)
-    assert done.stopped == "0.001 s are over" and not done.steps
+    assert done.stopped == "the time limit (0.001 s) was reached" and not done.steps
     assert as_json(done)["best"] is as_json(done)["certificate"] is None
 
 

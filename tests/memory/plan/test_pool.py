@@ -13,10 +13,13 @@ import pytest
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.commands import compare as compare_command
+from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan import rows as plan_rows
+from bytescope.memory.plan.jobs import Jobs
+from bytescope.memory.plan.variants import Trials
 from bytescope.train.config import split_overrides
 from bytescope.train.errors import UserError
 from bytescope.train.planning.adapter import Adapter
@@ -65,23 +68,22 @@ def options(**more):
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
     args = options(remat="none,full", grid=["data.seq_len=32,0032,64", "target=h200:8,H200:8"])
-    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], Adapter().config, "s")
+    jobs = compare_command.make_jobs(args, [("model.n_layers", "2")], Jobs(Adapter()))
     assert [tuple(job.chosen.values()) for job in jobs] == [
         (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")], "policies last: rivals side by side"
     assert jobs[0].overrides[0] == ("model.n_layers", "2") and jobs[0].config == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):
-            compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [],
-                                      Adapter().config, "s")
+            compare_command.make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]), [], Jobs(Adapter()))
     with pytest.raises(ReportError, match="no config"):
-        compare_command.make_jobs(options(config=None), [], Adapter().config, "s")
+        compare_command.make_jobs(options(config=None), [], Jobs(Adapter()))
 
 
 def test_policies_with_names_of_their_own():
     """The names are keys of the row; those that the config gives its own custom policy stay with that alone."""
     args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )")
     own = [("remat.policy", "custom"), ("remat.save", "context")]
-    jobs = compare_command.make_jobs(args, own, Adapter().config, "s")
+    jobs = compare_command.make_jobs(args, own, Jobs(Adapter()))
     names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
     assert list(zip([job.label for job in jobs], names)) == [
         ("none", {"remat.save": []}), ("custom", {}),
@@ -90,15 +92,25 @@ def test_policies_with_names_of_their_own():
     assert [job.flat["remat.save"] for job in jobs] == [(), ("context",), ("v", "up"), ("v",)]
     # Where a range of layers is custom, its names are for it.
     ranges = [*own, ("remat.layers", "0-2:custom")]
-    assert compare_command.make_jobs(options(remat="none"), ranges, Adapter().config, "s")[0].flat[
+    assert compare_command.make_jobs(options(remat="none"), ranges, Jobs(Adapter()))[0].flat[
         "remat.save"] == ("context",)
 
 
 def test_the_flags_of_a_policy_run_it():
     """What compare prints goes through a shell into the same config."""
-    job, = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Adapter().config, "s")
+    job, = compare_command.make_jobs(options(remat="custom(v,up)+offload(block_in)"), [], Jobs(Adapter()))
     _, pairs = split_overrides(shlex.split(plan_rows.flags(plan_rows.Row(job.chosen))))
     assert Adapter().config("tiny", pairs) == job.flat
+
+
+def test_searches_share_rows():
+    """One program has one name in the cache, whichever command asks for it; what describes its blocks has another."""
+    row, = compare_command.make_jobs(options(target="h100", remat="full"), [("model.n_layers", "2")], Jobs(Adapter()))
+    trials = Trials("tiny", targets.parse("h100"), [("model.n_layers", "2")], Adapter(), None, None)
+    assert trials.job({"remat.policy": "full"}).name == row.name
+    others = [trials.job({"remat.policy": "full"}, **more).name
+              for more in ({"describe": True}, {"measure": True}, {"target": "h200"})]
+    assert len({row.name, *others}) == 4
 
 
 def test_the_workers_environment():

@@ -1,0 +1,46 @@
+"""The jobs of a search: a config with its overrides, resolved by the trainer and named for the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.plan.pool import Job
+
+if TYPE_CHECKING:
+    from bytescope.memory.plan.trainer import Trainer
+
+
+class Jobs:
+    """Makes the jobs of one search: the versions and the trainer's sources are those at its beginning.
+
+    A job is named by the key of its row in the cache, so two jobs of one name compile the same program.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        from bytescope.memory.devices.compiler import versions
+
+        self._trainer = trainer
+        self._versions, self._sources = versions(), row_cache.source_digest(trainer.sources())
+
+    def resolve(self, config: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """The whole config, dotted key -> value. Raises the trainer's errors for an unknown key or a wrong value."""
+        return self._trainer.config(config, overrides)
+
+    def job(self, config: str, target: str, overrides: Sequence[tuple[str, str]], label: str = "", *,
+            describe: bool = False, measure: bool = False) -> Job:
+        """The job that compiles `config` with its overrides, pairs of (dotted key, text), for a target.
+
+        Args:
+            label: what people see while it compiles.
+            describe: compile nothing; the answer is what a search has to know of the program's blocks.
+            measure: run the step too, so that the row belongs to this machine.
+
+        Raises the trainer's errors for an unknown key or a wrong value.
+        """
+        flat = self.resolve(config, overrides)
+        name = row_cache.key(flat, target, self._versions, self._sources, measure)
+        if describe:
+            name += "-block"
+        return Job(config, target, tuple(overrides), {}, name, label, flat, describe)
