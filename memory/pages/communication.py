@@ -1,80 +1,78 @@
-"""The HTML report on what leaves a device: collectives beside the formulas and what hides each, the host link."""
+"""What leaves a device, as tables: collectives, the formulas and the compute that overlaps them; the host link."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
+from typing import Any
 
-from bytescope.memory.records import Collective, Report
+from bytescope.memory.pages.elements import Cell, Table, size, table
+from bytescope.memory.records import Collective, Communication, Report, Transfer
 from bytescope.memory.text.report import meanwhile, over
-from bytescope.memory.units import human
 
 # Collectives that the page lists; the JSON has all.
 MAX_COLLECTIVES = 60
-
-Row = tuple[Sequence[str], bool]
-
-
-def communication(report: Report) -> str:
-    """Both tables; a program of one device has a line in their place."""
-    if not report.communication:
-        return '<p class="empty">Nothing is said to other devices.</p>'
-    sent = sum(row.wire_bytes for row in report.communication)
-    rows: list[Row] = [(
-        (escape(row.kind), escape(over(row.axes, row.group)), f"{row.times:,}", _size(row.bytes), _size(row.wire_bytes),
-         f"{100 * row.exposed_bytes / row.wire_bytes:.0f} %" if row.wire_bytes else "",
-         "" if row.formula_bytes is None else _size(row.formula_bytes), escape(row.formula)), False)
-        for row in report.communication]
-    times, size, exposed = (sum(getattr(row, key) for row in report.communication)
-                            for key in ("times", "bytes", "exposed_bytes"))
-    total = ("total", "", f"{times:,}", _size(size), _size(sent), f"{100 * exposed / max(sent, 1):.0f} %", "", "")
-    heads = ("collective", "over", "times", "payload", "on the wire", "exposed", "by formula", "of")
-    return table(heads, [*rows, (total, True)], "traffic") + _collectives(report.collectives)
+# Kind of the rows that sum up those above them.
+TOTAL = "total"
 
 
-def transfers(report: Report) -> str:
-    """The card on the host link: bytes per step by direction and phase, and their seconds; "" where nothing moves."""
-    if not report.transfers:
+def kinds(report: Report) -> Table | None:
+    """A row for each kind of collective and mesh axes, and their total; None for a program of one device."""
+    rows = report.communication
+    if not rows:
+        return None
+    times, payload, sent, exposed = (sum(getattr(row, key) for row in rows)
+                                     for key in ("times", "bytes", "wire_bytes", "exposed_bytes"))
+    total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
+    columns = (
+        ("collective", "head", lambda row: row.kind),
+        ("over", "text", lambda row: "" if row is total else over(row.axes, row.group)),
+        ("times", "num", lambda row: f"{row.times:,}"),
+        ("payload", "num", lambda row: size(row.bytes)),
+        ("on the wire", "num", lambda row: size(row.wire_bytes)),
+        ("exposed", "num", lambda row: _exposed(row, row is total)),
+        ("by formula", "num", lambda row: size(row.formula_bytes)),
+        ("formula", "text why", lambda row: row.formula),
+    )
+    return table(columns, [*rows, total], lambda row: TOTAL if row is total else "")
+
+
+def _exposed(row: Communication, is_total: bool) -> str:
+    if not row.wire_bytes and not is_total:
         return ""
-    rows: list[Row] = [((escape(row.direction), escape(row.phase or "model"), _size(row.bytes), _seconds(row.seconds)),
-                        False) for row in report.transfers]
-    for direction in dict.fromkeys(row.direction for row in report.transfers):
-        seconds = sum(row.seconds for row in report.transfers if row.direction == direction)
-        rows.append(((f"all {escape(direction)}", "", _size(report.moved(direction)), _seconds(seconds)), True))
-    head = ('<div class="head"><h2>Host link</h2><p>Bytes per step and device between its memory and the host\'s; '
-            "seconds at the target's link, whether or not something is computed meanwhile.</p></div>")
-    return (f'<section class="card" id="transfers">{head}'
-            f'{table(("direction", "phase", "bytes", "seconds"), rows, "transfers")}</section>')
+    return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g}" if value else "-"
+def each(found: Sequence[Collective]) -> Table:
+    """A row for each collective, those that send most first."""
+    columns = (
+        ("operation", "head", lambda item: Cell(item.name, item.op_name)),
+        ("over", "text", lambda item: over(item.axes, item.group)),
+        ("dtype", "text", lambda item: item.dtype),
+        ("times", "num", lambda item: f"{item.times:,}"),
+        ("on the wire", "num", lambda item: size(item.times * item.wire_bytes)),
+        ("in flight", "num", lambda item: size(item.in_flight_bytes)),
+        ("overlapped by", "num", meanwhile),
+        ("where", "text why", lambda item: "/".join(filter(None, (item.phase, item.module or item.component)))),
+    )
+    return table(columns, sorted(found, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
 
 
-def _collectives(found: Sequence[Collective]) -> str:
-    listed = sorted(found, key=lambda item: -item.times * item.wire_bytes)
-    where = {item.name: "/".join(filter(None, (item.phase, item.module or item.component))) for item in listed}
-    rows: list[Row] = [(
-        (f'<span title="{escape(item.op_name)}">{escape(item.name)}</span>', escape(over(item.axes, item.group)),
-         escape(item.dtype), f"{item.times:,}", _size(item.times * item.wire_bytes), _size(item.in_flight_bytes),
-         meanwhile(item), escape(where[item.name])), False)
-        for item in listed[:MAX_COLLECTIVES]]
-    rest = len(listed) - MAX_COLLECTIVES
-    more = f'<p class="empty">and {rest} smaller ones</p>' if rest > 0 else ""
-    heads = ("operation", "over", "dtype", "times", "on the wire", "in flight", "meanwhile", "where")
-    return "<h3>Each of them, and what is computed while it runs</h3>" + table(heads, rows, "traffic") + more
+def transfers(report: Report) -> Table | None:
+    """Bytes and seconds per step over the host link by direction and phase, with sums; None where nothing moves."""
+    rows = report.transfers
+    if not rows:
+        return None
+    sums = [Transfer("", f"all {direction}", report.moved(direction),
+                     sum(row.seconds for row in rows if row.direction == direction))
+            for direction in dict.fromkeys(row.direction for row in rows)]
 
+    def is_sum(row: Any) -> bool:
+        return any(row is one for one in sums)
 
-def table(heads: Iterable[str], rows: Iterable[Row], kind: str) -> str:
-    """A table of HTML cells, the first of each row its heading; a row marked True is the total."""
-    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    body = "".join(
-        f'<tr class="{"total" if total else ""}"><th scope="row">{cells[0]}</th>'
-        + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>" for cells, total in rows)
-    return (f'<div class="wide"><table class="ledger {kind}"><thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>")
-
-
-def _size(count: int) -> str:
-    """A size with the exact count one hover away."""
-    return f'<span title="{count:,} bytes">{human(count)}</span>'
+    columns = (
+        ("direction", "head", lambda row: row.direction),
+        ("phase", "text", lambda row: "" if is_sum(row) else row.phase or "model"),
+        ("bytes", "num", lambda row: size(row.bytes)),
+        ("seconds", "num", lambda row: f"{row.seconds:.3g}" if row.seconds else "-"),
+    )
+    return table(columns, [*rows, *sums], lambda row: TOTAL if is_sum(row) else "")

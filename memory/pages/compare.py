@@ -1,20 +1,18 @@
 """A comparison as one HTML file that opens offline: growth curves, Pareto picture, breakdown bars, table.
 
-The page is `page.compare.html` with the styles of the report's page, its own script, plotly.js and the data
-put in. Whatever comes from a comparison is escaped here, and reaches the page as text there.
+The header and "what fits" are prepared here for `templates/compare.html`; the rest is drawn by `static/compare.js`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from bytescope.memory.formulas.reconcile import share
-from bytescope.memory.pages import feasibility_grid as feasibility_grid_page
-from bytescope.memory.pages.frame import fill
-from bytescope.memory.pages.report import label as row_name
+from bytescope.memory.pages import feasibility_grid
+from bytescope.memory.pages.elements import Figure, Section, figure, row_name, versions, where
+from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.rows import (
     CONFIG,
     POLICY,
@@ -51,16 +49,34 @@ TARGET_FIELDS = ("name", "platform", "kind", "n_devices", "device_memory_bytes",
                  "host_memory_bytes", "is_described")
 
 
+# What the page says of itself.
+NOTES = (
+    "Allocated: what the runtime takes, arguments and packed temporaries included. Peak: what is live at once.",
+    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
+    "and loss kernels recompute in their own gradients.",
+    "Compile seconds are taken while other combinations compile in parallel.",
+    "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. The "
+    "highlighted row is the best of each task that fits: the fastest measured, else the least recomputation, then the "
+    "fewest bytes.",
+)
+FORMULA_NOTE = ("By formula: what the published formulas give for the same step, and by how much the compiler's figure "
+                "exceeds it; empty where no formula says what a policy keeps.")
+
+
 def render(comparison: Mapping[str, Any], config: str = "") -> str:
     """The page of a comparison's JSON (`memory.plan.rows.to_json`), as text; `config` is the file it is about."""
     rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
-    subject = _subject(rows, config)
-    parts = {
-        "HEADER": _header(comparison, subject),
-        "ABOUT": _about(comparison),
-        "MAP": feasibility_grid_page.render(rows),
-    }
-    return fill("compare", f"{subject} · compared", page_data(comparison), parts)
+    subject, several = _subject(rows, config), len({workload(row) for row in rows}) > 1
+    best, target = comparison.get("best"), comparison["target"]
+    with_formulas = any(row.formula for row in rows)
+    return page(
+        "compare", f"{subject} · compared", page_data(comparison), heading=f"{subject}, compared",
+        where=where(target), versions=versions(comparison["versions"]),
+        figures=_figures(rows, None if several else best),
+        best=best["flags"] if best else None,
+        best_title="Least recomputation of all that fit" if several else "Best that fits",
+        interrupted=comparison.get("interrupted", False), grid=feasibility_grid.grid(rows),
+        notes=[*NOTES, FORMULA_NOTE] if with_formulas else NOTES, about_target=_about_target(target))
 
 
 def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +96,7 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys], "columns": columns, "rows": lines,
-        "axes": axes(rows, keys), "unit": unit_of(rows), "policies": policies,
+        "axes": axes(rows, keys), "unit": unit_of(rows), "policies": policies, "policy_key": POLICY,
         "timed": any(row.measured for row in rows),
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
@@ -129,48 +145,15 @@ def _subject(rows: Sequence[Row], config: str) -> str:
     return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
 
 
-def _header(comparison: Mapping[str, Any], subject: str) -> str:
-    target, best = comparison["target"], comparison.get("best")
-    kind = str(target.get("kind", ""))
-    where = " · ".join(filter(None, [str(target.get("name", "")), kind, "per device"]))
-    versions = " · ".join(f"{name} {version}" for name, version in comparison["versions"].items())
-    rows = comparison["rows"]
-    limits = {row.get("limit_bytes") for row in rows if row.get("limit_bytes")}
-    fitting = sum(row.get("fits") is True for row in rows)
-    figures = [("combinations", str(len(rows)), f"{sum(row['status'] != 'ok' for row in rows)} failed"),
-               ("fit", str(fitting), f"of {human(limits.pop())}" if len(limits) == 1 else "their own limit")]
-    several = len({workload(Row.of(row["overrides"], row)) for row in rows}) > 1
-    if best and not several:
-        figures.append(("best that fits", human(best["allocated_bytes"]), "allocated"))
-    cells = "".join(f'<div class="figure"><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
-                    for name, value, note in figures)
-    words = "Recomputing or taking least of all that fit" if several else "Best that fits"
-    use = (f'<p class="best">{words}: <span class="flags">{escape(best["flags"] or "as configured")}</span></p>'
-           if best else '<p class="best exceeds">None of these fits.</p>')
-    stopped = "<p class=\"best\">Stopped early: some are missing.</p>" if comparison.get("interrupted") else ""
-    return (f'<div class="title"><p class="eyebrow">{escape(where)}</p>'
-            f"<h1>{escape(subject)}, compared</h1>"
-            f'<p class="versions">{escape(versions)}</p></div>'
-            f'<dl class="figures">{cells}</dl>{use}{stopped}')
+def _figures(rows: Sequence[Row], best: Mapping[str, Any] | None) -> list[Figure]:
+    """`best`: the best row, None where rows of several tasks have none in common."""
+    limits = {row.limit_bytes for row in rows if row.limit_bytes}
+    limit = f"of {human(limits.pop())}" if len(limits) == 1 else "each within its own limit"
+    found = [Figure("combinations", str(len(rows)), f"{sum(not row.ok for row in rows)} failed"),
+             Figure("fit", str(sum(row.fits is True for row in rows)), limit)]
+    return [*found, figure("best that fits", best["allocated_bytes"], "allocated")] if best else found
 
 
-def _about(comparison: Mapping[str, Any]) -> str:
-    notes = (
-        "Allocated: what the runtime takes, arguments and packed temporaries included. Peak: what is live at once.",
-        "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
-        "and loss kernels recompute in their own gradients.",
-        "Compile seconds are taken while other combinations compile beside it.",
-        "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. The "
-        "highlighted row is the best that fits of each task: the fastest measured, else the least recomputation, "
-        "then the fewest bytes.",
-    )
-    if any(row.get("formula") for row in comparison["rows"]):
-        notes += ("By formula: what the published formulas give for the same step, and by how much the compiler's "
-                  "figure exceeds it; empty where no formula says what a policy keeps.",)
-    listed = "".join(f"<li>{note}</li>" for note in notes)
-    known = {name: comparison["target"][name] for name in TARGET_FIELDS if name in comparison["target"]}
-    target = "".join(f"<div><dt>{escape(name)}</dt><dd>"
-                     f"{escape(human(value) if name.endswith('_bytes') else as_text(value))}</dd></div>"
-                     for name, value in known.items())
-    return (f"<section><h3>How to read it</h3><ul>{listed}</ul></section>"
-            f"<section><h3>Target</h3><dl>{target}</dl></section>")
+def _about_target(target: Mapping[str, Any]) -> Section:
+    return Section("Target", [(name, human(target[name]) if name.endswith("_bytes") else as_text(target[name]))
+                              for name in TARGET_FIELDS if name in target])

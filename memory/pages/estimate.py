@@ -1,23 +1,22 @@
 """The calculator as one HTML file that opens offline: inputs, the same formulas in JavaScript, a stacked bar.
 
 The page gets the tables of formulas/transformer.py as data, so that a tensor, a precision or an optimizer is one row in
-one place; what the script repeats is the arithmetic, which tests/formulas/test_estimate.py compares with Python's.
+one place; what the script repeats is the arithmetic, which tests/memory/formulas/test_estimate.py compares with
+Python's.
 """
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
 from bytescope.memory.formulas import training_state, transformer
 from bytescope.memory.formulas.estimate import ASPECT, NOTES, Question
-from bytescope.memory.pages.frame import fill
+from bytescope.memory.pages.frame import page
 
 
 def render(question: Question) -> str:
     """The page, as text, filled in with `question`."""
-    notes = "".join(f"<p>{escape(note)}</p>" for note in NOTES)
-    return fill("estimate", "Training memory by formula", page_data(question), {"NOTES": notes})
+    return page("estimate", "Training memory by formula", page_data(question), notes=NOTES)
 
 
 def page_data(question: Question) -> dict[str, Any]:

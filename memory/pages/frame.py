@@ -1,50 +1,56 @@
-"""The frame of every HTML page: one head and one set of scripts, around the body of the page's own file.
+"""How a page is made: its template, filled in with plain data, around the styles and scripts that all pages share.
 
-Page NAME is `static/NAME.html`, its styles and script are `static/NAME.css` and `static/NAME.js`.
-A page is one file that opens offline: plotly.js (about 5 MB) and the data stand in it.
+Page NAME is `templates/NAME.html`, which extends `templates/frame.html`; its styles and script are `static/NAME.css`
+and `static/NAME.js`, after `base.css` and `base.js`. Every value is escaped where it is put in, the names of buffers
+being other people's text, and a name that a template uses and nobody gives is an error.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from html import escape
+import functools
 from importlib import resources
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-def fill(name: str, title: str, data: Any, parts: Mapping[str, str], styles: Sequence[str] = ()) -> str:
-    """A page as text: `parts` are HTML by placeholder, `title` is escaped, `data` is what the script draws.
+from bytescope.memory.units import human
 
-    `styles`: names of the pages whose style comes before the page's own; the report's is always first.
+
+def page(name: str, title: str, data: Any, **content: Any) -> str:
+    """The page NAME as text, about 5 MB: it holds plotly.js and asks the network for nothing.
+
+    Args:
+      name: of the template, the styles and the script.
+      title: of the document.
+      data: JSON values that the script draws (`base.data()`).
+      content: what the template shows, by the names that it uses.
+
+    Raises:
+      jinja2.UndefinedError: the template uses a name that `content` lacks.
     """
-    files = dict.fromkeys(("report", *styles, name))
-    everything = {
-        **parts,
-        "TITLE": escape(title),
-        "STYLE": "".join(_file(each, "css") for each in files),
-        "DATA": script_json(data),
-        "PLOTLY": _plotly(),
-        "SCRIPT": _file(name, "js"),
-    }
-    # One pass: what is put in is never searched for further placeholders.
-    whole = _file("frame", "html").replace("{{BODY}}", _file(name, "html").strip())
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: everything[match[1]], whole)
+    return environment().get_template(f"{name}.html").render(page=name, title=title, data=data, **content)
 
 
-def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, nor start a comment or an entity."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+@functools.cache
+def environment() -> Environment:
+    """The templates, with `human` and `tojson` as filters; `static` and `plotly` put in files as they are."""
+    found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True)
+    # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    found.filters["human"] = human
+    found.globals |= {"static": _static, "plotly": _plotly}
+    return found
 
 
-def _file(name: str, kind: str) -> str:
-    file = resources.files("bytescope.memory.pages") / "static" / f"{name}.{kind}"
-    return file.read_text(encoding="utf-8")
+def _static(name: str) -> Markup:
+    file = resources.files("bytescope.memory.pages") / "static" / name
+    return Markup(file.read_text(encoding="utf-8"))
 
 
-def _plotly() -> str:
+@functools.cache
+def _plotly() -> Markup:
     from plotly.offline import get_plotlyjs
 
-    return get_plotlyjs().replace("</script", "<\\/script")
+    return Markup(get_plotlyjs().replace("</script", "<\\/script"))

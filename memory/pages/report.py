@@ -1,20 +1,33 @@
 """A report as one HTML file that opens offline: timeline, treemap, buffers, ledger, findings.
 
-Tables that do not move are written here, everything that reacts is drawn by the script from `memory.pages.report_data`.
-Whatever comes from a report is escaped: the names of buffers are other people's text.
+What does not move is prepared here for `templates/report.html`; what reacts is drawn by `static/report.js` from the
+columns of `report_data.py`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import Any
+from __future__ import annotations
 
-from bytescope.memory.pages.communication import communication, table, transfers
-from bytescope.memory.pages.frame import fill
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.pages import communication
+from bytescope.memory.pages.elements import (
+    Figure,
+    Section,
+    Table,
+    figure,
+    parts,
+    size,
+    table,
+    versions,
+    where,
+)
+from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report_data import page_data
-from bytescope.memory.records import METHODS, ROWS, Report
+from bytescope.memory.records import METHODS, Report
 from bytescope.memory.text.report import beyond, roofline
 from bytescope.memory.units import human
 
+# Verdict -> its mark and its words.
 VERDICTS = {
     "fits": ("✓", "fits"),
     "tight": ("▲", "tight: over 95 % of the limit"),
@@ -26,152 +39,106 @@ VERDICTS = {
 MAX_BARS = 30
 
 
+class Bar(NamedTuple):
+    """A line of a bar list: the name, the text on hover, the bytes, and the width in percent of the widest."""
+
+    name: str
+    title: str
+    bytes: int
+    width: float
+
+
 def render(report: Report) -> str:
     """The page of a report, as text. It holds plotly.js (about 5 MB) and asks the network for nothing.
 
-    Raises ReportError never: a report with empty lists gives a page with empty sections.
+    A report with empty lists gives a page with empty sections.
     """
-    parts = {
-        "HEADER": _header(report),
-        "COMPOSITION": _composition(report),
-        "FINDINGS": _findings(report),
-        "LEDGER": _ledger(report) + _zero(report),
-        "COMMUNICATION": communication(report),
-        "TRANSFERS": transfers(report),
-        "RESIDUALS": _bars(report.residuals_by_name, "residuals", "no residuals at the peak", "(no name)"),
-        "WORKSPACE": _bars(report.workspace_by_scope, "workspace", "no workspace at the peak", "(no scope)"),
-        "ABOUT": _about(report),
-    }
-    return fill("report", f"{report.program or 'program'} · memory", page_data(report), parts)
+    program = report.program or "program"
+    limit = report.limit_bytes
+    return page(
+        "report", f"{program} · memory", page_data(report), heading=program, where=where(report.target),
+        versions=versions(report.versions), verdict=_verdict(report), figures=_figures(report),
+        extra_lines=_extra_lines(report), breakdown=parts(report.breakdown, report.allocated_bytes),
+        limit_share=100 * report.allocated_bytes / limit if limit else None,
+        communication=communication.kinds(report), collectives=communication.each(report.collectives),
+        collectives_left=max(len(report.collectives) - communication.MAX_COLLECTIVES, 0),
+        transfers=communication.transfers(report), findings=sorted(report.findings, key=lambda found: -found.bytes),
+        ledger=_ledger(report), zero=_zero(report), residuals=_bars(report.residuals_by_name, "(no name)"),
+        workspace=_bars(report.workspace_by_scope, "(no scope)"), about=_about(report),
+        notes=[METHODS.get(report.method, report.method), *report.notes])
 
 
-def _bytes(count: int | None) -> str:
-    """A size with the exact count one hover away."""
-    exact = "" if count is None else f' title="{count:,} bytes"'
-    return f"<span{exact}>{human(count)}</span>"
+def _verdict(report: Report) -> dict[str, str]:
+    kind = report.verdict if report.verdict in VERDICTS else "unknown"
+    mark, words = VERDICTS[kind]
+    return {"kind": kind, "mark": mark, "words": words}
 
 
-def _header(report: Report) -> str:
-    mark, words = VERDICTS.get(report.verdict, VERDICTS["unknown"])
-    target = report.target.get("name", "no target")
-    kind = str(report.target.get("kind", ""))
-    where = f"{target} · {kind}" if kind and kind != target else str(target)
-    versions = " · ".join(f"{name} {version}" for name, version in report.versions.items())
-    free = "" if report.limit_bytes is None else (
-        f"<small>{human(abs(report.limit_bytes - report.allocated_bytes))} "
-        f"{'free' if report.limit_bytes >= report.allocated_bytes else 'too much'}</small>")
-    figures = (
-        ("peak live", report.peak_bytes, "<small>most alive at once</small>"),
-        ("allocated", report.allocated_bytes, "<small>what the runtime takes</small>"),
-        ("limit", report.limit_bytes, free),
+def _figures(report: Report) -> list[Figure]:
+    note = ""
+    if report.limit_bytes is not None:
+        free = report.limit_bytes - report.allocated_bytes
+        note = f"{human(abs(free))} {'free' if free >= 0 else 'too much'}"
+    return [figure("peak live", report.peak_bytes, "most bytes live at once"),
+            figure("allocated", report.allocated_bytes, "what the runtime takes"),
+            figure("limit", report.limit_bytes, note)]
+
+
+def _extra_lines(report: Report) -> list[str]:
+    """Lines below the figures: bytes in other memories, what the compiler does not count, the roofline."""
+    elsewhere = [f"{human(count)} {place}" for place, count in
+                 (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes)) if count]
+    others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
+    return [line for line in (others, beyond(report), roofline(report)) if line]
+
+
+def _ledger(report: Report) -> Table | None:
+    columns = (
+        ("state", "head", lambda row: row.role),
+        ("dtype", "text", lambda row: row.dtype),
+        ("values", "num", lambda row: f"{row.elements:,}"),
+        ("bytes", "num", lambda row: size(row.bytes)),
+        ("bytes / parameter", "num", lambda row: f"{row.bytes_per_param:.3g}"),
     )
-    cells = "".join(f'<div class="figure"><dt>{name}</dt><dd>{_bytes(value)}{note}</dd></div>'
-                    for name, value, note in figures)
-    apart = [f"{human(value)} {name}" for name, value in
-             (("on the host", report.host_bytes), ("on chip", report.on_chip_bytes)) if value]
-    aside = f'<p class="apart">Apart from these: {" · ".join(apart)}</p>' if apart else ""
-    aside += "".join(f'<p class="apart">{escape(line)}</p>' for line in (beyond(report), roofline(report)) if line)
-    return (f'<div class="title"><p class="eyebrow">{escape(where)} · per device</p>'
-            f"<h1>{escape(report.program or 'program')}</h1>"
-            f'<p class="versions">{escape(versions)}</p></div>'
-            f'<div class="verdict {escape(report.verdict)}"><b aria-hidden="true">{mark}</b> {words}</div>'
-            f'<dl class="figures">{cells}</dl>{aside}')
+    return table(columns, report.ledger, _total) if report.ledger else None
 
 
-def _composition(report: Report) -> str:
-    """The allocated bytes as one bar, below it their share of the limit, and a legend of every row in use."""
-    total = max(report.allocated_bytes, 1)
-    rows = [(row, report.breakdown.get(row, 0)) for row in ROWS]
-    bar = "".join(f'<i class="c-{row}" style="width:{100 * size / total:.4f}%" '
-                  f'title="{label(row)}: {human(size)}"></i>' for row, size in rows if size > 0)
-    legend = "".join(
-        f'<li><i class="c-{row}"></i><span>{label(row)}</span><b>{_bytes(size)}</b>'
-        f"<small>{100 * size / total:.1f} %</small></li>" for row, size in rows if size > 0)
-    gauge = ""
-    if report.limit_bytes:
-        share = 100 * report.allocated_bytes / report.limit_bytes
-        fill = f'<i><i style="width:{min(share, 100):.3f}%"></i></i>'
-        gauge = (f'<div class="gauge {escape(report.verdict)}">{fill}'
-                 f"<span>{share:.1f} % of the limit</span></div>")
-    return f'<div class="bar">{bar}</div>{gauge}<ul class="legend">{legend}</ul>'
-
-
-def label(row: str) -> str:
-    """A row's name for people."""
-    return {"logits_loss": "logits and loss"}.get(row, row)
-
-
-def _findings(report: Report) -> str:
-    if not report.findings:
-        return '<p class="empty">Nothing an expert would point at.</p>'
-    items = "".join(
-        f"<li><header><b>{escape(f.kind.replace('_', ' '))}</b><span>{_bytes(f.bytes)}</span></header>"
-        f"<p>{escape(f.message)}</p><p class=\"remedy\">{escape(f.remedy)}</p></li>"
-        for f in sorted(report.findings, key=lambda f: -f.bytes))
-    return f'<ul class="findings">{items}</ul>'
-
-
-def _ledger(report: Report) -> str:
-    if not report.ledger:
-        return '<p class="empty">No state was recognised in the arguments.</p>'
-    rows = [(row.role, row.dtype, f"{row.elements:,}", _bytes(row.bytes), f"{row.bytes_per_param:.3g}")
-            for row in report.ledger]
-    body = "".join(
-        f'<tr class="{"total" if role == "total" else ""}"><th scope="row">{escape(role)}</th>'
-        f"<td>{escape(dtype)}</td><td>{count}</td><td>{size}</td><td>{each}</td></tr>"
-        for role, dtype, count, size, each in rows)
-    head = "".join(f'<th scope="col">{name}</th>'
-                   for name in ("state", "dtype", "values", "bytes", "bytes / parameter"))
-    return f'<table class="ledger"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _zero(report: Report) -> str:
+def _zero(report: Report) -> Table | None:
     """ZeRO's bytes per parameter beside what is held, with the reasons."""
-    if not report.zero:
-        return ""
-    rows = [((escape(row.role), f"{row.classic:.3g}", f"{row.held:.3g}", escape(row.reason)), row.role == "total")
-            for row in report.zero]
-    return "<h3>Beside ZeRO, bytes per parameter</h3>" + table(("state", "ZeRO", "held", "why"), rows, "zero")
+    columns = (
+        ("state", "head", lambda row: row.role),
+        ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
+        ("held", "num", lambda row: f"{row.held:.3g}"),
+        ("reason", "text why", lambda row: row.reason),
+    )
+    return table(columns, report.zero, _total) if report.zero else None
 
 
-def _bars(sizes: Mapping[str, int], row: str, empty: str, unnamed: str) -> str:
-    """Name, bar and size of each entry, largest first."""
-    entries = sorted(((name, size) for name, size in sizes.items() if size), key=lambda e: -e[1])
-    if not entries:
-        return f'<p class="empty">{empty}</p>'
+def _total(row: Any) -> str:
+    return "total" if row.role == "total" else ""
+
+
+def _bars(sizes: Mapping[str, int], unnamed: str) -> list[Bar]:
+    """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one."""
+    entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
     folded = entries[MAX_BARS:]
     if folded:
-        entries = [*entries[:MAX_BARS], (f"{len(folded)} more", sum(size for _, size in folded))]
-    top = max(size for _, size in entries)
-    lines = "".join(
-        f'<li><span title="{escape(name)}">{escape(name.rstrip("/") or unnamed)}</span>'
-        f'<i><i class="c-{row}" style="width:{100 * size / top:.2f}%"></i></i><b>{_bytes(size)}</b></li>'
-        for name, size in entries)
-    return f'<ul class="bars">{lines}</ul>'
+        entries = [*entries[:MAX_BARS], (f"{len(folded)} more", sum(count for _, count in folded))]
+    most = max((count for _, count in entries), default=1)
+    return [Bar(name.rstrip("/") or unnamed, name, count, 100 * count / most) for name, count in entries]
 
 
-def _about(report: Report) -> str:
-    xla = {name.removesuffix("_bytes").replace("_", " "): human(value)
-           for name, value in vars(report.xla).items()}
-    target = {name: _figure(name, value) for name, value in flatten(report.target)
-              if not name.startswith("sources.")}
-    sections = (
-        ("XLA's own statistics", xla.items()),
-        ("Target", target.items()),
-        ("Versions", report.versions.items()),
-        ("Configuration", flatten(report.config)),
-    )
-    notes = [METHODS.get(report.method, report.method), *report.notes]
-    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    measured = f"<section><h3>How it was measured</h3><ul>{lines}</ul></section>"
-    return "".join(map(_definitions, sections)) + measured
+def _about(report: Report) -> list[Section]:
+    xla = [(name.removesuffix("_bytes").replace("_", " "), human(count)) for name, count in vars(report.xla).items()]
+    target = [(name, _figure(name, value)) for name, value in flatten(report.target)
+              if not name.startswith("sources.")]
+    return [_section("XLA's own statistics", xla), _section("Target", target),
+            _section("Versions", report.versions.items()), _section("Configuration", flatten(report.config))]
 
 
-def _definitions(section: tuple[str, Iterable[tuple[str, Any]]]) -> str:
-    title, entries = section
-    lines = "".join(f"<div><dt>{escape(str(name))}</dt><dd>{escape(_value(value))}</dd></div>"
-                    for name, value in entries)
-    return f"<section><h3>{title}</h3><dl>{lines or '<p class=empty>nothing recorded</p>'}</dl></section>"
+def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
+    return Section(title, [(str(name), f"{value:.4g}" if isinstance(value, float) else str(value))
+                           for name, value in entries])
 
 
 def _figure(name: str, value: Any) -> Any:
@@ -183,10 +150,6 @@ def _figure(name: str, value: Any) -> Any:
     if name.startswith("peak_flops."):
         return f"{value / 1e12:,.4g} TFLOP/s"
     return human(value) if name.endswith("_bytes") else value
-
-
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from bytescope.memory.records import CATEGORIES, ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.pages.elements import row_name
+from bytescope.memory.records import CATEGORIES, PHASES, ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.units import column_unit
 
 # What stays fluid in a browser. Beyond it the largest are kept, and the page says so.
 MAX_POINTS = 3000
@@ -31,7 +33,7 @@ class Strings:
 
 
 def page_data(report: Report) -> dict[str, Any]:
-    """Everything the page's script needs, as JSON values (see page.js for how each column is drawn)."""
+    """Everything the page's script needs, as JSON values (see static/report.js for how each column is drawn)."""
     strings = Strings()
     shown = thin(report.timeline, report.peak_index)
     device = [b for b in report.buffers if b.memory == "device"]
@@ -39,7 +41,8 @@ def page_data(report: Report) -> dict[str, Any]:
     listed.sort(key=lambda b: -b.bytes)
     points = [report.timeline[i] for i in shown]
     return {
-        "rows": list(ROWS), "breakdown": [report.breakdown.get(row, 0) for row in ROWS],
+        "rows": {row: row_name(row) for row in ROWS}, "phases": list(PHASES),
+        "unit": column_unit(max((p.bytes for p in points), default=0), 1.0),
         "peak": report.peak_index, "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
         "limit_bytes": report.limit_bytes, "n_points": len(report.timeline), "n_buffers": len(device),
         "points": {"index": shown, "bytes": [p.bytes for p in points],

@@ -1,22 +1,30 @@
 """Pages in a headless browser: what they hold as text, and what a browser makes of them."""
 
+import json
 import re
 import subprocess
 from html.parser import HTMLParser
 
 from support.oracles import CHROMIUM, require
 
-HOSTILE = "</script><b>x</b><!--&amp;'\"\u2028{{DATA}}"
+# What would end an element, an attribute or a line of a script, and what a template would run.
+HOSTILE = "</script><b>x</b><!--&amp;'\"\u2028{{ 7 * 6 }}{% if x %}"
 TRAP = "<script>window.addEventListener('error', (e) => { document.title = 'ERROR ' + e.message; });</script>"
 
 
 class Page(HTMLParser):
-    """Counts elements, and keeps the text of each script."""
+    """Counts elements, and keeps the words, the attributes and the text of each script."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
         self.tags, self.words, self.scripts, self.attributes = {}, [], [], []
         self.feed(text)
+        self.close()
+
+    @property
+    def data(self):
+        """What the page's script draws."""
+        return json.loads(self.scripts[1])
 
     def handle_starttag(self, tag, attrs):
         self.tags[tag] = self.tags.get(tag, 0) + 1
@@ -29,6 +37,21 @@ class Page(HTMLParser):
             self.scripts[-1] += data
         else:
             self.words.append(data)
+
+
+def one_file(text):
+    """The page parsed, once it is sure that it is one file with the four scripts of every page and no more."""
+    page = Page(text)
+    assert page.tags["script"] == 4 and page.tags["style"] == 1 and "<b>x" not in text
+    assert "const base" in page.scripts[0] and "plotly.js" in page.scripts[2] and "base.start(" in page.scripts[3]
+    for name, value in page.attributes:
+        assert name not in ("src", "href") or value.startswith("data:"), f"{name}={value} needs the network"
+    return page
+
+
+def literally(page):
+    """How often the hostile text is shown, as it was written."""
+    return sum(word.count(HOSTILE) for word in page.words)
 
 
 def browse(tmp_path, text, fragment="", script="", options=(), dark=False):

@@ -1,35 +1,21 @@
 "use strict";
-// Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table. `data` is what
-// memory/compare_html.py gives. Its text reaches the page through textContent alone, or through plain() for
-// plotly, which reads its labels as HTML.
+// Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table; `data` is what pages/compare.py
+// gives.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const root = document.documentElement, $ = (id) => document.getElementById(id);
-  const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+  const { $, human, count, exact, percent, plain, make, sorter, color, chart, axis, across, note, HOVER } = base;
+  const data = base.data();
   const done = data.rows.filter((row) => row.status === "ok");
   const keyNames = data.keys.map(([key]) => key);
 
-  const human = (n) => {
-    const unit = UNITS.find(([size]) => Math.abs(n) >= size);
-    return unit ? (n / unit[0]).toFixed(2) + " " + unit[1] : n + " B";
-  };
   // One unit for the whole page, so that figures can be compared; what is too small for it has its own.
   const [unit, size] = data.unit;
   const inUnit = (n) => (n && n < size / 100 ? human(n) : (n / size).toLocaleString("en-US",
     { minimumFractionDigits: size > 1 ? 2 : 0, maximumFractionDigits: 2 }) + " " + unit);
   const FORMS = {
-    bytes: inUnit, share: (v) => (100 * v).toFixed(1) + " %", ratio: (v) => v.toFixed(3),
-    flops: (v) => v.toExponential(2), count: (v) => Math.round(v).toLocaleString("en-US"),
-    gap: (v) => (v < 0 ? "−" : "+") + (100 * Math.abs(v)).toFixed(1) + " %",
+    bytes: inUnit, share: percent, ratio: (v) => v.toFixed(3),
+    flops: (v) => v.toExponential(2), count: (v) => count(Math.round(v)),
+    gap: (v) => (v < 0 ? "−" : "+") + percent(Math.abs(v)),
     seconds: (v) => (v < 1 ? (1000 * v).toFixed(0) + " ms" : v.toFixed(2) + " s"),
-  };
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
-  const make = (tag, text, className) => {
-    const node = document.createElement(tag);
-    if (text !== undefined) node.textContent = text;
-    if (className) node.className = className;
-    return node;
   };
   // Policies take the colours of the categories in an order of its own: neighbours differ most.
   const HUES = ["params", "residuals", "workspace", "gradients", "optimizer", "batch", "logits_loss", "collectives",
@@ -42,19 +28,6 @@
   const limitsOf = (rows) => [...new Set(rows.map((row) => row.limit).filter(Boolean))];
 
   // ---- charts ---------------------------------------------------------------------------------------
-  const frame = () => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") },
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
-    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), align: "left",
-      font: { color: color("ink"), size: 12.5 } },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" }, hovermode: "closest",
-  });
-  // Named one by one: the default bar offers buttons that reach for the network.
-  const options = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
-  const axis = () => ({ gridcolor: color("line"), zeroline: false, linecolor: color("line"), ticks: "" });
-  const limitLine = (limit, x) => ({ type: "line", xref: x + " domain", x0: 0, x1: 1, y0: limit / size, y1: limit / size,
-    line: { color: color("exceeds"), width: 1.5, dash: "dash" } });
   const about = (row) => `<b>${plain(row.label)}</b><br>` + data.columns.filter(([name]) => row.values[name] !== null)
     .map(([name, title, kind]) => `${title} ${FORMS[kind](row.values[name])}`).join("<br>") +
     (row.fits === false ? "<br>exceeds the limit" : "");
@@ -65,7 +38,8 @@
   const captions = (rows, width, height) => {
     const texts = new Map(), heads = [];
     for (const row of rows) {
-      const name = plain(row.rival || row.label), head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
+      const name = plain(row.rival || row.label);
+      const head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
         Math.abs(bytes(other) - bytes(row)) < 0.045 * height);
       if (!head) heads.push(row);
       texts.set(head || row, head ? texts.get(head) + ", " + name : name);
@@ -88,31 +62,33 @@
       return { x: mine.map(cost), y: mine.map((row) => bytes(row) / size), name: plain(policy), type: "scatter",
         mode: few ? "markers+text" : "markers", text: mine.map(caption),
         textposition: mine.map((row) => (cost(row) > left + 0.8 * room ? "top left" : "top right")),
-        hovertext: mine.map(about), hovertemplate: "%{hovertext}<extra></extra>", cliponaxis: false,
+        hovertext: mine.map(about), ...HOVER, cliponaxis: false,
         textfont: { color: color("ink") },
         marker: { size: mine.map((row) => (row.best ? 16 : 11)), color: hue(policy), symbol: symbol(policy),
           opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
           line: { width: mine.map((row) => (row.pareto ? 2 : 0)), color: color("ink") } } };
     });
-    // One front a task; a line through several tasks at once would say nothing.
+    // One front per task; a line through several tasks at once would say nothing.
     for (const task of tasks) {
       const front = rows.filter((row) => row.pareto && row.task === task)
         .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a));
       traces.unshift({ x: front.map(cost), y: front.map((row) => bytes(row) / size), mode: "lines", hoverinfo: "skip",
         showlegend: false, line: { color: color("soft"), width: 1.3, shape: "hv", dash: "dot" } });
     }
-    Plotly.react("pareto", traces, { ...frame(), margin: { l: 60, r: 20, t: 34, b: 46 }, showlegend: !few,
-      shapes: shown.map((limit) => limitLine(limit, "x")),
-      annotations: shown.map((limit) => ({ xref: "x domain", x: 0.5, xanchor: "center", y: limit / size, yanchor: "bottom",
-        text: "limit " + inUnit(limit), showarrow: false, font: { color: color("exceeds") } })),
-      xaxis: { ...axis(), title: { text: data.timed ? "seconds of one update" : "FLOPs recomputed, % of model FLOPs" },
-        range: [left - 0.08 * room, right + 0.08 * room] },
-      yaxis: { ...axis(), title: { text: "allocated " + unit }, range: [0, most * 1.12] } }, options);
+    chart("pareto", traces, {
+      margin: { l: 60, r: 20, t: 34, b: 46 }, showlegend: !few,
+      shapes: shown.map((limit) => across(limit / size)),
+      annotations: shown.map((limit) => note("limit " + inUnit(limit), { xref: "x domain", x: 0.5, xanchor: "center",
+        y: limit / size, yanchor: "bottom", yshift: 2 })),
+      xaxis: axis(data.timed ? "seconds per update" : "FLOPs recomputed, % of model FLOPs",
+        { range: [left - 0.08 * room, right + 0.08 * room] }),
+      yaxis: axis("allocated " + unit, { range: [0, most * 1.12] }),
+    });
   };
 
   const PANELS = 12;
   const panelsBy = (along) => {
-    const others = data.keys.filter(([key]) => key !== along && key !== "remat.policy");
+    const others = data.keys.filter(([key]) => key !== along && key !== data.policy_key);
     const panels = new Map();
     for (const row of done) {
       const name = others.map(([key, title]) => title + " " + row.texts[keyNames.indexOf(key)]).join(", ");
@@ -128,9 +104,9 @@
     $("panels").textContent = all.size > PANELS ? `the first ${PANELS} of ${all.size} panels` : "";
     const columns = panels.length === 4 ? 2 : Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
     const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
-    const layout = { ...frame(), margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
+    const layout = { margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
+      legend: { orientation: "h", x: 0, y: 1 + 26 / (300 * lines), yanchor: "bottom", traceorder: "normal" },
       grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.36 / Math.max(lines - 0.6, 1) } };
-    layout.legend = { ...layout.legend, y: 1 + 26 / (300 * lines) };
     const traces = [], log = $("scale").value === "logarithmic", place = (v) => (log ? Math.log10(v) : v);
     panels.forEach(([panel, mine], i) => {
       const n = i ? i + 1 : "", sizes = mine.map(y).filter((v) => v > 0 || !log), highest = Math.max(1, ...sizes);
@@ -141,23 +117,23 @@
           mode: "lines+markers", xaxis: "x" + n, yaxis: "y" + n, name: plain(policy), legendgroup: policy,
           showlegend: i === 0, line: { color: hue(policy), width: 2 },
           marker: { size: 7, symbol: points.map((row) => symbol(policy) + (row.fits === false ? "-open" : "")) },
-          hovertext: points.map(about), hovertemplate: "%{hovertext}<extra></extra>" });
+          hovertext: points.map(about), ...HOVER });
       }
-      layout["xaxis" + n] = { ...axis(), type: "log", tickvals: ticks, ticktext: ticks.map((v) => v.toLocaleString("en-US")),
-        range: [Math.log10(ticks[0]) - 0.04, Math.log10(ticks[ticks.length - 1]) + 0.04],
-        title: { text: i >= panels.length - columns ? plain(along) : "" } };
+      layout["xaxis" + n] = axis(i >= panels.length - columns ? plain(along) : "", { type: "log", tickvals: ticks,
+        ticktext: ticks.map(count), range: [Math.log10(ticks[0]) - 0.04, Math.log10(ticks[ticks.length - 1]) + 0.04] });
       const seen = limit && limit <= 4 * highest;
       const least = Math.min(highest, ...sizes, seen ? limit : Infinity);
       const marks = [...Array(36).keys()].map((i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(i / 3) - 3));
-      layout["yaxis" + n] = { ...axis(), title: { text: i % columns ? "" : `${title} ${unit}` },
-        type: log ? "log" : "linear", range: [log ? place(least / size / 1.25) : 0,
-          place(Math.max(highest, seen ? limit : 0) / size * (log ? 1.25 : 1.12))], ...(log ? { tickvals: marks, ticktext: marks.map(String) } : {}) };
-      if (seen) layout.shapes.push({ ...limitLine(limit, "x" + n), yref: "y" + n });
+      const highestShown = Math.max(highest, seen ? limit : 0) / size * (log ? 1.25 : 1.12);
+      layout["yaxis" + n] = axis(i % columns ? "" : `${title} ${unit}`, { type: log ? "log" : "linear",
+        range: [log ? place(least / size / 1.25) : 0, place(highestShown)],
+        ...(log ? { tickvals: marks, ticktext: marks.map(String) } : {}) });
+      if (seen) layout.shapes.push({ ...across(limit / size, "x" + n), yref: "y" + n });
       if (panel) layout.annotations.push({ xref: `x${n} domain`, yref: `y${n} domain`, x: 0, y: 1, yanchor: "bottom",
         xanchor: "left", text: `<b>${plain(panel)}</b>`, showarrow: false, font: { color: color("ink") } });
     });
     $("growth").style.height = 90 + 300 * lines + "px";
-    Plotly.react("growth", traces, layout, options);
+    chart("growth", traces, layout);
   };
 
   // ---- bars -----------------------------------------------------------------------------------------
@@ -221,46 +197,49 @@
       });
       if (limits.length === 1) lines.push(limitNote(limits[0], scale));
     }
-    $("scales").textContent = sections.size > 1 ? "Each model and target to its own scale." : "";
+    $("scales").textContent = sections.size > 1 ? "Each model and target has its own scale." : "";
     $("more").hidden = done.length <= MOST;
     $("more").textContent = all ? `only the first ${MOST}` : `all ${done.length}, not only the first ${MOST}`;
     $("stacks").replaceChildren(...lines);
   };
 
   // ---- the table ------------------------------------------------------------------------------------
-  const state = { sort: "", down: false };
+  const sort = { by: "", down: false };
   const columns = [...data.keys.map(([key, title], i) => ({ id: key, title, read: (row) => row.keys[i],
     write: (row) => row.texts[i], text: true })),
   ...data.columns.map(([id, title, kind]) => ({ id, title, read: (row) => row.values[id],
     write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
-    exact: (row) => (kind === "bytes" && row.values[id] !== null ? row.values[id].toLocaleString("en-US") + " bytes" : "") })),
+    exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
   { id: "fits", title: "verdict", read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0), text: true }];
   const compare = (a, b) => (a === null ? 1 : b === null ? -1
     : typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
   const verdict = (row) => {
-    const cell = make("td", undefined, row.status !== "ok" ? "why" : "text " + (row.fits === false ? "exceeds" : "fits"));
-    cell.append(row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
-    if (row.status !== "ok") cell.colSpan = columns.length - data.keys.length;
+    if (row.status !== "ok") {
+      const why = make("td", row.status, "why");
+      why.colSpan = columns.length - data.keys.length;
+      return why;
+    }
+    const word = row.fits === null ? "ok" : row.fits ? "fits" : "exceeds", cell = make("td", word, "text " + word);
     if (row.pareto) { const star = make("span", " ★", "star"); star.title = "Pareto-optimal"; cell.append(star); }
     return cell;
   };
   const table = () => {
-    const column = columns.find((c) => c.id === state.sort);
+    const column = columns.find((c) => c.id === sort.by);
     const words = $("find").value.toLowerCase().split(/\s+/);
     const said = (row) => [row.label, ...row.texts, verdict(row).textContent].join(" ").toLowerCase();
     const rows = data.rows.filter((row) => words.every((word) => said(row).includes(word)));
     if (column) rows.sort((a, b) => {
       const x = column.read(a), y = column.read(b);
-      return x === null || y === null ? compare(x, y) : compare(x, y) * (state.down ? -1 : 1);
+      return x === null || y === null ? compare(x, y) : compare(x, y) * (sort.down ? -1 : 1);
     });
     const head = make("tr");
     for (const c of columns) {
-      const cell = make("th", undefined, c.text ? "text" : ""), button = make("button", c.title +
-        (state.sort === c.id ? (state.down ? " ↓" : " ↑") : ""));
-      if (state.sort === c.id) cell.setAttribute("aria-sort", state.down ? "descending" : "ascending");
-      button.type = "button";
-      button.onclick = () => { state.down = state.sort === c.id && !state.down; state.sort = c.id; table(); };
-      cell.append(button);
+      const cell = sorter("th", c.title, c.id, sort, () => {
+        sort.down = sort.by === c.id && !sort.down;
+        sort.by = c.id;
+        table();
+      });
+      if (c.text) cell.className = "text";
       head.append(cell);
     }
     $("rows").tHead.replaceChildren(head);
@@ -275,16 +254,12 @@
       }
       return line;
     }));
-    $("count").textContent = `${rows.length === data.rows.length ? "" : rows.length + " of "}${data.rows.length} rows; ★ Pareto-optimal; click a heading to sort`;
+    const some = rows.length === data.rows.length ? "" : rows.length + " of ";
+    $("count").textContent = `${some}${data.rows.length} rows; ★ Pareto-optimal; click a heading to sort`;
   };
 
   // ---- start ----------------------------------------------------------------------------------------
-  const charts = () => { if (window.Plotly) { if (data.axes.length && done.length) growth(); pareto(); } };
-  const theme = (name) => { root.dataset.theme = name; charts(); };
-  const wish = window.matchMedia("(prefers-color-scheme: dark)");
-  root.dataset.theme = new URLSearchParams(location.hash.slice(1)).get("theme") || (wish.matches ? "dark" : "light");
-  wish.addEventListener("change", () => theme(wish.matches ? "dark" : "light"));
-  $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
+  const draw = () => { if (data.axes.length && done.length) growth(); pareto(); };
   $("cost-name").textContent = data.timed ? "step time" : "recomputation";
   $("legend").append(...data.categories.map(([category, title]) => {
     const item = make("li");
@@ -295,12 +270,14 @@
   $("along").append(...data.axes.map((key) => new Option(key, key)));
   $("along").parentElement.hidden = data.axes.length < 2;
   const MEASURES = ["allocated_bytes", "peak_bytes", "residual_bytes"];
-  $("what").append(...data.columns.filter(([name]) => MEASURES.includes(name)).map(([name, title]) => new Option(title, name)));
+  const measures = data.columns.filter(([name]) => MEASURES.includes(name));
+  $("what").append(...measures.map(([name, title]) => new Option(title, name)));
   if (done.length) $("what").value = "allocated_bytes";
   $("along").onchange = $("scale").onchange = $("what").onchange = growth;
   // From a policy that barely fits to one that never will: a linear axis would flatten the lower ones.
   const spread = (rows) => Math.max(...rows.map(bytes)) / Math.max(1, Math.min(...rows.map(bytes)));
-  if (data.axes.length && [...panelsBy(data.axes[0]).values()].some((rows) => spread(rows) > 25)) $("scale").value = "logarithmic";
+  const wide = data.axes.length && [...panelsBy(data.axes[0]).values()].some((rows) => spread(rows) > 25);
+  if (wide) $("scale").value = "logarithmic";
   const tasks = [...new Map(costed.map((row) => [row.task, row.task_label]))];
   $("task").append(new Option("all", ""), ...tasks.map(([task, title]) => new Option(title, task)));
   $("task").parentElement.parentElement.hidden = tasks.length < 2;
@@ -308,6 +285,6 @@
   $("task").onchange = pareto;
   $("find").oninput = table;
   $("more").onclick = () => { all = !all; stacks(); };
-  stacks(); table(); charts();
-  root.dataset.ready = "yes";
+  stacks(); table();
+  base.start(draw);
 })();

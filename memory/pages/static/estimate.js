@@ -1,22 +1,14 @@
 "use strict";
-// The arithmetic of memory/formulas.py over its own tables, which arrive as data. The inputs live in the address
+// The arithmetic of memory/formulas over its own tables, which arrive as data. The inputs live in the address
 // (#layers=32&zero=3), so an estimate can be shared; what is not in it has the value of the command's question.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const root = document.documentElement;
-  const $ = (id) => document.getElementById(id === "data" ? "data_ranks" : id);
+  const { root, address, count, exact, make, color, chart, axis } = base, data = base.data();
+  const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
   const ROWS = [["params", "parameters", "params"], ["gradients", "gradients", "gradients"],
     ["optimizer", "optimizer and master copy", "optimizer"], ["kept", "activations of the layers", "residuals"],
     ["recomputed", "one layer recomputed", "workspace"], ["outside", "embedding, head and logits", "logits_loss"]];
   const SUFFIX = { k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
-  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
-  const make = (tag, text, className) => {
-    const node = document.createElement(tag);
-    if (text !== undefined) node.textContent = text;
-    if (className) node.className = className;
-    return node;
-  };
   const fixed = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
   const gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / 2 ** 30) + " GiB";
   const sum = (values) => values.reduce((total, value) => total + value, 0);
@@ -97,7 +89,6 @@
   };
 
   // ---- inputs ---------------------------------------------------------------------------------------
-  const address = new URLSearchParams(location.hash.slice(1));
   const parse = (text) => {
     const found = /^\s*([\d._,]+(?:e[+-]?\d+)?)\s*([kmbgt]?)\s*$/i.exec(text);
     return found ? Number(found[1].replace(/[_,]/g, "")) * (SUFFIX[found[2].toLowerCase()] || 1) : NaN;
@@ -116,7 +107,8 @@
   const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
     q.heads % q.kv_heads ? ["kv_heads"] : [], q.kv_heads % q.tensor ? ["tensor"] : []);
   const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
-    offload: Object.keys(data.offloads), precision: Object.keys(data.precisions), optimizer: Object.keys(data.optimizers) };
+    offload: Object.keys(data.offloads), precision: Object.keys(data.precisions),
+    optimizer: Object.keys(data.optimizers) };
   const summaries = { recompute: data.recompute, precision: data.precisions, optimizer: data.optimizers };
   for (const [name, values] of Object.entries(options)) {
     for (const value of values) {
@@ -140,7 +132,7 @@
   // ---- drawing --------------------------------------------------------------------------------------
   const table = (found, chosen) => {
     const policies = Object.keys(data.recompute), head = make("tr"), body = [];
-    head.append(make("th", ""), make("th", "bytes a parameter"));
+    head.append(make("th", ""), make("th", "bytes per parameter"));
     for (const policy of policies) head.append(make("th", policy, policy === chosen ? "chosen" : ""));
     for (const [role, title, hue] of [...ROWS, ["total", "total", ""], ["host", "in host memory", ""]]) {
       if (role === "host" && !found.policies[chosen].host) continue;
@@ -152,7 +144,7 @@
       for (const policy of policies) {
         const cell = make("td", gb(found.policies[policy][role]), policy === chosen ? "chosen" : "");
         cell.append(make("small", gib(found.policies[policy][role])));
-        cell.title = Math.round(found.policies[policy][role]).toLocaleString("en-US") + " bytes";
+        cell.title = exact(found.policies[policy][role]);
         row.append(cell);
       }
       body.push(row);
@@ -171,32 +163,29 @@
     const traces = ROWS.map(([role, title, hue]) => ({ type: "bar", orientation: "h", name: title, y: policies,
       x: policies.map((policy) => found.policies[policy][role] / 1e9), marker: { color: color("c-" + hue) },
       hovertemplate: `${title}: %{x:,.2f} GB<extra></extra>` }));
-    const line = { color: color("ink"), width: 1.5, dash: "dash" };
-    Plotly.react($("bars"), traces, {
+    chart("bars", traces, {
       barmode: "stack", bargap: 0.32, margin: { l: 76, r: 16, t: 8, b: 44 }, showlegend: true,
-      legend: { orientation: "h", y: -0.16, traceorder: "normal" }, paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
-      xaxis: { ticksuffix: " GB", gridcolor: color("line"), zerolinecolor: color("line"), rangemode: "tozero" },
+      legend: { orientation: "h", y: -0.16, traceorder: "normal" },
+      xaxis: axis("", { ticksuffix: " GB", zeroline: true, zerolinecolor: color("line"), rangemode: "tozero" }),
       yaxis: { tickfont: { color: color("ink"), size: 13.5 } },
-      shapes: [{ type: "line", x0: q.memory, x1: q.memory, yref: "paper", y0: 0, y1: 1, line }],
-      hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { color: color("ink") } },
-    }, { displayModeBar: false, responsive: true });
+      shapes: [{ type: "line", x0: q.memory, x1: q.memory, yref: "paper", y0: 0, y1: 1,
+        line: { color: color("ink"), width: 1.5, dash: "dash" } }],
+    }, { displayModeBar: false });
   };
   const header = (found, q) => {
     const chosen = found.policies[q.recompute], fits = chosen.total <= q.memory * 1e9;
     $("verdict").className = "verdict " + (fits ? "fits" : "exceeds");
     $("verdict").textContent = fits ? `✓ fits ${q.memory} GB` : `✕ exceeds ${q.memory} GB`;
-    $("total").replaceChildren(...[[`total, ${q.recompute === "none" ? "no" : q.recompute} recomputation`, chosen.total],
+    const figures = [[`total, ${q.recompute === "none" ? "no" : q.recompute} recomputation`, chosen.total],
       ["state", chosen.params + chosen.gradients + chosen.optimizer],
-      ["activations", chosen.kept + chosen.recomputed + chosen.outside]].map(([name, bytes]) => {
+      ["activations", chosen.kept + chosen.recomputed + chosen.outside]];
+    $("total").replaceChildren(...figures.map(([name, bytes]) => {
       const box = make("div", undefined, "figure"), value = make("dd", gb(bytes));
       value.append(make("small", gib(bytes)));
       box.append(make("dt", name), value);
       return box;
     }));
-    $("what").textContent = `${Math.round(q.parameters).toLocaleString("en-US")} parameters on `
-      + `${(q.tensor * q.data).toLocaleString("en-US")} devices`;
+    $("what").textContent = `${count(Math.round(q.parameters))} parameters on ${count(q.tensor * q.data)} devices`;
     $("hint").textContent = data.recompute[q.recompute]
       + (q.attention === "flash" && q.recompute === "selective" ? "; flash attention does that by itself" : "");
   };
@@ -216,7 +205,7 @@
     root.dataset.estimate = JSON.stringify(found);
     const out = new URLSearchParams();
     for (const name of NAMES) if (q[name] !== data.inputs[name]) out.set(name, String(q[name]));
-    history.replaceState(null, "", out.size ? "#" + out : location.pathname + location.search);
+    base.remember(out);
   };
   $("form").addEventListener("input", (event) => {
     const name = event.target.id === "data_ranks" ? "data" : event.target.id;
@@ -225,10 +214,5 @@
     draw();
   });
   $("form").addEventListener("submit", (event) => event.preventDefault());
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const theme = (name) => { root.dataset.theme = name; draw(); };
-  $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
-  dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));
-  theme(dark.matches ? "dark" : "light");
-  root.dataset.ready = "yes";
+  base.start(draw);
 })();

@@ -1,32 +1,16 @@
 "use strict";
-// Draws what moves: the timeline, the treemap and the table of buffers. `data` is what memory/page_data.py
-// gives. Text from the report only ever reaches the page through textContent, or through plain() for plotly,
-// which reads its labels as HTML. State lives in the address (#at=12&q=attention), so a view can be shared.
+// Draws what moves: the timeline, the treemap and the table of buffers; `data` is what pages/report_data.py gives. What
+// is shown lives in the address (#at=12&q=attention), so that a view can be shared.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const S = data.strings, B = data.buffers, P = data.points, N = B.bytes.length;
-  const root = document.documentElement, $ = (id) => document.getElementById(id);
-  const UNITS = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+  const { $, address, human, count, exact, plain, make, sorter, color, chart, axis, across, note } = base;
+  const data = base.data(), S = data.strings, B = data.buffers, P = data.points, N = B.bytes.length;
   const ROW_HEIGHT = 28, TOP = 11;
 
-  const human = (n) => {
-    const unit = UNITS.find(([size]) => Math.abs(n) >= size);
-    return unit ? (n / unit[0]).toFixed(2) + " " + unit[1] : n + " B";
-  };
-  const count = (n) => n.toLocaleString("en-US");
-  const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const short = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
   // Names differ at their ends: params['blocks']['wq'], dynamic-update-slice.40.
   const tail = (text, most) => (text.length > most ? "…" + text.slice(1 - most) : text);
-  const rowName = (row) => (row === "logits_loss" ? "logits and loss" : row);
-  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const rowName = (row) => data.rows[row] || row;
   const category = (i) => S[B.category[i]];
-  const make = (tag, text, className) => {
-    const node = document.createElement(tag);
-    if (text !== undefined) node.textContent = text;
-    if (className) node.className = className;
-    return node;
-  };
   // Text that is cut at its beginning where it does not fit: ends say more.
   const ended = (text) => {
     const outer = make("span", undefined, "ended");
@@ -48,20 +32,18 @@
   const alive = (i, point) => B.start[i] <= point && point <= B.end[i];
 
   // ---- state, kept in the address -------------------------------------------------------------------
-  const address = new URLSearchParams(location.hash.slice(1));
   const state = {
     at: address.has("at") ? Number(address.get("at")) : data.n_points ? data.peak : null,
     q: address.get("q") || "", category: address.get("category") || "", phase: address.get("phase") || "",
-    sort: address.get("sort") || "bytes", down: address.get("down") !== "0",
   };
+  const sort = { by: address.get("sort") || "bytes", down: address.get("down") !== "0" };
   if (address.get("at") === "all") state.at = null;
   const remember = () => {
     const out = new URLSearchParams();
     for (const key of ["q", "category", "phase"]) if (state[key]) out.set(key, state[key]);
     if (state.at !== data.peak) out.set("at", state.at === null ? "all" : state.at);
-    if (state.sort !== "bytes" || !state.down) { out.set("sort", state.sort); out.set("down", +state.down); }
-    const hash = out.toString();
-    history.replaceState(null, "", hash ? "#" + hash : location.pathname + location.search);
+    if (sort.by !== "bytes" || !sort.down) { out.set("sort", sort.by); out.set("down", +sort.down); }
+    base.remember(out);
   };
 
   // ---- the inspector beside the timeline ------------------------------------------------------------
@@ -97,21 +79,11 @@
   };
 
   // ---- charts ---------------------------------------------------------------------------------------
-  const frame = () => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("soft"), activecolor: color("accent") },
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
-    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), align: "left",
-      font: { color: color("ink"), size: 12.5 } },
-  });
-  // Named one by one: the default bar offers buttons that reach for the network.
-  const options = { displaylogo: false, responsive: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
-  const top = Math.max(1, ...P.bytes);
-  const [size, unit] = UNITS.find(([bytes]) => top >= bytes) || [1, "B"];
+  const [unit, size] = data.unit, top = Math.max(1, ...P.bytes);
 
   const timeline = () => {
     if (!P.index.length) return;
-    const traces = data.rows.filter((row) => data.by_category[row]).map((row) => ({
+    const traces = Object.keys(data.rows).filter((row) => data.by_category[row]).map((row) => ({
       x: P.index, y: data.by_category[row].map((v) => v / size), stackgroup: "alive", mode: "lines",
       line: { width: 0, shape: "hv" }, fillcolor: color("c-" + row), hoverinfo: "skip", name: rowName(row),
     }));
@@ -131,21 +103,19 @@
     let height = top / size;
     if (data.limit_bytes && data.limit_bytes <= 2 * top) {
       height = Math.max(height, data.limit_bytes / size);
-      shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.limit_bytes / size,
-        y1: data.limit_bytes / size, line: { color: color("exceeds"), width: 1.5, dash: "dash" } });
-      notes.push({ xref: "paper", x: 1, xanchor: "right", y: data.limit_bytes / size, yanchor: "bottom",
-        text: "limit " + human(data.limit_bytes), showarrow: false, font: { color: color("exceeds") } });
+      shapes.push(across(data.limit_bytes / size));
+      notes.push(note("limit " + human(data.limit_bytes), { xref: "x domain", x: 1, xanchor: "right",
+        y: data.limit_bytes / size, yanchor: "bottom", yshift: 2 }));
     }
     if (state.at !== null) shapes.push({ type: "line", x0: state.at, x1: state.at, yref: "paper", y0: 0, y1: 0.955,
       line: { color: color("accent"), width: 1.5 } });
-    const axis = { gridcolor: color("line"), zeroline: false, linecolor: color("line") };
-    Plotly.react("timeline", traces, { ...frame(), shapes, annotations: notes, showlegend: false,
+    chart("timeline", traces, { shapes, annotations: notes, showlegend: false,
       margin: { l: 54, r: 8, t: 30, b: 42 }, hovermode: "x", dragmode: "zoom", uirevision: "kept",
-      xaxis: { ...axis, title: { text: "point in the schedule" }, range: [0, Math.max(data.n_points - 1, 1)],
-        showgrid: false, showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid",
-        spikecolor: color("soft"), spikesnap: "cursor" },
-      yaxis: { ...axis, title: { text: "live " + unit }, domain: [0, 0.955], range: [0, height * 1.17] },
-    }, options);
+      xaxis: axis("point in the schedule", { range: [0, Math.max(data.n_points - 1, 1)], showgrid: false,
+        showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: color("soft"),
+        spikesnap: "cursor" }),
+      yaxis: axis("live " + unit, { domain: [0, 0.955], range: [0, height * 1.17] }),
+    });
   };
 
   const treemap = () => {
@@ -160,7 +130,7 @@
       for (let node = id; node; node = above.get(node)) sums.set(node, (sums.get(node) || 0) + bytes);
     const depth = (id) => (above.get(id) ? 1 + depth(above.get(id)) : 0);
     const fills = data.tiles.map((t) => mix(color("c-" + t[4]), color("card"), [0.66, 0.42, 0.1][depth(t[0])]));
-    Plotly.react("treemap", [{
+    chart("treemap", [{
       type: "treemap", branchvalues: "remainder", maxdepth: 3, tiling: { pad: 2 }, pathbar: { thickness: 26 },
       ids: data.tiles.map((t) => t[0]), parents: data.tiles.map((t) => t[1]), values: data.tiles.map((t) => t[3]),
       labels: data.tiles.map((t) => plain(above.get(t[0]) ? tail(t[2], 22) : rowName(t[2]))),
@@ -169,8 +139,7 @@
       hovertemplate: "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]}<extra></extra>",
       marker: { line: { width: 1, color: color("card") }, colors: fills },
       textfont: { color: fills.map(inkOn), size: 12.5 },
-    }], { ...frame(), margin: { l: 0, r: 0, t: 0, b: 0 }, uniformtext: { minsize: 10, mode: "hide" } },
-    { ...options, displayModeBar: false });
+    }], { margin: { l: 0, r: 0, t: 0, b: 0 }, uniformtext: { minsize: 10, mode: "hide" } }, { displayModeBar: false });
   };
 
   // ---- the table: only the rows in sight exist ------------------------------------------------------
@@ -189,8 +158,8 @@
       if (state.phase && S[B.phase[i]] !== state.phase) continue;
       if (words.every((word) => SEARCHED.some((key) => lower[B[key][i]].includes(word)))) shown.push(i);
     }
-    const column = B[state.sort] || B.bytes, sign = state.down ? -1 : 1;
-    const number = !B[state.sort] || ["bytes", "start"].includes(state.sort);
+    const column = B[sort.by] || B.bytes, sign = sort.down ? -1 : 1;
+    const number = !B[sort.by] || ["bytes", "start"].includes(sort.by);
     shown.sort((a, b) => (number ? column[a] - column[b] : S[column[a]].localeCompare(S[column[b]])) * sign
       || B.bytes[b] - B.bytes[a]);
     const sum = shown.reduce((total, i) => total + B.bytes[i], 0);
@@ -219,12 +188,13 @@
       kind.append(paint(make("i", "", "dot"), category(i)), " " + rowName(category(i)));
       const life = make("span", undefined, "life"), bar = paint(make("i"), category(i));
       const whole = Math.max(data.n_points, 1);
-      life.title = `alive from point ${count(B.start[i])} to ${count(B.end[i])}` + (B.at_peak[i] ? ", the peak included" : "");
+      life.title = `alive from point ${count(B.start[i])} to ${count(B.end[i])}` +
+        (B.at_peak[i] ? ", the peak included" : "");
       bar.style.left = (100 * B.start[i]) / whole + "%";
       bar.style.width = (100 * (Math.min(B.end[i], whole - 1) - B.start[i] + 1)) / whole + "%";
       life.append(bar);
       const bytes = cell(human(B.bytes[i]));
-      bytes.title = count(B.bytes[i]) + " bytes";
+      bytes.title = exact(B.bytes[i]);
       const what = cell(""), source = cell(S[B.source[i]].split("/").slice(-2).join("/"), "mono");
       what.append(ended(S[B.what[i]]));
       what.title = [S[B.what[i]], S[B.op[i]], S[B.checkpoint[i]] && "checkpoint name: " + S[B.checkpoint[i]]]
@@ -239,16 +209,12 @@
   };
 
   const headings = () => $("columns").replaceChildren(...COLUMNS.map(([key, title]) => {
-    const head = make("span"), button = make("button", title + (state.sort === key ? (state.down ? " ↓" : " ↑") : ""));
-    head.setAttribute("role", "columnheader");
-    if (state.sort === key) head.setAttribute("aria-sort", state.down ? "descending" : "ascending");
-    button.type = "button";
-    button.onclick = () => {
-      state.down = state.sort === key ? !state.down : key === "bytes";
-      state.sort = key;
+    const head = sorter("span", title, key, sort, () => {
+      sort.down = sort.by === key ? !sort.down : key === "bytes";
+      sort.by = key;
       headings(); filter(); remember();
-    };
-    head.append(button);
+    });
+    head.setAttribute("role", "columnheader");
     return head;
   }));
 
@@ -272,14 +238,8 @@
   };
 
   // ---- start ----------------------------------------------------------------------------------------
-  const theme = (name) => { root.dataset.theme = name; if (window.Plotly) { timeline(); treemap(); } };
-  const wish = window.matchMedia("(prefers-color-scheme: dark)");
-  root.dataset.theme = address.get("theme") || (wish.matches ? "dark" : "light");
-  wish.addEventListener("change", () => theme(wish.matches ? "dark" : "light"));
-  $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
-
-  const ORDER = ["argument", "forward", "recompute", "backward", "optimizer", "output", ""];
-  const phases = [...new Set(data.bands.map((band) => S[band[2]]))].sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
+  const phases = [...new Set(data.bands.map((band) => S[band[2]]))]
+    .sort((a, b) => data.phases.indexOf(a) - data.phases.indexOf(b));
   $("phases").append(...phases.map((phase) => {
     const item = make("li"), dot = make("i");
     dot.style.background = `var(--p-${phase || "other"})`;
@@ -287,7 +247,8 @@
     return item;
   }));
   if (P.index.length < data.n_points)
-    $("phases").append(make("li", `${count(P.index.length)} of ${count(data.n_points)} points drawn, every summit among them`));
+    $("phases").append(make("li",
+      `${count(P.index.length)} of ${count(data.n_points)} points drawn, every maximum included`));
   const used = (key) => [...new Set(B[key])].map((k) => S[k]).filter(Boolean).sort();
   choices("category", "All categories", used("category"), rowName);
   choices("phase", "All phases", used("phase"), (phase) => phase);
@@ -296,13 +257,10 @@
   $("scroll").onscroll = rows;
   headings(); chip(); filter();
   inspect(state.at === null ? data.peak : state.at);
-  if (window.Plotly) {
-    timeline(); treemap();
-    if (P.index.length) {
-      $("timeline").on("plotly_hover", (event) => inspect(event.points[0].x));
-      $("timeline").on("plotly_unhover", () => inspect(state.at === null ? data.peak : state.at));
-      $("timeline").on("plotly_click", (event) => pin(event.points[0].x));
-    }
+  base.start(() => { timeline(); treemap(); });
+  if (window.Plotly && P.index.length) {
+    $("timeline").on("plotly_hover", (event) => inspect(event.points[0].x));
+    $("timeline").on("plotly_unhover", () => inspect(state.at === null ? data.peak : state.at));
+    $("timeline").on("plotly_click", (event) => pin(event.points[0].x));
   }
-  root.dataset.ready = "yes";
 })();

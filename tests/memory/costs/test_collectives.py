@@ -284,7 +284,7 @@ def test_the_page_has_both_tables(talk):
     part = page[page.index('id="communication"'):page.index("Findings</h2>")]
     assert part.count("<tr") == 2 + 5 + 1 + 5  # heads, kinds, their total, operations
     assert "data x model 8" in part and part.count("waits") == 5
-    assert "Nothing is said to other devices" in report_page.render(Report(1, 1, {}))
+    assert "No communication between devices" in report_page.render(Report(1, 1, {}))
 
 
 def test_every_kind_has_its_share():

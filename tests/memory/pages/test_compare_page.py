@@ -1,7 +1,6 @@
 """The page of a comparison: what it holds, and what a browser makes of it."""
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -11,7 +10,7 @@ from bytescope.memory.pages import feasibility_grid as feasibility_grid_page
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import ROWS
-from support.browser import HOSTILE, Page, body, browse
+from support.browser import HOSTILE, body, browse, literally, one_file
 from support.rows import row, some_rows
 
 
@@ -32,13 +31,9 @@ def test_the_page_is_one_file_and_nothing_breaks_it(rows):
             for one in rows for name in (HOSTILE, "b")]
     out = plan_rows.to_json([*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
                           {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE})
-    text = compare_page.render(out, HOSTILE)
-    page = Page(text)
-    assert page.tags["script"] == 3 and "plotly.js" in page.scripts[1] and "<b>x" not in text
-    for name, value in page.attributes:
-        assert name not in ("src", "href") or value.startswith("data:"), f"{name}={value} needs the network"
-    assert json.loads(page.scripts[0])["rows"][-1]["pareto"] is True
-    assert 'id="map-card"' in text
+    page = one_file(compare_page.render(out, HOSTILE))
+    assert page.data["rows"][-1]["pareto"] is True and literally(page) > 4
+    assert ("id", "map-card") in page.attributes
     compare_page.render(plan_rows.to_json([], {}, {}))
 
 
@@ -61,24 +56,35 @@ def layouts():
 
 
 def test_the_map_has_a_cell_for_every_combination():
-    text = feasibility_grid_page.render(layouts())
-    cells = re.findall(r'<td class="([a-z ]+)"[^>]*>([^<]*)</td>', text)
-    assert cells == [
+    grid = feasibility_grid_page.grid(layouts())
+    squares = [square for line in grid.lines for square in line.squares]
+    assert [square and (square.kind, square.text) for square in squares] == [
         ("near", "38.0"), ("failed", "failed"), ("room best", "4.8"), ("room", "0.38"),  # 8b on h100:8
         ("over", "76.0"), ("room", "6.0"), ("room best", "9.5"), ("room", "0.75"),
         ("over", "342"), ("room", "27.0"), ("over", "42.8"), ("room best", "3.4"),
-        ("over", "684"), ("over", "54.0"), ("over", "85.5")]
+        ("over", "684"), ("over", "54.0"), ("over", "85.5"), None]
+    assert [line.names for line in grid.lines] == [["8b", "h100:8"], ["", "h100:4"], ["70b", "h100:8"], ["", "h100:4"]]
+    assert [line.first for line in grid.lines] == [False, False, True, False] and grid.unit == "GiB"
+    assert [head.spans for head in grid.heads] == [
+        [("1", 2), ("8", 2)], [("none", 1), ("full", 1), ("none", 1), ("full", 1)]]
+    assert [[*head.left, head.corner] for head in grid.heads] == [["", "tensor"], ["config", "target \\ policy"]]
+
+
+def test_the_map_of_the_page_is_escaped_and_has_one_unit():
+    text = compare_page.render(plan_rows.to_json(layouts(), {}, {}))
+    text = text[text.index('<section class="card" id="map-card">'):text.index('id="pareto-card"')]
     assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
-    heads = re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)
-    assert heads == [("2", "1"), ("2", "8"), ("1", "none"), ("1", "full"), ("1", "none"), ("1", "full")]
+    assert re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)[1:3] == [("2", "8"), ("1", "none")]
+    assert '<td class="room best" style="--share: 12%" title="' in text and ">4.8</td>" in text
     assert "the worker died &lt;b&gt;" in text and "33.0 % recomputed" in text and 'style="--share: 95%"' in text
 
 
 def test_a_map_of_one_line_is_none(rows):
-    assert feasibility_grid_page.render(rows) == "" == feasibility_grid_page.render([]) == feasibility_grid_page.render(
-        [row(keys={"config": name}) for name in "ab"])
-    free = feasibility_grid_page.render([dataclasses.replace(one, limit_bytes=None, fits=None) for one in layouts()])
-    assert set(re.findall('<td class="([a-z]+)', free)) == {"free", "failed"}
+    for few in (rows, [], [row(keys={"config": name}) for name in "ab"]):
+        assert feasibility_grid_page.grid(few) is None
+    free = feasibility_grid_page.grid([dataclasses.replace(one, limit_bytes=None, fits=None) for one in layouts()])
+    assert {square.kind for line in free.lines for square in line.squares if square} == {"free", "failed"}
+    assert [kind for kind, _ in free.legend] == ["free", "failed"]
 
 
 def test_formulas_are_columns_of_the_page(rows):

@@ -1,0 +1,131 @@
+"""What several pages show, as plain data for the macros of `templates/elements.html`: figures, bars, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.records import ROWS
+from bytescope.memory.units import human
+
+
+class Figure(NamedTuple):
+    """A large figure of a header: what it is, how it reads, a note below it, and the exact value on hover."""
+
+    name: str
+    value: str
+    note: str = ""
+    exact: str = ""
+
+
+class Cell(NamedTuple):
+    """A cell of a table: text, of which a newline starts a new line; the text on hover; a class that colours it."""
+
+    text: str
+    title: str = ""
+    kind: str = ""
+
+
+class Head(NamedTuple):
+    """The heading of a column and its class: "head" for what names the row, "num" (right) or "text" (left)."""
+
+    title: str
+    kind: str
+
+
+class Line(NamedTuple):
+    """A row of a table; `kind`: "total" or "winner" for one that stands out; `title`: the text on hover."""
+
+    cells: list[Cell]
+    kind: str = ""
+    title: str = ""
+
+
+class Table(NamedTuple):
+    """Columns and rows of one table."""
+
+    heads: list[Head]
+    lines: list[Line]
+
+
+class Part(NamedTuple):
+    """A row of a breakdown: its key, its name, its bytes, its share of the total and its width, both in percent."""
+
+    row: str
+    name: str
+    bytes: int
+    share: float
+    width: float
+
+
+class Section(NamedTuple):
+    """A part of "About": a title over (name, value) pairs."""
+
+    title: str
+    entries: list[tuple[str, str]]
+
+
+# Title, class, and what writes the cell of an item; "" for nothing to say.
+Column = tuple[str, str, Callable[[Any], Cell | str]]
+
+
+def row_name(row: str) -> str:
+    """The name of a breakdown's row as people read it."""
+    return {"logits_loss": "logits and loss"}.get(row, row)
+
+
+def where(target: Mapping[str, Any]) -> str:
+    """What a program was compiled for, in one line: "h200:8 · NVIDIA H200 · per device"."""
+    name, kind = str(target.get("name") or "no target"), str(target.get("kind") or "")
+    return " · ".join((name, kind, "per device") if kind and kind != name else (name, "per device"))
+
+
+def versions(found: Mapping[str, str]) -> str:
+    """What compiled a program, in one line: "jax 0.10.2 · python 3.11.7"."""
+    return " · ".join(f"{name} {version}" for name, version in found.items())
+
+
+def exact(count: int | None) -> str:
+    """A number of bytes in full, for a hover; "" for None."""
+    return "" if count is None else f"{count:,} bytes"
+
+
+def figure(name: str, count: int | None, note: str = "") -> Figure:
+    """A number of bytes as a figure of the header."""
+    return Figure(name, human(count), note, exact(count))
+
+
+def size(count: int | None) -> Cell:
+    """A number of bytes with the exact count on hover; an empty cell for None."""
+    return Cell("" if count is None else human(count), exact(count))
+
+
+def fits(judgement: bool | None) -> Cell:
+    """Whether a program fits, as a cell; "ok" where no limit is known."""
+    if judgement is None:
+        return Cell("ok")
+    return Cell("fits", kind="fits") if judgement else Cell("exceeds", kind="exceeds")
+
+
+def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[Part]:
+    """The rows that hold bytes, in the order of `ROWS`. `scale`: bytes of the whole bar, the total by default."""
+    sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
+    total = max(total, 1)
+    return [Part(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
+            for row, count in sizes if count > 0]
+
+
+def table(columns: Sequence[Column], items: Sequence[Any], kind: Callable[[Any], str] = lambda item: "",
+          title: Callable[[Any], str] = lambda item: "") -> Table:
+    """A table with a row for each item, without the columns that are empty in all rows.
+
+    `kind` and `title`: class and hover text of an item's row.
+    """
+    cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
+    used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]
+    return Table([Head(*columns[number][:2]) for number in used],
+                 [Line([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)])
+
+
+def _cell(content: Cell | str) -> Cell:
+    return Cell(content) if isinstance(content, str) else content
