@@ -18,8 +18,10 @@ from typing import Any
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.config_keys import MESH, PRECISION_PRESET
 from bytescope.memory.formulas.communication import plan_of
+from bytescope.memory.formulas.training_state import PRECISIONS, STRATEGIES, state_bytes_per_parameter
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, LedgerRow, Report, ZeroRow
+from bytescope.memory.units import human
 
 # Arguments in these roles are state; data and outputs are not.
 STATE = ("params", "gradients", "accumulator", "optimizer")
@@ -119,14 +121,11 @@ def _per(size: int, parameters: int) -> float:
 
 # ---- ZeRO ---------------------------------------------------------------------------------------------------
 
-# Bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of optimizer: master
-# parameters and two moments in 32 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1). Role -> bytes.
-CLASSIC = {"params": 2, "gradients": 2, "optimizer": 12}
-# Summing gradients in float32 besides makes it 20. Preset -> bytes of gradients.
-SUMMED = {"fp32_grads": 6}
-# Strategy -> the roles that the devices of a group divide among them.
-DIVIDED = {"ddp": (), "zero1": ("optimizer",), "zero2": ("optimizer", "gradients"),
-           "zero3": ("optimizer", "gradients", "params")}
+# Role -> bytes per parameter of Adam in mixed precision: 2 of parameters and 2 of gradients in 16 bits, 12 of
+# optimizer: master parameters and two moments in 32 (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1).
+CLASSIC = state_bytes_per_parameter("mixed", "adamw")
+# Preset -> bytes of gradients where they are summed in float32 too, which makes it 20 bytes per parameter.
+SUMMED = {"fp32_grads": PRECISIONS["fp32_grads"].gradients}
 _CLOSE = 0.01
 
 
@@ -136,61 +135,77 @@ class State:
 
     Fields:
         parameters: of the model that one tensor-parallel rank uses, the P of the paper; 0 when unknown.
-        strategy: a row of `DIVIDED`, "" without a config that tells; degree: devices that divide state, Nd.
+        strategy: a row of `training_state.STRATEGIES`, "" without a config that tells; degree: devices that shard
+            state, Nd.
         tensor: devices of a tensor-parallel group.
-        gradients: bytes of one parameter's gradients by the paper, sums in float32 included.
-        whole: path -> bytes of the parameters and optimizer leaves that the devices of the group each hold in full,
-            although the strategy divides them.
+        gradients: bytes per parameter of gradients by the paper, sums in float32 included.
+        replicated: path -> bytes of the parameters and optimizer leaves that each device of the group holds in full,
+            although the strategy shards them.
     """
 
     parameters: int = 0
     strategy: str = ""
     degree: int = 1
     tensor: int = 1
-    gradients: int = CLASSIC["gradients"]
-    whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    gradients: float = CLASSIC["gradients"]
+    replicated: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def shards(self, role: str) -> int:
+        """Devices over which the strategy shards a role, 1 where it does not."""
+        return self.degree if role in _sharded(self.strategy) else 1
+
+
+def _sharded(strategy: str) -> tuple[str, ...]:
+    """The roles that a strategy shards; () for one that is not known."""
+    return STRATEGIES[strategy].sharded if strategy in STRATEGIES else ()
 
 
 def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], config: Mapping[str, Any]) -> State:
-    """The state by the layouts of a program's arguments, else by its ledger and its config (dotted keys)."""
+    """The training state by the layouts of a program's arguments, else by its ledger and its config (dotted keys).
+
+    `roles`: entry parameter number -> role.
+    """
     axes = dict(program.mesh)
     plan = plan_of(config, axes) if any(key.startswith(MESH) for key in config) else None
     strategy, degree, tensor = (plan.strategy, plan.degree, plan.tensor) if plan else ("", 1, 1)
-    if strategy not in DIVIDED:
+    if strategy not in STRATEGIES:
         strategy = ""
     params = [layout for number, layout in program.layouts.items() if roles.get(number) == "params"]
     if params:
         count = sum(layout.elements for layout in params) // tensor
     else:
         held = sum(row.elements for row in report.ledger if row.role == "params")
-        count = held * (degree if "params" in DIVIDED.get(strategy, ()) else 1)
+        count = held * (degree if "params" in _sharded(strategy) else 1)
     gradients = SUMMED.get(str(config.get(PRECISION_PRESET, "")), CLASSIC["gradients"])
     return State(count, strategy, degree, tensor, gradients,
-                 _whole(program, roles, plan.shard if plan else {}, strategy))
+                 _replicated(program, roles, plan.shard if plan else {}, strategy))
 
 
-def _whole(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int], strategy: str) -> dict[str, int]:
-    """Path -> bytes of the arrays of state that no axis of `shard` divides, largest first."""
-    if not shard or not DIVIDED.get(strategy):
+def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int],
+                strategy: str) -> dict[str, int]:
+    """Path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""
+    if not shard or not _sharded(strategy):
         return {}
     module, found = program.module, {}
     entry = module.computations[module.entry]
     for number, layout in program.layouts.items():
-        if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not _shares(layout, shard):
+        if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not _is_sharded(layout, shard):
             parameter = module.instructions[entry.parameters[number]]
             found[module.metadata(parameter).op_name or parameter.name] = module.shape(parameter).bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _shares(layout: Layout, shard: Mapping[str, int]) -> bool:
+def _is_sharded(layout: Layout, shard: Mapping[str, int]) -> bool:
+    """Whether every axis of `shard` shards an array."""
     return all(axis in layout.axes for axis in shard)
 
 
 def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
-    """ZeRO's accounting beside what is held at the peak, a total last; () for a program without parameters.
+    """ZeRO's accounting compared with what is held at the peak, bytes per parameter, a total last; () for a program
+    without parameters or a strategy that is not known.
 
-    Held are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are whole or
-    cast copies of parameters and the buffers of collectives.
+    Held are the params, gradients (accumulator included) and optimizer rows of the breakdown; "gathered" are gathered
+    or cast copies of parameters and the buffers of collectives.
     """
     if not state.parameters or not state.strategy:
         return ()
@@ -201,8 +216,7 @@ def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
             "optimizer": rows["optimizer"], "gathered": copies}
     out = []
     for role, size in held.items():
-        share = state.degree if role in DIVIDED[state.strategy] else 1
-        classic = (CLASSIC | {"gradients": state.gradients}).get(role, 0) / share
+        classic = (CLASSIC | {"gradients": state.gradients}).get(role, 0) / state.shards(role)
         each = size / state.parameters
         near = abs(each - classic) <= _CLOSE * max(classic, _CLOSE)
         out.append(ZeroRow(role, classic, each, "" if near else _reason(role, report, state)))
@@ -212,23 +226,26 @@ def zero_rows(report: Report, state: State) -> tuple[ZeroRow, ...]:
 def _reason(role: str, report: Report, state: State) -> str:
     """Why a role takes other bytes than the paper gives it."""
     dtypes = " and ".join(sorted({row.dtype for row in report.ledger if row.role == role and "float" in row.dtype}))
+    part = f", 1/{state.degree} on each device" if _params_are_sharded(report, state) else ""
     words = {
-        "params": f"{dtypes} masters" + (f", 1/{state.degree} on each device" if _divides(report, state) else ""),
+        "params": f"{dtypes} masters{part}",
         "gradients": _gradient_reason(report, state),
         "optimizer": "the masters are the params row",
         "gathered": "copies to compute with, and what collectives hold",
     }
     for role_away in {b.category for b in report.buffers if b.phase == "argument" and b.memory == "host"} & set(words):
         words[role_away] += "; in host memory"
-    whole = {path: size for path, size in state.whole.items() if _role_of(path, report) == role}
-    if whole:
-        named = ", ".join(f"{path} {size} B" for path, size in list(whole.items())[:2])
-        more = f" and {len(whole) - 2} more, {sum(whole.values())} B in all" if len(whole) > 2 else ""
-        words[role] += f"; whole on every device: {named}{more}"
+    replicated = {path: size for path, size in state.replicated.items() if _role_of(path, report) == role}
+    if replicated:
+        named = ", ".join(f"{path} {human(size)}" for path, size in list(replicated.items())[:2])
+        others, total = len(replicated) - 2, human(sum(replicated.values()))
+        more = f" and {others} more, {total} in all" if others > 0 else ""
+        words[role] += f"; replicated on every device: {named}{more}"
     return words[role]
 
 
-def _divides(report: Report, state: State) -> bool:
+def _params_are_sharded(report: Report, state: State) -> bool:
+    """Whether a device holds fewer parameters than it uses."""
     held = sum(row.elements for row in report.ledger if row.role == "params")
     return state.degree > 1 and held < state.parameters
 
@@ -243,8 +260,7 @@ def _gradient_reason(report: Report, state: State) -> str:
     if not total:
         return "none is alive at the peak"
     dtypes = " and ".join(sorted(dtype for dtype, size in sizes.items() if size > _CLOSE * total))
-    share = state.degree if "gradients" in DIVIDED[state.strategy] else 1
-    fewer = total < state.parameters * state.gradients / share
+    fewer = total < state.parameters * state.gradients / state.shards("gradients")
     if state.gradients > CLASSIC["gradients"] and "float32" not in dtypes:
         return f"{dtypes}, and no sum: one micro-batch"
     return f"{dtypes}, part of them at the peak" if fewer else dtypes

@@ -1,4 +1,4 @@
-"""What a training step has to say to other devices, by formula: bytes per step and device.
+"""What a training step sends to other devices, by formula: bytes per step and device.
 
 Data parallelism after Rajbhandari et al. 2020 (arXiv 1910.02054), section 7; tensor parallelism after Shoeybi et
 al. 2019 (arXiv 1909.08053), section 3; with sequence parallelism after Korthikanti et al. 2022 (arXiv 2205.05198),
@@ -28,16 +28,18 @@ from bytescope.memory.config_keys import (
     PRECISION_PRESET,
     REMAT_POLICY,
 )
+from bytescope.memory.formulas.training_state import PRECISIONS
 
-# Bytes of a value that products are computed in, by precision preset; other presets have no formula. Gradients travel
-# in the dtype of their products, but for the presets that say otherwise.
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bf16_grads": 2, "fp32_grads": 2, "bf16_params": 2}
+# Precision preset -> bytes of a parameter as it is gathered, in the dtype of the products; other presets have no
+# formula. Gradients travel in the same dtype, but for the presets that say otherwise.
+COMPUTE_BYTES = {preset: PRECISIONS[preset].activation
+                 for preset in ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")}
 GRADIENT_BYTES = {"bf16_grads": 2, "fp32_grads": 4}
 ACCUMULATOR_BYTES = 4
 # Times that a policy gathers the parameters of a layer under zero3: forward, and once for recomputation and
-# backward together; nested checkpoints recompute apart.
+# backward together; nested checkpoints recompute twice.
 GATHERS = {"sqrt": 3}
-# Forward all-reduces of a block that its recomputation runs again: that of the block's last product is not needed.
+# Forward all-reduces of a block that its recomputation repeats: that of the block's last product is not needed.
 REPEATED = {"full": 1, "sqrt": 2, "offload": 1}
 
 
@@ -46,7 +48,7 @@ class Expected:
     """What a formula says of one kind of collective over some axes.
 
     kind: as in `memory.costs.collectives.WIRE`; axes: names of mesh axes; group: devices along them; bytes: payload of
-    one step, the whole array on every device; formula: in words and letters.
+    one step and device, the unsharded array; formula: in words and letters.
     """
 
     kind: str
@@ -58,58 +60,66 @@ class Expected:
 
 def data_parallel(strategy: str, parameters: int, itemsize: int, data: Mapping[str, int], shard: Mapping[str, int],
                   *, gathers: int = 2, reductions: int = 1, gradient_bytes: int = 0) -> list[Expected]:
-    """Parameters and gradients over data-parallel ranks.
+    """Collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section 7).
 
     Args:
-        strategy: ddp, zero1, zero2 or zero3.
+        strategy: a row of `training_state.STRATEGIES`.
         parameters: those of one tensor-parallel rank, P; itemsize: bytes of one as it is gathered.
-        data: mesh axis -> size of the ranks that are replicas; shard: of those that divide state.
+        data: mesh axis -> size of the ranks that are replicas; shard: of those that shard state.
         gathers: times that zero3 gathers a layer's parameters in one micro-step.
-        reductions: times a step that gradients are summed: micro-steps, or 1 when they are summed at its end.
+        reductions: times per step that gradients are summed: micro-steps, or 1 when they are summed at its end.
         gradient_bytes: bytes of a gradient on its way; 0 for `itemsize`.
     """
     gradient = (gradient_bytes or itemsize) * parameters * reductions
     times = "" if reductions == 1 else f" x {reductions}"
-    divided = math.prod(shard.values())
-    if strategy == "ddp" or divided == 1:
+    shards = math.prod(shard.values())
+    if strategy == "ddp" or shards == 1:
         return _reduced({**data, **shard}, gradient, f"gradients{times}")
-    micro_steps = reductions if strategy == "zero3" else 1
-    gathered = parameters * itemsize * (gathers * micro_steps if strategy == "zero3" else 1)
-    many = f"{gathers * micro_steps} x parameters" if strategy == "zero3" else "parameters"
-    return [Expected("all-gather", tuple(shard), divided, gathered, many),
-            Expected("reduce-scatter", tuple(shard), divided, gradient, f"gradients{times}"),
-            *_reduced(data, gradient // divided, f"gradient shards{times}")]
+    gathered, words = parameters * itemsize, "parameters"  # the compute copy of all of them, once per step
+    if strategy == "zero3":
+        repeats = gathers * reductions
+        gathered, words = repeats * gathered, f"{repeats} x parameters"
+    return [Expected("all-gather", tuple(shard), shards, gathered, words),
+            Expected("reduce-scatter", tuple(shard), shards, gradient, f"gradients{times}"),
+            *_reduced(data, gradient // shards, f"gradient shards{times}")]
 
 
 def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]:
+    """An all-reduce of `size` bytes, none over a single device."""
     group = math.prod(axes.values())
     return [Expected("all-reduce", tuple(axes), group, size, formula)] if group > 1 else []
 
 
 def tensor_parallel(axis: str, size: int, layers: int, activation: int, *, sequence_parallel: bool = False,
                     repeated: int = 0) -> list[Expected]:
-    """Activations of `layers` blocks over the tensor group, forward and backward.
+    """Collectives of activations of `layers` blocks over the tensor group, forward and backward.
 
     Args:
-        activation: bytes of one [b, s, h] of a rank: its sequences, whole along the sequence.
-        repeated: forward all-reduces of a block that recomputation runs again.
+        axis, size: the mesh axis of the group and its devices.
+        activation: bytes of one [b, s, h] of a rank: its sequences, not sharded along the sequence.
+        repeated: forward all-reduces of a block that recomputation repeats.
 
-    Without sequence parallelism 2 all-reduces a block and direction. With it each is an all-gather and a
-    reduce-scatter, and the two inputs that are kept divided are gathered again in the backward pass.
+    Without sequence parallelism 2 all-reduces per block and direction (Shoeybi et al. 2019, section 3). With it each is
+    an all-gather and a reduce-scatter, and the two inputs that are kept sharded are gathered again in the backward
+    pass (Korthikanti et al. 2022, section 4.2).
     """
     if size == 1:
         return []
     sums = (4 + repeated) * layers
     if not sequence_parallel:
-        return [Expected("all-reduce", (axis,), size, sums * activation, f"{4 + repeated} x bsh a block")]
+        return [Expected("all-reduce", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block")]
     gathers = (6 + repeated) * layers
-    return [Expected("all-gather", (axis,), size, gathers * activation, f"{6 + repeated} x bsh a block"),
-            Expected("reduce-scatter", (axis,), size, sums * activation, f"{4 + repeated} x bsh a block")]
+    return [Expected("all-gather", (axis,), size, gathers * activation, f"{6 + repeated} x bsh per block"),
+            Expected("reduce-scatter", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The parallelism that a trainer's config asks for. `data`, `shard`: mesh axis -> size, axes of one left out."""
+    """The parallelism that a trainer's config asks for.
+
+    strategy: a row of `training_state.STRATEGIES`. data, shard: mesh axis -> size of the replicas and of the devices
+    that shard state, axes of size 1 left out. tensor, context: sizes of these axes.
+    """
 
     strategy: str
     data: Mapping[str, int]
@@ -119,7 +129,7 @@ class Plan:
 
     @property
     def degree(self) -> int:
-        """Devices that state is divided over, Nd of the paper; 1 under ddp."""
+        """Devices that state is sharded over, Nd of the paper; 1 under ddp."""
         return 1 if self.strategy == "ddp" else math.prod(self.shard.values())
 
 
@@ -131,12 +141,13 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     # Devices that share a sequence share state too.
     shard = {axis: size for axis, size in many.items() if axis in ("fsdp", "context")}
     data = {axis: size for axis, size in many.items() if axis == "data"}
-    strategy = str(config.get(MESH_STRATEGY, "zero3")) if shard else "ddp"  # nothing is divided, whatever the name
+    strategy = str(config.get(MESH_STRATEGY, "zero3")) if shard else "ddp"  # nothing is sharded, whatever the name
     return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1))
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps of an update of a trainer's config (dotted keys) on so many data-parallel ranks; the most of any."""
+    """Micro-steps per update of a trainer's config (dotted keys) on `ranks` data-parallel ranks; of a schedule the
+    most."""
     if tokens := config.get(BATCH_TOKENS, 0):
         return max(tokens // (config[BATCH_MICRO] * config[DATA_SEQ_LEN] * ranks), 1)
     scheduled = [int(str(pair).partition(":")[2]) for pair in config.get(BATCH_ACCUMULATION_SCHEDULE, ())]
@@ -144,9 +155,10 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 
 
 def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int) -> list[Expected]:
-    """Everything the formulas expect of a trainer's config (dotted keys); [] where a key that they need is missing.
+    """Everything the formulas expect of a trainer's config (dotted keys), axes in the order of the mesh.
 
-    `parameters`: of the model, over all devices.
+    [] for a mesh or a precision without a formula. `axes`: mesh axis -> size; `parameters`: of the model, over all
+    devices.
     """
     plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get(PRECISION_PRESET, ""))
     changed = any(config.get(PRECISION + role) for role in ("param", "compute", "reduce", "cast"))

@@ -45,7 +45,7 @@ class Question:
     Fields:
         parameters: how many, over all devices. sequence: tokens; batch: sequences of a replica and micro-step.
         logit_tokens: tokens of a replica that have logits at once, None for all.
-        attention, precision, optimizer, offload: rows of the tables in formulas/transformer.py and formulas/training_state.py.
+        attention: of `transformer.ATTENTION`; precision, optimizer, offload: rows of the tables of `training_state`.
         mlp_tokens: tokens of a replica whose MLP exists at once, 0 for all. fused: layers are updated one by one in
         the backward pass.
     """
@@ -68,8 +68,8 @@ class Question:
 class Activations:
     """Bytes on a device under one policy.
 
-    kept: what all layers keep; recomputed: what comes back while one layer is recomputed; outside: embedding, final
-    norm, head and logits.
+    kept: what all layers keep; recomputed: what is recomputed for one layer at a time; outside: embedding, final norm,
+    head and logits.
     """
 
     kept: float
@@ -78,6 +78,7 @@ class Activations:
 
     @property
     def total(self) -> float:
+        """Bytes of all activations on a device."""
         return self.kept + self.recomputed + self.outside
 
 
@@ -114,30 +115,29 @@ class Estimate:
 
 
 def estimate(question: Question) -> Estimate:
-    """The formulas of formulas/transformer.py, put together for one device (the first stage's, of a pipeline)."""
-    q, layout = question, question.layout
-    held = training_state.state_bytes(q.parameters, fused_parameters(q.model), precision=q.precision, optimizer=q.optimizer,
-                             layout=layout, offload=q.offload, fused=q.fused)
-    itemsize = training_state.PRECISIONS[q.precision].activation
+    """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
+    pipeline)."""
+    q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
+    held = training_state.state_bytes(q.parameters, fused_parameters(q.model), precision=q.precision,
+                                      optimizer=q.optimizer, layout=layout, offload=q.offload, fused=q.fused)
     layers = transformer.layers_in_flight(q.model.layers, layout)
-    outside = transformer.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=itemsize,
-                                     logit_tokens=q.logit_tokens)
-    shape = {"attention": q.attention, "itemsize": itemsize, "operand": training_state.PRECISIONS[q.precision].operand,
+    outside = transformer.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=precision.activation,
+                                        logit_tokens=q.logit_tokens)
+    shape = {"attention": q.attention, "itemsize": precision.activation, "operand": precision.operand,
              "tile": q.mlp_tokens}
-    found = {}
-    for policy in transformer.RECOMPUTE:
-        kept, again = (rule(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
-                       for rule in (transformer.layer_bytes, transformer.recomputed_bytes))
-        found[policy] = Activations(layers * kept, again, outside)
     sequences = q.batch * layout.data
+    activations, hardware = {}, {}
+    for policy in transformer.RECOMPUTE:
+        kept = transformer.layer_bytes(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
+        recomputed = transformer.recomputed_bytes(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
+        activations[policy] = Activations(layers * kept, recomputed, outside)
+        hardware[policy] = transformer.hardware_flops(q.model, q.sequence, sequences,
+                                                      _recomputing(policy, q.attention), q.mlp_tokens > 0)
     notes = NOTES
     if q.attention == "flash":
         notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
-    return Estimate(q, {role: held[role] for role in training_state.ROLES}, held["host"], found,
-                    transformer.model_flops(q.model, q.sequence, sequences),
-                    {policy: transformer.hardware_flops(q.model, q.sequence, sequences, _again(policy, q.attention),
-                                                     q.mlp_tokens > 0)
-                     for policy in transformer.RECOMPUTE}, notes)
+    return Estimate(q, {role: held[role] for role in training_state.ROLES}, held["host"], activations,
+                    transformer.model_flops(q.model, q.sequence, sequences), hardware, notes)
 
 
 def fused_parameters(model: Model) -> int:
@@ -148,7 +148,8 @@ def fused_parameters(model: Model) -> int:
     return table + max(layer, 0 if model.tied else table)
 
 
-def _again(policy: str, attention: str) -> str:
+def _recomputing(policy: str, attention: str) -> str:
+    """The policy whose FLOPs are recomputed: under a flash kernel `selective` leaves nothing for the policy to do."""
     return "none" if (policy, attention) == ("selective", "flash") else policy
 
 
@@ -156,7 +157,7 @@ def check(question: Question) -> Question:
     """The question itself.
 
     Raises:
-      ReportError: a size below 1, or one that does not divide.
+      ReportError: a size below 1, or one that does not divide what it shards.
     """
     q, layout, model = question, question.layout, question.model
     sizes = {"params": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
@@ -170,7 +171,7 @@ def check(question: Question) -> Question:
     if model.kv_heads % layout.tensor:
         raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
     if layout.sequence and layout.tensor == 1:
-        raise ReportError("--sequence-parallel splits over the tensor-parallel devices: give --tensor=2 or more")
+        raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
     return question
 
 
@@ -188,9 +189,6 @@ def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None 
 
 # The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
 KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
-# The trainer's sharding strategies -> ZeRO stages.
-STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-
 # (offload.optimizer, offload.params) -> row of the formulas.
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
 
@@ -199,13 +197,13 @@ def question_of(config: Mapping[str, Any]) -> Question:
     """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
 
     `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
-    latter holds its part of the activations is left to the caller.
+    latter holds its shard of the activations is left to the caller.
 
     Raises:
       ReportError: a config that names what the formulas do not know.
     """
     for key, table in ((PRECISION_PRESET, training_state.PRECISIONS), (OPTIMIZER_NAME, training_state.OPTIMIZERS),
-                       (MODEL_ATTENTION, KERNELS), (MESH_STRATEGY, STAGES)):
+                       (MODEL_ATTENTION, KERNELS), (MESH_STRATEGY, training_state.STRATEGIES)):
         if config[key] not in table:
             raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
                               "bytescope report compiles it")
@@ -218,7 +216,7 @@ def question_of(config: Mapping[str, Any]) -> Question:
     ranks = shards if shared else copies
     tensor = max(config[MESH_TENSOR], 1)
     layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
-                    zero=STAGES[config[MESH_STRATEGY]] if shared else 0)
+                    zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0)
     # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences in float32.
     short = config[PRECISION_PRESET] == "fp32" and config[DATA_SEQ_LEN] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")

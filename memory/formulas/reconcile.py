@@ -1,7 +1,8 @@
-"""The published formulas beside the compiler: one step's bytes and FLOPs by both, the gap, and why it is there. Pure.
+"""The published formulas compared with the compiler: bytes and FLOPs of a step by both, the gap, and why there is one.
+Pure.
 
-The formulas are those of formulas/transformer.py, told the mesh, the kernel and the policies that the trainer settled on.
-Policies that keep named tensors follow from shapes (formulas/rematerialized.py). A policy without a formula has none here.
+The formulas are those of formulas/transformer.py for the mesh, the kernel and the policies that the trainer settled
+on. Policies that keep named tensors follow from shapes (formulas/rematerialized.py); other policies have no formula.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from bytescope.memory.formulas import estimate, rematerialized, transformer
 from bytescope.memory.formulas.communication import accumulation
 from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
 
-# Policies whose tensors are names, and those that keep the products with weights: on the device, on the host.
-NAMES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
-PRODUCTS = ("dots_no_batch", "offload_dots")
+# Remat policies of the trainer that have a formula (a test compares them with its table): those whose tensors are
+# names, and those that keep the products with weights on the device or on the host.
+NAMED_POLICIES = ("full", "selective", "minimal", "sqrt", "offload", "custom")
+PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
 
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A step by formula: bytes on one device, FLOPs of one call over all; None where no formula has a word.
+    """A step by formula: bytes on one device, FLOPs of one call over all devices; None where there is no formula.
 
     accumulator_bytes: summed gradients, 0 without accumulation. residual_bytes: what all layers keep; host_bytes: what
     they keep in host memory; state_host_bytes: state that lies there. peak_bytes: all of it on the device, one layer
-    made again, embedding, head and logits. notes: why the compiler may differ.
+    recomputed, embedding, head and logits. notes: why the compiler may differ.
     """
 
     params_bytes: float
@@ -52,20 +54,20 @@ class Formula:
 
 
 class Kept(NamedTuple):
-    """One segment of layers: bytes on the device and on the host, of them `layer` in each layer; FLOPs made again
-    for every token."""
+    """One segment of layers: bytes on the device and on the host, of the former `layer` in each layer; FLOPs per token
+    that are recomputed."""
 
     device: float
     host: float
     layer: float
-    again: float
+    recomputed_flops: float
 
 
 def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: str = "") -> Formula | str:
-    """The formulas' figures, or in one line why there are none.
+    """The formulas' figures of a config's step, or in one line why there are none.
 
     Args:
-        config: dotted key -> value. settled: what the trainer made of it: `model.attention` (the kernel), `mesh.*`
+        config: dotted key -> value. settled: how the trainer resolved it: `model.attention` (the kernel), `mesh.*`
             (no -1 left) and `segments`, a list of {"layers", "policy", "groups", "save", "offload"}.
         platform: of the target; on "cpu" there is no other memory to offload to.
     """
@@ -78,23 +80,23 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     micro_steps = accumulation(config, ranks)
     calls = ranks * (micro_steps if config[BATCH_MODE] == "scan" else 1)
     sequences, micro = asked.batch * calls, asked.batch
-    # Devices of a ring hold their share of every sequence.
+    # Devices of a ring hold their shard of every sequence.
     asked = dataclasses.replace(asked, batch=micro / resolved[MESH_CONTEXT])
     state, copy = _state(asked, config, micro_steps)
     precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
-    whole = transformer.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
-                                 tile=asked.mlp_tokens, **precision)
+    everything = transformer.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
+                                         attention=asked.attention, tile=asked.mlp_tokens, **precision)
     tile = transformer.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
-    parts = [_kept(asked, segment, resolved, platform, whole) for segment in segments]
+    parts = [_kept(asked, segment, resolved, platform, everything) for segment in segments]
     model_flops = transformer.model_flops(asked.model, asked.sequence, sequences)
     residuals = host = peak = hardware = None
     if None not in parts:
         residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
-        again = max(whole - part.layer for part in parts)
-        peak = (sum(state.values()) - state["state_host"] + copy + residuals + max(again, 0.0) + tile
+        recomputed = max(max(everything - part.layer for part in parts), 0.0)
+        peak = (sum(state.values()) - state["state_host"] + copy + residuals + recomputed + tile
                 + transformer.outside_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
-                                         itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
-        hardware = model_flops + sum(part.again for part in parts) * sequences * asked.sequence
+                                            itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
+        hardware = model_flops + sum(part.recomputed_flops for part in parts) * sequences * asked.sequence
         if asked.attention == "flash":
             hardware += _kernel_flops(asked.model, asked.sequence, sequences)
     return Formula(**{f"{role}_bytes": size for role, size in state.items()}, residual_bytes=residuals,
@@ -103,45 +105,48 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
 
 
 def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int) -> tuple[dict[str, float], float]:
-    """(bytes of state by role, bytes of the whole copy that is computed with).
+    """(bytes of state by role, bytes of the gathered copy of all parameters that is computed with).
 
-    Where the optimizer state is shared, the trainer shares the master parameters with it (its `zero1` and `zero2`
-    then compute with a copy of all parameters); summed gradients lie like parameters between calls of the step, like
+    Where the optimizer state is sharded, the trainer shards the master parameters too (its `zero1` and `zero2` then
+    compute with a copy of all parameters); summed gradients lie like parameters between calls of the step, like
     gradients inside one.
     """
-    def spread(zero: int) -> dict[str, float]:
+    def sharded(zero: int) -> dict[str, float]:
         layout = dataclasses.replace(asked.layout, zero=zero)
         return state_bytes(asked.parameters, estimate.fused_parameters(asked.model), precision=asked.precision,
                            optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused)
 
     stage, summed = asked.layout.zero, micro_steps > 1
-    state = spread(3 if stage else 0)
-    state["gradients"] = spread(stage)["gradients"]
+    state = sharded(3 if stage else 0)
+    state["gradients"] = sharded(stage)["gradients"]
     like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
     copy = asked.parameters * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
     return {"state_host": state.pop("host"), **state, "accumulator": like if summed else 0.0}, copy
 
 
 def _itemsize(asked: estimate.Question) -> int:
+    """Bytes of an element of an activation."""
     return PRECISIONS[asked.precision].activation
 
 
 def _kernel_flops(model: transformer.Model, sequence: int, sequences: int) -> float:
-    """Q K^T again inside a flash kernel's gradient: 2 B s^2 h a layer (Dao et al. 2022, algorithm 4)."""
+    """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.head_width
 
 
 def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str,
-          whole: float) -> Kept | None:
-    """What one segment keeps and makes again, None where its policy has no formula; `whole`: one layer's tensors."""
+          everything: float) -> Kept | None:
+    """What one segment keeps and recomputes, None where its policy has no formula; `everything`: bytes of all tensors
+    of one layer."""
     policy, layers, groups, model = segment["policy"], segment["layers"], segment["groups"], asked.model
     tiled = asked.mlp_tokens > 0
     if policy == "none":
-        return Kept(layers * whole, 0.0, whole, layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0)
-    if policy not in NAMES + PRODUCTS:
+        tiles = layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0
+        return Kept(layers * everything, 0.0, everything, tiles)
+    if policy not in NAMED_POLICIES + PRODUCT_POLICIES:
         return None
     save, offload = set(segment["save"]), set(segment["offload"])
-    if policy in PRODUCTS:
+    if policy in PRODUCT_POLICIES:
         (offload if policy == "offload_dots" else save).update(rematerialized.WEIGHT_PRODUCTS)
     stay = _outside(config, save | offload) | (frozenset(("mid",)) if tiled else frozenset())
     if tiled:
@@ -149,14 +154,14 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
     path = rematerialized.walk(model, asked.attention, save | offload | stay)
     moved = path.kept & offload - stay if platform != "cpu" else frozenset()
     device, host = (rematerialized.bytes_of(names, model, asked.layout, asked.sequence, asked.sequence * asked.batch,
-                                  _itemsize(asked), PRECISIONS[asked.precision].operand)
+                                            _itemsize(asked), PRECISIONS[asked.precision].operand)
                     for names in (path.kept - moved, moved))
-    again = layers * rematerialized.made_again_flops(model, asked.attention, path.again, asked.sequence)
+    flops = layers * rematerialized.recomputed_flops(model, asked.attention, path.recomputed, asked.sequence)
     if groups == 1:
-        return Kept(device * layers, host * layers, device, again)
-    # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is made again.
-    again += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
-    return Kept(device * (groups + layers / groups), 0.0, device, again)
+        return Kept(device * layers, host * layers, device, flops)
+    # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is recomputed.
+    flops += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
+    return Kept(device * (groups + layers / groups), 0.0, device, flops)
 
 
 def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
@@ -172,13 +177,13 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
            platform: str) -> tuple[str, ...]:
     """What the formulas are known to leave out of such a step."""
     policies = {segment["policy"] for segment in segments}
-    unknown = sorted(policies - {"none", *NAMES, *PRODUCTS})
+    unknown = sorted(policies - {"none", *NAMED_POLICIES, *PRODUCT_POLICIES})
     conditions = (
         (unknown, f"{', '.join(unknown)}: no formula says which tensors such a policy keeps"),
         ("none" in policies, "none: plain autodiff keeps more than the tensors that the papers count"),
         (platform == "cpu" and asked.precision == "bf16", "the CPU widens 16-bit tensors to float32"),
         (asked.offload in ("params", "both"), "gradients: those of tables are made on the device, then go to the host"),
-        (asked.layout.zero in (1, 2), "total: the formula has a whole copy of the parameters, made once a step"),
+        (asked.layout.zero in (1, 2), "total: the formula has a full copy of the parameters, gathered once per step"),
         (config[MODEL_ATTENTION] == "chunked",
          "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
@@ -191,7 +196,7 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
 # ---- side by side --------------------------------------------------------------------------------------------
 
 class Line(NamedTuple):
-    """One figure by both: `kind` is "bytes" or "flops"; None where one has no figure."""
+    """One figure by both: `kind` is "bytes" (of one device) or "flops"; None where one has no figure."""
 
     title: str
     kind: str
@@ -210,15 +215,19 @@ class Line(NamedTuple):
 
 
 def share(compiler: float | None, formula: float | None) -> float | None:
-    """By how much the compiler's figure exceeds the formula's, as a share of the latter."""
+    """By how much the compiler's figure exceeds the formula's, as a share of the latter: infinite where the formula has
+    nothing, None where there is no figure."""
     if compiler is None or formula is None:
         return None
-    return (compiler - formula) / formula if formula else 0.0 if not compiler else math.inf
+    if formula:
+        return (compiler - formula) / formula
+    return math.inf if compiler else 0.0
 
 
 def lines(formula: Formula, peak_bytes: int, breakdown: Mapping[str, int],
           flops: Mapping[str, float | None], host_bytes: int = 0) -> list[Line]:
-    """A report's figures beside the formulas'; `flops` holds `model_flops` and `hardware_flops`."""
+    """A report's figures compared with the formulas': `peak_bytes`, `breakdown` and `host_bytes` are the report's,
+    `flops` holds `model_flops` and `hardware_flops` of one call."""
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [("parameters", "params", formula.params_bytes), ("gradients", "gradients", formula.gradients_bytes),
             ("optimizer state", "optimizer", formula.optimizer_bytes),

@@ -1,10 +1,10 @@
-"""What a layer keeps and makes again under a policy that names its tensors: from shapes alone, no compiler, no jax.
+"""What a layer keeps and recomputes under a policy that names its tensors: from shapes alone, no compiler, no jax.
 
-A backward pass reads certain tensors. Walked from there, a tensor is either kept, and the walk ends, or made again
+A backward pass reads certain tensors. Walked from there, a tensor is either kept, and the walk ends, or recomputed
 from what it was made from. What the walk ends at is the layer's residuals, the products it passed are the FLOPs of the
 recomputation; a name that is never reached costs nothing, whatever the policy says.
 
-Left out: statistics of norms (two numbers a token), and everything that lies in no layer.
+Left out: statistics of norms (two numbers per token), and everything outside the layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bytescope.memory.formulas import transformer
 from bytescope.memory.formulas.transformer import Model, Tensor
 
-# Checkpoint name -> what it holds. Names of no layer (embed, final_norm) are none of these: no policy moves them.
+# Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
 NAMED = {tensor.name: tensor for tensor in (
     Tensor("block_in", "width", "sequence"),
     Tensor("attn_norm", "width", "sequence", operand=True),
@@ -41,8 +41,8 @@ NAMED = {tensor.name: tensor for tensor in (
 )}
 
 
-class Made(NamedTuple):
-    """inputs: what a tensor is made from; product: a key of `product_flops`, "" for elementwise work."""
+class MadeFrom(NamedTuple):
+    """How a tensor is made. inputs: from which names; product: a key of `product_flops`, "" for elementwise work."""
 
     inputs: tuple[str, ...] = ()
     product: str = ""
@@ -50,36 +50,50 @@ class Made(NamedTuple):
 
 # The core by kernel. `kernel` is one run of a fused kernel, no tensor of its own.
 CORES = {
-    "naive": {"probs": Made(("q_rot", "k_rot"), "scores"), "probs_mask": Made(),
-              "probs_dropped": Made(("probs", "probs_mask")),
-              "context": Made(("probs", "probs_dropped", "v"), "scores")},
-    "flash": {"kernel": Made(("q_rot", "k_rot", "v"), "core"), "context": Made(("kernel",)), "lse": Made(("kernel",))},
+    "naive": {
+        "probs": MadeFrom(("q_rot", "k_rot"), "scores"),
+        "probs_mask": MadeFrom(),
+        "probs_dropped": MadeFrom(("probs", "probs_mask")),
+        "context": MadeFrom(("probs", "probs_dropped", "v"), "scores"),
+    },
+    "flash": {
+        "kernel": MadeFrom(("q_rot", "k_rot", "v"), "core"),
+        "context": MadeFrom(("kernel",)),
+        "lse": MadeFrom(("kernel",)),
+    },
 }
 LAYER = {
-    "attn_norm": Made(("block_in",)),
-    "q": Made(("attn_norm",), "queries"), "k": Made(("attn_norm",), "keys"), "v": Made(("attn_norm",), "keys"),
-    "q_rot": Made(("q",)), "k_rot": Made(("k",)),
-    "attn_out": Made(("context",), "queries"), "attn_out_mask": Made(),
-    "mid": Made(("block_in", "attn_out", "attn_out_mask")),
-    "mlp_norm": Made(("mid",)),
-    "gate": Made(("mlp_norm",), "mlp"), "up": Made(("mlp_norm",), "mlp"), "act": Made(("gate", "up")),
-    "mlp_out": Made(("act",), "mlp"), "mlp_out_mask": Made(),
+    "attn_norm": MadeFrom(("block_in",)),
+    "q": MadeFrom(("attn_norm",), "queries"),
+    "k": MadeFrom(("attn_norm",), "keys"),
+    "v": MadeFrom(("attn_norm",), "keys"),
+    "q_rot": MadeFrom(("q",)),
+    "k_rot": MadeFrom(("k",)),
+    "attn_out": MadeFrom(("context",), "queries"),
+    "attn_out_mask": MadeFrom(),
+    "mid": MadeFrom(("block_in", "attn_out", "attn_out_mask")),
+    "mlp_norm": MadeFrom(("mid",)),
+    "gate": MadeFrom(("mlp_norm",), "mlp"),
+    "up": MadeFrom(("mlp_norm",), "mlp"),
+    "act": MadeFrom(("gate", "up")),
+    "mlp_out": MadeFrom(("act",), "mlp"),
+    "mlp_out_mask": MadeFrom(),
 }
-# Made on the way, but read by no gradient: rotations, sums and the second half of dropout are linear.
+# Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear.
 UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
 # What jax.checkpoint's policies for products with weights keep.
 WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
-# Names inside an MLP that is taken in tiles: none of them is kept.
+# Names inside an MLP in tiles: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
 # A fused kernel outside of the checkpoint keeps what its own gradient reads.
 AROUND_KERNEL = ("q_rot", "k_rot", "v", "context", "lse")
 
 
 class Walk(NamedTuple):
-    """`kept`: names whose tensors live until the backward pass; `again`: names and kernels made again."""
+    """`kept`: names whose tensors live until the backward pass; `recomputed`: names and kernels that are recomputed."""
 
     kept: frozenset[str]
-    again: frozenset[str]
+    recomputed: frozenset[str]
 
 
 def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
@@ -90,49 +104,53 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
     made = {name: row for name, row in {**LAYER, **CORES[attention]}.items() if _exists(name, model)}
     # Without dropout the context is made from the probabilities, with it from what is left of them.
     skip = {"probs"} if model.dropout else set()
-    kept, again, todo = set(), set(), ["block_in", *(name for name in made if name not in UNREAD)]
+    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in made if name not in UNREAD)]
     while todo:
         name = todo.pop()
         if name == "block_in" or name in save:
             kept.add(name)
-        elif name not in again and name in made:
-            again.add(name)
+        elif name not in recomputed and name in made:
+            recomputed.add(name)
             todo += [other for other in made[name].inputs if not (name == "context" and other in skip)]
-    return Walk(frozenset(kept), frozenset(again))
+    return Walk(frozenset(kept), frozenset(recomputed))
 
 
 def product_flops(model: Model, sequence: int) -> dict[str, float]:
-    """FLOPs of one token by kind of product: `core` is both products of attention, `scores` one of them."""
+    """FLOPs per token by kind of product: `core` is both products of attention, `scores` one of them."""
     scores = 2.0 * model.heads * model.head_width * sequence
     return {"queries": 2.0 * model.width * model.heads * model.head_width, "core": 2 * scores, "scores": scores,
             "keys": 2.0 * model.width * model.kv_heads * model.head_width, "mlp": 2.0 * model.width * model.mlp_width,
             "": 0.0}
 
 
-def made_again_flops(model: Model, attention: str, again: Collection[str], sequence: int) -> float:
-    """FLOPs of one token and layer to make these names again."""
+def recomputed_flops(model: Model, attention: str, names: Collection[str], sequence: int) -> float:
+    """FLOPs per token and layer of computing these names once more."""
     table, flops = {**LAYER, **CORES[attention]}, product_flops(model, sequence)
-    return sum(flops[table[name].product] for name in again)
+    return sum(flops[table[name].product] for name in names)
 
 
 def tiles_flops(model: Model, sequence: int) -> float:
-    """FLOPs of one token and layer that an MLP in tiles makes again: all but the last product."""
-    return made_again_flops(model, "flash", [name for name in ("gate", "up") if _exists(name, model)], sequence)
+    """FLOPs per token and layer that an MLP in tiles recomputes: all but the last product."""
+    return recomputed_flops(model, "flash", [name for name in ("gate", "up") if _exists(name, model)], sequence)
 
 
 def forward_flops(model: Model, attention: str, sequence: int) -> float:
-    """FLOPs of one token and layer in the forward pass."""
+    """FLOPs per token and layer in the forward pass."""
     names = [name for name in (*LAYER, *CORES[attention]) if _exists(name, model)]
-    return made_again_flops(model, attention, names, sequence)
+    return recomputed_flops(model, attention, names, sequence)
 
 
 def bytes_of(names: Collection[str], model: Model, layout: transformer.Layout, sequence: int, tokens: int,
              itemsize: int, operand: float = 0.0) -> float:
-    """Bytes on a device of a layer's tensors of these names, for `tokens` of sequences of `sequence`."""
+    """Bytes on a device of a layer's tensors of these names, for `tokens` tokens of sequences of `sequence`.
+
+    `itemsize`: bytes of an element of an activation; `operand`: of one kept for products alone, 0 for the same.
+    """
     return sum(transformer.tensor_bytes(NAMED[name], model, layout, sequence, tokens, itemsize, operand)
                for name in names if name in NAMED)
 
 
 def _exists(name: str, model: Model) -> bool:
+    """Whether a layer of this model makes the tensor; kernels, which have no row, always exist."""
     tensor = NAMED.get(name)
     return tensor is None or not tensor.only or getattr(model, tensor.only)

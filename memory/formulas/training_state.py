@@ -1,7 +1,8 @@
 """Bytes of training state from the published formulas: parameters, gradients, optimizer, on a device and on its host.
 
 Plain arithmetic, no compiler, no jax; sizes are bytes on one device. Norms, biases and learned positions count as
-parameters like all others; temporaries of the update are left out.
+parameters like all others; temporaries of the update are left out. The tables of precisions, optimizers and sharding
+strategies stand here once; a test compares each with the trainer's.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Precision(NamedTuple):
     operand: float = 0.0
 
 
-# 16 bytes with Adam: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: 2 + 2 + (4 + 4 + 4). Keeping gradients
-# in float32 besides makes the 20 bytes of Megatron-style runs. Gradient accumulators of other kinds are left out.
+# 16 bytes with Adam: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3.1: 2 + 2 + (4 + 4 + 4). Float32 copies of
+# the gradients make it the 20 bytes of Megatron-style runs. Gradient accumulators of other kinds are left out.
 PRECISIONS = {
     "fp32": Precision("everything float32", 4, 4, 0, 4, 4),
     "bf16": Precision("float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
@@ -46,7 +47,7 @@ PRECISIONS |= {"bf16_grads": PRECISIONS["mixed"], "fp32_grads": PRECISIONS["mixe
 
 
 class Optimizer(NamedTuple):
-    """states: numbers kept for each parameter; itemsize: bytes of one, 0 for the precision's own."""
+    """What an optimizer keeps. states: numbers per parameter; itemsize: bytes of one, 0 for the precision's own."""
 
     summary: str
     states: int
@@ -69,10 +70,24 @@ OPTIMIZERS = {
     "muon": Optimizer("one momentum (Jordan et al. 2024)", 1),
 }
 
-# Stage -> which roles the data-parallel ranks share (Rajbhandari et al. 2020, section 5). With Adam in `mixed`, bytes a
-# parameter over N ranks: 16; 4 + 12/N; 2 + 14/N; 16/N.
-ZERO = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "params")}
 
+class Strategy(NamedTuple):
+    """How data-parallel ranks hold training state. stage: of ZeRO; sharded: roles of which each rank has a shard."""
+
+    stage: int
+    sharded: tuple[str, ...] = ()
+
+
+# The trainer's `mesh.strategy` -> stage of ZeRO (Rajbhandari et al. 2020, section 5). With Adam in `mixed`, bytes per
+# parameter over N ranks: 16; 4 + 12/N; 2 + 14/N; 16/N.
+STRATEGIES = {
+    "ddp": Strategy(0),
+    "zero1": Strategy(1, ("optimizer",)),
+    "zero2": Strategy(2, ("optimizer", "gradients")),
+    "zero3": Strategy(3, ("optimizer", "gradients", "params")),
+}
+# Stage -> the roles that it shards.
+ZERO = {row.stage: row.sharded for row in STRATEGIES.values()}
 
 ROLES = {"params": ("params",), "gradients": ("gradients",), "optimizer": ("master", "moments")}
 # What lies in host memory, `master` being the only copy where there is no narrower one. Gradients of parameters that
@@ -83,21 +98,21 @@ OFFLOAD = {"none": (), "optimizer": ("moments",), "params": ("master", "gradient
 
 def state_bytes_per_parameter(precision: str = "mixed", optimizer: str = "adamw",
                               layout: Layout = ALONE) -> dict[str, float]:
-    """Bytes a parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device.
+    """Bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device.
 
-    Tensor and pipeline parallelism divide all of it; norms, which stay whole, are left out.
+    Tensor and pipeline parallelism shard all of it; norms, which stay replicated, are left out.
     """
     each = parts_per_parameter(precision, optimizer, layout)
     return {role: sum(each[part] for part in parts) for role, parts in ROLES.items()}
 
 
 def parts_per_parameter(precision: str, optimizer: str, layout: Layout) -> dict[str, float]:
-    """The same by part: `params`, `gradients`, `master` and `moments`."""
+    """Bytes per parameter on a device by part: `params`, `gradients`, `master` and `moments`."""
     row, kind = PRECISIONS[precision], OPTIMIZERS[optimizer]
-    whole = {"params": row.params, "gradients": row.gradients, "master": row.master,
-             "moments": kind.states * (kind.itemsize or row.state)}
-    shares = layout.tensor * layout.pipeline
-    return {part: whole[part] / shares / (layout.data if role in ZERO[layout.zero] else 1)
+    unsharded = {"params": row.params, "gradients": row.gradients, "master": row.master,
+                 "moments": kind.states * (kind.itemsize or row.state)}
+    shards = layout.tensor * layout.pipeline
+    return {part: unsharded[part] / shards / (layout.data if role in ZERO[layout.zero] else 1)
             for role, parts in ROLES.items() for part in parts}
 
 
@@ -106,8 +121,8 @@ def state_bytes(parameters: float, at_once: float, *, precision: str = "mixed", 
     """Bytes of each role on a device, and `host`: those in host memory for it.
 
     fused: each layer is updated in the backward pass (Lv et al. 2023, arXiv 2306.09782), so that the gradients of
-    `at_once` parameters exist at most. offload: a row of OFFLOAD; what is
-    fetched to compute with or to update, a layer at a time, is left out (Ren et al. 2021, arXiv 2101.06840).
+    `at_once` parameters exist at most. offload: a row of OFFLOAD; what is fetched to compute with or to update, one
+    layer at a time, is left out (Ren et al. 2021, arXiv 2101.06840).
     """
     sizes = {part: each * parameters for part, each in parts_per_parameter(precision, optimizer, layout).items()}
     if fused:

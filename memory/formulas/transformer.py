@@ -31,8 +31,9 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a training step is spread: `tensor` t ways, activations between the split parts too with `sequence`;
-    `data` replicas that share state by the ZeRO stage `zero`; `pipeline` stages of `interleave` chunks each."""
+    """How a training step is sharded: `tensor` t ways, with `sequence` the activations between the tensor-parallel
+    products too; `data` ranks that shard state by the ZeRO stage `zero`; `pipeline` stages of `interleave` chunks
+    each."""
 
     tensor: int = 1
     sequence: bool = False
@@ -61,12 +62,12 @@ def _layer_matrices(model: Model) -> int:
 # ---- activations ---------------------------------------------------------------------------------------------
 
 class Tensor(NamedTuple):
-    """One tensor a layer keeps for its backward pass.
+    """One tensor that a layer keeps for its backward pass.
 
-    name; size: what a token holds of it, a key of `token_sizes`; split: "tensor" is divided by t always, "sequence"
-    only with sequence parallelism; itemsize: bytes, 0 for the activations' own; core: part of the attention core;
-    only: the Model field without which it does not exist; operand: kept for products alone, in their dtype; tiled:
-    exists for a tile of positions at a time where the MLP is taken in tiles.
+    name; size: elements per token, a key of `token_sizes`; split: "tensor" is sharded t ways always, "sequence" only
+    with sequence parallelism; itemsize: bytes of an element, 0 for the activations' own; core: part of the attention
+    core; only: the Model field without which it does not exist; operand: kept for products alone, in their dtype;
+    tiled: exists for one tile of positions at a time where the MLP is in tiles.
     """
 
     name: str
@@ -104,7 +105,7 @@ LAYER = (
     Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
 )
 
-# FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 a query in the place of the core.
+# FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 per query in the place of the core.
 FLASH = Tensor("log of the softmax's denominator", "heads", "tensor", 4)
 
 # Full recomputation keeps the block's input alone: 2 sbh, with sequence parallelism 2/t.
@@ -125,7 +126,7 @@ ATTENTION = ("naive", "flash")
 
 
 def token_sizes(model: Model, sequence: int) -> dict[str, int]:
-    """Elements of one token by kind of tensor, the values of `Tensor.size`."""
+    """Elements per token by kind of tensor, the values of `Tensor.size`."""
     return {"width": model.width, "queries": model.heads * model.head_width, "keys": model.kv_heads * model.head_width,
             "scores": model.heads * sequence, "heads": model.heads, "mlp": model.mlp_width,
             "vocabulary": model.vocabulary}
@@ -158,14 +159,15 @@ def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False)
 
 def layer_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str = "none",
                 attention: str = "naive", itemsize: int = 2, operand: float = 0.0, tile: float = 0.0) -> float:
-    """Bytes one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a tile of the MLP, 0: all."""
+    """Bytes on a device that one layer keeps for the backward pass of one micro-batch; `tile`: tokens of a tile of the
+    MLP, 0 for all."""
     return sum(tensor_bytes(tensor, model, layout, sequence, sequence * batch, itemsize, operand)
                for tensor in kept_by_layer(recompute, attention, tile > 0))
 
 
 def tile_bytes(model: Model, layout: Layout, sequence: int, tokens: float, *, itemsize: int = 2,
                operand: float = 0.0) -> float:
-    """Bytes of the MLP's tensors for the `tokens` of one tile."""
+    """Bytes on a device of the MLP's tensors for the `tokens` of one tile."""
     return sum(tensor_bytes(tensor, model, layout, sequence, tokens, itemsize, operand)
                for tensor in LAYER if tensor.tiled)
 
@@ -182,7 +184,8 @@ def layers_in_flight(layers: int, layout: Layout) -> float:
 
 def outside_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, itemsize: int = 2,
                   logit_tokens: int | None = None) -> float:
-    """Embedding, final norm, head and logits: (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
+    """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
+    (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
 
     `logit_tokens`: how many tokens have logits at once, for losses in chunks; None for all.
     """
@@ -197,7 +200,7 @@ def outside_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, it
 
 def recomputed_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str,
                      attention: str = "naive", itemsize: int = 2, operand: float = 0.0, tile: float = 0.0) -> float:
-    """What comes back while one layer is recomputed: all it keeps under `none`, less what it had kept, and one tile.
+    """Bytes on a device while one layer is recomputed: all it keeps under `none`, less what it had kept, and one tile.
 
     The papers leave it out: their figures are what lives through the forward pass.
     """
@@ -220,22 +223,25 @@ def model_flops(model: Model, sequence: int, sequences: int) -> float:
 
 
 def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, tiled: bool = False) -> float:
-    """Model FLOPs and the forward FLOPs done again: the core's 4 B L s^2 h, or those of all layers; of an MLP in tiles
-    all but its last product, whatever the policy.
+    """Model FLOPs and the forward FLOPs that are recomputed: the core's 4 B L s^2 h, or those of all layers; of an MLP
+    in tiles all but its last product, whatever the policy.
 
     Leaves out that a layer's last product need not be repeated, and what FlashAttention repeats in its own gradient.
     """
-    again = {"none": 0.0, "selective": _core_forward(model, sequence, sequences),
-             "full": _layers_forward(model, sequence, sequences)}
-    tiles = 2.0 * model.width * model.mlp_width * (2 if model.gated else 1) * model.layers * sequences * sequence
-    return model_flops(model, sequence, sequences) + again[recompute] + (tiles if tiled and recompute != "full" else 0)
+    recomputed = {"none": 0.0, "selective": _core_forward(model, sequence, sequences),
+                  "full": _layers_forward(model, sequence, sequences)}[recompute]
+    total = model_flops(model, sequence, sequences) + recomputed
+    if tiled and recompute != "full":
+        products = 2 if model.gated else 1
+        total += 2.0 * model.width * model.mlp_width * products * model.layers * sequences * sequence
+    return total
 
 
 def published_selective_flops(model: Model, sequence: int, sequences: int) -> float:
     """Hardware FLOPs with selective recomputation as Korthikanti et al. 2022 print them, for their HFU column.
 
-    Their s/(3h) in the place of s/(6h) adds 12 B L s^2 h, three times the core's forward pass, which is all that
-    runs again (s/(6h) would become 2s/(9h)): it overstates HFU, by 1.4 points on the 22B model, 0.5 on the 1T one.
+    Their s/(3h) in the place of s/(6h) adds 12 B L s^2 h, three times the core's forward pass, which is all that is
+    recomputed (s/(6h) would become 2s/(9h)): it overstates HFU, by 1.4 points on the 22B model, 0.5 on the 1T one.
     """
     return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
 

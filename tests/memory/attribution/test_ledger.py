@@ -42,8 +42,8 @@ def test_leaves_that_do_not_divide_are_named(devices):
     rows = {row.role: row for row in report.zero}
     parameters = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
     assert rows["params"].held * parameters == 4 * parameters / 8
-    assert "whole on every device" not in rows["params"].reason
+    assert "replicated on every device" not in rows["params"].reason
     left = memory.analyze(programs.trace_step(devices, "full", axis="fsdp"), config=config)
     reason = {row.role: row.reason for row in left.zero}["params"]
-    assert "whole on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
+    assert "replicated on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
     assert {row.role: row.held for row in left.zero}["params"] == 4.0

@@ -41,9 +41,9 @@ def test_every_name_of_a_block_has_its_size():
 def test_full_recomputation_by_hand():
     """Everything again but the last product, of which nothing is read."""
     path = rematerialized.walk(LLAMA, "flash", ())
-    assert path.kept == {"block_in"} and "mlp_out" not in path.again and "kernel" in path.again
+    assert path.kept == {"block_in"} and "mlp_out" not in path.recomputed and "kernel" in path.recomputed
     attention = 2 * 4096 * (2 * 4096 + 2 * 1024) + 4 * 4096 * 8192
-    assert rematerialized.made_again_flops(LLAMA, "flash", path.again, 8192) == attention + 2 * 2 * 4096 * 14336
+    assert rematerialized.recomputed_flops(LLAMA, "flash", path.recomputed, 8192) == attention + 2 * 2 * 4096 * 14336
     assert rematerialized.forward_flops(LLAMA, "flash", 8192) == attention + 3 * 2 * 4096 * 14336
 
 
@@ -56,8 +56,8 @@ def test_what_is_not_read_costs_nothing():
 
 
 def test_a_kernel_runs_again_unless_both_its_results_stay():
-    assert "kernel" in rematerialized.walk(LLAMA, "flash", ("context",)).again
-    assert "kernel" not in rematerialized.walk(LLAMA, "flash", ("context", "lse")).again
+    assert "kernel" in rematerialized.walk(LLAMA, "flash", ("context",)).recomputed
+    assert "kernel" not in rematerialized.walk(LLAMA, "flash", ("context", "lse")).recomputed
 
 
 def test_the_papers_selective_row_from_names():

@@ -170,8 +170,26 @@ def test_8bit_moments_take_a_quarter(config, ratio):
 
 def test_every_row_has_a_formula():
     assert set(OPTIMIZERS) <= set(FORMULAS)
-    shown = {name: state_bytes_per_parameter("fp32", name)["optimizer"] for name in OPTIMIZERS}
-    assert shown == {**BYTES, "adamw_8bit": 2 + 8 / 128, "adafactor": 0, "muon": 4}
+
+
+# Blocks of 128 that share a scale in every matrix, so that the formula's scales are the program's.
+WIDE = {"model.d_model": 256, "model.d_head": 128, "model.n_heads": 2, "model.n_kv_heads": 2, "model.d_ff": 512}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bytes_per_parameter_are_the_formulas(name):
+    """State of the blocks' float32 matrices as the program makes it. The formulas say that they leave out Adafactor's
+    rows and columns; tables and norms, of which Muon and 8-bit Adam keep more, are in no block's matrix."""
+    program = small_program({**WIDE, "optimizer.name": name})
+    sizes = {}
+    for tree in ("params", "opt_state"):
+        leaves = jax.tree_util.tree_leaves_with_path(getattr(program.state, tree))
+        sizes[tree] = [leaf.size * leaf.dtype.itemsize for path, leaf in leaves
+                       if any(str(getattr(key, "key", "")) in HIDDEN for key in path)]
+    parameters = sum(sizes["params"]) / 4
+    formula = state_bytes_per_parameter("fp32", name)["optimizer"]
+    left_out = 0.05 if name == "adafactor" else 0
+    assert 0 <= sum(sizes["opt_state"]) / parameters - formula <= left_out
 
 
 # ---- losses --------------------------------------------------------------------------------------------------
