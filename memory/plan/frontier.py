@@ -1,17 +1,20 @@
-"""The front of a config on a target: at each of several budgets the least recomputation that fits, by name. Pure.
+"""The front of a config on a target: at each of several budgets the plan of least recomputation that fits.
+
+`Front` finds it with compiles of `memory.plan.variants.Trials`; the functions below it are pure.
 
 The JSON of a front has these keys (sizes are bytes on ONE device, null where nothing is known):
 
-- `points`: one object a budget, smallest first: `budget_bytes`, `plan` (in words), `flags` (what runs it, beside the
-  config), `programs` (compiled for this budget), `fixed` (the best policy for all layers that fits there: `policy`,
-  `allocated_bytes`, `predicted_step_seconds`, `recompute_flops_fraction`; null for none) and the figures of
+- `points`: one object per budget, smallest first: `budget_bytes`, `plan` (in words), `flags` (what to add to the
+  command to run it), `programs` (compiled for this budget), `fixed` (the best policy for all layers that fits there:
+  `policy`, `allocated_bytes`, `predicted_step_seconds`, `recompute_flops_fraction`; null for none) and the figures of
   `memory.plan.rows.Row`.
 - `fixed`: every such policy with those four fields, `host_bytes` and `flags`.
-- `cost`: what is least at each budget: `time` (predicted) or `flops` (recomputed); `offload`: whether tensors may go
-  to host memory.
-- `less`: by what share the points together take less than the best fixed policies at the same budgets: of `seconds`
+- `cost`: what is minimized at each budget: `time` (predicted) or `flops` (recomputed); `offload`: whether tensors may
+  go to host memory.
+- `less`: the share that the points together save over the best fixed policies at the same budgets: of `seconds`
   predicted and of `flops` recomputed; null where those take none, or nothing is known.
-- `programs`: looked at in all; `compiled`: those of them that no cache had. `missing`: budgets without a point.
+- `programs`: how many the search looked at; `compiled`: those of them that were not in the cache. `missing`: budgets
+  without a point.
 - `target`, `versions`, `interrupted`: as in a comparison.
 """
 
@@ -23,19 +26,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.plan.rows import POLICY, Row, as_text
+from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.search import Search
 
-# What is told of a fixed policy.
+# Fields of a row that stand for a fixed policy in the JSON.
 FIGURES = ("allocated_bytes", "host_bytes", "predicted_step_seconds", "recompute_flops_fraction")
-# Cost -> (field of a row, what it is in words).
-COSTS = {"time": ("predicted_step_seconds", "predicted seconds of an update"),
-         "flops": ("recompute_flops_fraction", "recomputed FLOPs over the model's")}
+# Cost -> (field of a row, its title).
+COSTS = {"time": ("predicted_step_seconds", "predicted seconds per update"),
+         "flops": ("recompute_flops_fraction", "recomputed FLOPs over model FLOPs")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """One policy for all layers: its name, what runs it beside the config, its figures."""
+    """One policy for all layers: its name, the flags that run it, its figures."""
 
     policy: str
     flags: str
@@ -44,8 +48,10 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The plan for a budget: in words, what runs it beside the config, its figures; `fixed`: the best policy for all
-    layers that fits there. programs: compiled for it."""
+    """The plan for a budget: in words, the flags that run it, its figures.
+
+    fixed: the best policy for all layers that fits there. programs: how many were compiled for this budget.
+    """
 
     budget_bytes: int
     plan: str
@@ -55,18 +61,77 @@ class Point:
     programs: int = 0
 
 
+class Front:
+    """Finds the points of a front; `run` goes to the end, or until it is stopped.
+
+    Args:
+        trials: compiles the plans. count: how many budgets.
+        ends: the smallest and the largest budget in bytes, None for what `full` and for what `none` allocates.
+        cost: a row of COSTS. offload: whether tensors may go to host memory. workers: programs compiled at once.
+
+    Attributes:
+        search: None before the first program is compiled. points, fixed: those that are finished.
+        missing: how many points are not. stopped: whether the search ended early.
+    """
+
+    def __init__(self, trials: Trials, count: int, ends: tuple[int | None, int | None], cost: str, offload: bool,
+                 workers: int):
+        self.trials, self.cost, self.offload = trials, cost, offload
+        self._count, self._ends, self._workers = count, ends, workers
+        self.search: Search | None = None
+        self.points: list[Point] = []
+        self.fixed: list[Fixed] = []
+        self.missing, self.stopped = count, False
+
+    def run(self) -> None:
+        """Finds all points, or those that are finished when it is stopped.
+
+        Raises ReportError for a config that cannot run on the target.
+        """
+        budgets: list[int] = []
+        programs: dict[float, int] = {}
+        try:
+            self.search = search = self.trials.search({}, cost=self.cost, offload=self.offload)
+            search.compile(search.fixed)
+            first, last = (given or found for given, found in zip(self._ends, ends_of(search)))
+            budgets = budgets_of(first, last, self._count)
+            self.missing = len(budgets)
+            search.run_all(budgets, at_once=1, together=2 * self._workers, settled=programs.__setitem__)
+        except Stopped:
+            self.stopped = True
+        if self.search is None:
+            return
+        done = [budget for budget in budgets if budget in programs]
+        self.missing -= len(done)
+        policies = [self.search.tried.get(str(plan)) for plan in self.search.fixed]
+        self.fixed = sorted((self.figures_of(tried) for tried in policies if tried and tried.ok),
+                            key=lambda policy: policy.row.allocated_bytes or 0)
+        self.points = points_of(self.search, done, programs, self.figures_of)
+
+    def figures_of(self, tried: Tried) -> Fixed:
+        """A compiled plan with its flags and figures; a policy for all layers goes by its name, others by their words.
+        """
+        keys = tried.plan.keys()
+        answer = self.trials.compile([keys])[0]  # it is compiled already: this looks it up
+        ranges = tried.plan.ranges
+        policy = ranges[0][0].policy if len(ranges) == 1 else ""
+        flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
+        return Fixed(policy or str(tried.plan), flags, Row.of(keys, answer))
+
+
 def budgets_of(first: int, last: int, points: int) -> list[int]:
-    """Even steps from one number of bytes to another, both among them, smallest first."""
+    """Budgets in even steps from one number of bytes to another, both included, smallest first."""
     low, high = sorted((first, last))
     return sorted({round(low + (high - low) * step / (points - 1)) for step in range(points)})
 
 
 def ends_of(search: Search) -> tuple[int, int]:
-    """Bytes of `full` and of `none`, or of the largest fixed policy that compiles where `none` does not."""
+    """Allocated bytes of `full` and of `none`; of the largest fixed policy that compiles where `none` does not."""
     full, none = (search.tried[str(search.whole(pattern))] for pattern in (search.full, search.none))
-    done = [tried.compiled.allocated_bytes for tried in map(search.tried.get, map(str, search.fixed))
-            if tried and tried.ok]
-    return full.compiled.allocated_bytes, none.compiled.allocated_bytes if none.ok else max(done)
+    if none.ok:
+        return full.compiled.allocated_bytes, none.compiled.allocated_bytes
+    fixed = (search.tried.get(str(plan)) for plan in search.fixed)
+    return full.compiled.allocated_bytes, max(tried.compiled.allocated_bytes for tried in fixed if tried and tried.ok)
 
 
 def chosen(search: Search, budgets: Sequence[float]) -> list[Tried | None]:
@@ -76,34 +141,41 @@ def chosen(search: Search, budgets: Sequence[float]) -> list[Tried | None]:
     """
     out: list[Tried | None] = []
     for budget in budgets:
-        best, before = search.best(budget), out[-1] if out else None
-        out.append(before if before and best and search.paid(before)[0] < search.paid(best)[0] else best)
+        best = search.best(budget)
+        before = out[-1] if out else None
+        if before and best and search.paid(before)[0] < search.paid(best)[0]:
+            best = before
+        out.append(best)
     return out
 
 
-def points_of(search: Search, budgets: Sequence[int], programs: Mapping[float, int], told: Callable[[Tried], Fixed],
-              ) -> list[Point]:
-    """The points of these budgets, smallest first; `told` tells of a compiled plan, `programs` is by budget."""
+def points_of(search: Search, budgets: Sequence[int], programs: Mapping[float, int],
+              figures_of: Callable[[Tried], Fixed]) -> list[Point]:
+    """The points of these budgets, smallest first.
+
+    programs: budget -> programs compiled for it. figures_of: a compiled plan -> its flags and figures.
+    """
     out = []
     for budget, tried in zip(budgets, chosen(search, budgets)):
         if tried is not None:
-            plan, fixed = told(tried), search.least_fixed(budget)
-            out.append(Point(budget, plan.policy, plan.flags, plan.row, told(fixed) if fixed else None,
+            plan, fixed = figures_of(tried), search.least_fixed(budget)
+            out.append(Point(budget, plan.policy, plan.flags, plan.row, figures_of(fixed) if fixed else None,
                              programs.get(budget, 0)))
     return out
 
 
 def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The flags of a plan's keys, quoted for a shell: its policy, and what else changes the config.
+    """The flags of a plan's keys, quoted for a shell: its policy, and whatever else changes the config.
 
-    values: as the trainer resolves the keys; config: what holds without them.
+    values: the config with the keys, as the trainer resolves them. config: the config without them.
     """
     return shlex.join(f"--config.{key}={as_text(values[key])}" for key in keys
                       if key == POLICY or as_text(values[key]) != as_text(config.get(key)))
 
 
 def less(points: Sequence[Point]) -> dict[str, float | None]:
-    """By what share the points together take less than the best fixed policies: of seconds, and of FLOPs."""
+    """The share that the points together save over the best fixed policies, of seconds and of FLOPs; None where
+    nothing is known."""
     known = [point for point in points if point.fixed is not None]
 
     def share(field: str) -> float | None:
@@ -117,15 +189,18 @@ def less(points: Sequence[Point]) -> dict[str, float | None]:
 
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
-    """The point of fewest bytes among the cheapest that fit the target."""
+    """Of the points that fit the target, the one of least `cost`, a key of COSTS; of equals the smallest."""
     field = COSTS[cost][0]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
     return min(fitting, key=lambda point: (getattr(point.row, field), point.row.allocated_bytes), default=None)
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:
-    """The points with a plan of their own, smallest budget first."""
-    return list({point.plan: point for point in reversed(points)}.values())[::-1]
+    """The first point of each plan, smallest budget first: neighbouring budgets may share one."""
+    first: dict[str, Point] = {}
+    for point in points:
+        first.setdefault(point.plan, point)
+    return list(first.values())
 
 
 def to_json(points: Sequence[Point], fixed: Sequence[Fixed], *, cost: str, offload: bool, programs: int, compiled: int,
