@@ -11,11 +11,10 @@ import pytest
 from rich.console import Console
 
 from bytescope.memory import __main__ as command
-from bytescope.memory.commands.frontier import Front
 from bytescope.memory.pages import frontier as frontier_page
 from bytescope.memory.plan import frontier
 from bytescope.memory.plan import pool as worker_pool
-from bytescope.memory.plan.frontier import Fixed, Point
+from bytescope.memory.plan.frontier import Fixed, Front, Point
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.plan.variants import Stopped
 from bytescope.memory.remat.block_graph import Block, Step
@@ -266,7 +265,7 @@ def test_points_that_are_settled_outlive_a_stop():
         search=lambda keys, **more: search, flat=lambda keys: {"remat.policy": "none", **keys},
         compile=lambda variants: [{"status": "ok", "allocated_bytes": 1, "target": {}} for _ in variants])
     found = Front(trials, 10, (None, None), "flops", False, 1)
-    found.fill()
+    found.run()
     assert found.stopped and 0 < found.missing < 10 and len(found.points) == 10 - found.missing
     plans = {str(tried.plan) for tried in whole[0]}
     assert all(point.plan in plans or f"12 x {point.plan}" in plans for point in found.points) and len(found.fixed) == 3
@@ -286,7 +285,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
     (["--config=tiny", "--config.remat.layers=(0-1:full)"], "leave it out"),
     (["--config=tiny", "--to=much"], "--to: 'much' is not a valid size"),
-    (["--config=tiny", "--from=0"], "--from=0: give more than nothing"),
+    (["--config=tiny", "--from=0"], "--from=0: give more than 0"),
     (["--config=tiny", "--from=2GiB", "--to=1GiB"], "--from=2GiB is more than --to=1GiB"),
     (["--config=tiny", "--html=/no/such/f.html"], "there is no folder /no/such"),
 ])
