@@ -24,7 +24,7 @@ def kinds(report: Report) -> Table | None:
                                      for key in ("times", "bytes", "wire_bytes", "exposed_bytes"))
     total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
     columns = (
-        ("collective", "head", lambda row: row.kind),
+        ("collective", "name", lambda row: row.kind),
         ("over", "text", lambda row: "" if row is total else over(row.axes, row.group)),
         ("times", "num", lambda row: f"{row.times:,}"),
         ("payload", "num", lambda row: size(row.bytes)),
@@ -45,7 +45,7 @@ def _exposed(row: Communication, is_total: bool) -> str:
 def each(found: Sequence[Collective]) -> Table:
     """A row for each collective, those that send most first."""
     columns = (
-        ("operation", "head", lambda item: Cell(item.name, item.op_name)),
+        ("operation", "name", lambda item: Cell(item.name, item.op_name)),
         ("over", "text", lambda item: over(item.axes, item.group)),
         ("dtype", "text", lambda item: item.dtype),
         ("times", "num", lambda item: f"{item.times:,}"),
@@ -70,7 +70,7 @@ def transfers(report: Report) -> Table | None:
         return any(row is one for one in sums)
 
     columns = (
-        ("direction", "head", lambda row: row.direction),
+        ("direction", "name", lambda row: row.direction),
         ("phase", "text", lambda row: "" if is_sum(row) else row.phase or "model"),
         ("bytes", "num", lambda row: size(row.bytes)),
         ("seconds", "num", lambda row: f"{row.seconds:.3g}" if row.seconds else "-"),

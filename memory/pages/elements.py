@@ -27,7 +27,7 @@ class Cell(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The heading of a column and its class: "head" for what names the row, "num" (right) or "text" (left)."""
+    """The heading of a column and its class: "name" for what names the row, "num" (right) or "text" (left)."""
 
     title: str
     kind: str

@@ -101,7 +101,7 @@ _POINTS = (
     ("what runs it", "text flag", lambda point: point["flags"] or "as above"),
 )
 _FIXED = (
-    ("policy for all layers", "head", lambda policy: policy["policy"]),
+    ("policy for all layers", "name", lambda policy: policy["policy"]),
     ("allocated", "num", lambda policy: size(policy["allocated_bytes"])),
     ("host", "num", _host),
     ("predicted step", "num", _seconds),

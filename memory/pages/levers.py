@@ -102,7 +102,7 @@ def _hfu_over_mfu(level: Mapping[str, Any]) -> str:
 
 
 _COLUMNS = (
-    ("stage", "head", lambda level: level["title"]),
+    ("stage", "name", lambda level: level["title"]),
     ("what it adds", "text", _adds),
     ("what it costs", "text why", _why),
     ("allocated", "num", lambda level: size(level["allocated_bytes"])),

@@ -94,7 +94,7 @@ def _extra_lines(report: Report) -> list[str]:
 
 def _ledger(report: Report) -> Table | None:
     columns = (
-        ("state", "head", lambda row: row.role),
+        ("state", "name", lambda row: row.role),
         ("dtype", "text", lambda row: row.dtype),
         ("values", "num", lambda row: f"{row.elements:,}"),
         ("bytes", "num", lambda row: size(row.bytes)),
@@ -106,7 +106,7 @@ def _ledger(report: Report) -> Table | None:
 def _zero(report: Report) -> Table | None:
     """ZeRO's bytes per parameter beside what is held, with the reasons."""
     columns = (
-        ("state", "head", lambda row: row.role),
+        ("state", "name", lambda row: row.role),
         ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
         ("held", "num", lambda row: f"{row.held:.3g}"),
         ("reason", "text why", lambda row: row.reason),
