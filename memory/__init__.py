@@ -8,8 +8,8 @@
 
 Rooms, each importing only the ones before it: hlo (protos to records), formulas (published arithmetic), devices (what a
 program is compiled for), attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the
-least recomputation under a budget), profile (a profiler's trace), plan (many programs beside each other), text, pages,
-commands. Start at `analyze.py`: a program in, a `records.Report` out.
+least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text, pages, commands.
+Start at `analyze.py`: a program in, a `records.Report` out.
 """
 
 from bytescope.memory.analyze import analyze

@@ -20,6 +20,7 @@ from bytescope.memory.costs import collectives, flops, host_transfers, kernels, 
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, read_compiled
+from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import communication
 from bytescope.memory.hlo import buffers as hlo_buffers
@@ -31,12 +32,12 @@ from bytescope.memory.records import Buffer, Report, XlaStats
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
 _MAX_PROTO = 2**31
-# Rows in the order in which a derivation may have made too much of them.
+# Rows in the order in which a derivation may have too many bytes in them.
 _DOUBTFUL = ("workspace", "logits_loss", "collectives", "gradients", "residuals", "outputs", "unattributed",
              "accumulator", "batch", "optimizer", "params")
 
 
-def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | None = None,
+def analyze(program: Any, *, target: Target | str | None = None, config: Mapping[str, Any] | None = None,
             roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = ()) -> Report:
     """What every byte of a program's peak is, on one device.
 
@@ -50,22 +51,24 @@ def analyze(program: Any, *, target: Any = None, config: Mapping[str, Any] | Non
             `memory.attribution.roles.DEFAULT`; roles are params, optimizer, accumulator, gradients and batch.
         names: the program's checkpoint names, for programs that put them into named scopes too.
 
-    Raises ReportError for what is no program, a damaged proto, or a target that does not exist.
+    Raises ReportError for what is not a program, a damaged proto, or a target that does not exist.
     """
     if isinstance(target, str):
         target = targets.parse(target)
-    compilation = compilation_of(program, described=bool(getattr(target, "is_described", False)))
+    compilation = compilation_of(program, described=target is not None and target.is_described)
     if target is None and compilation.local:
-        target = _local()
+        target = targets.parse("local")
     return report_of(compilation, target=target, config=config, roles=roles, names=names)
 
 
-def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[str, Any] | None = None,
+def report_of(compilation: Compilation, *, target: Target | None = None, config: Mapping[str, Any] | None = None,
               roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
               loop: runtime_overheads.LoopOverhead | None = None) -> Report:
     """The report of a finished compilation (`memory.devices.compiler`), without compiling anything.
 
     `loop`: what the loop around the program keeps on the device; the other arguments are those of `analyze`.
+
+    Raises ReportError for a damaged program.
     """
     roles = tuple(roles)
     known = Names(names, places_of(compilation.jaxpr) if compilation.jaxpr is not None else None)
@@ -74,7 +77,7 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
     else:
         program = hlo_buffers.read(compilation.proto)
     # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
-    derived = not program.traces and not (program.allocations and (compilation.proto or _settled(program)))
+    derived = not program.traces and not (program.allocations and (compilation.proto or _needs_no_trace(program)))
     source = derive(program.module) if derived else program
     try:
         placed = place(source, compilation, config or {}, roles)
@@ -82,22 +85,22 @@ def report_of(compilation: Compilation, *, target: Any = None, config: Mapping[s
         report = assemble.report(look, "schedule" if derived else "heap_trace")
         report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh), work=kernels.find(look))
     except RecursionError as error:
-        raise ReportError("a program nested too deep to be one: dump it again") from error
+        raise ReportError("a program nested too deeply to read: dump it again") from error
     stats = compilation.stats or _stats(program)
     if derived:
-        report = _reconcile(report, program, stats)
-    report = dataclasses.replace(report, xla=stats, versions=compilation.versions, target=_describe(target),
-                                 config=dict(config or {}))
+        report = _with_xla_totals(report, program, stats)
+    report = dataclasses.replace(report, xla=stats, versions=compilation.versions,
+                                 target=target.to_json() if target else {}, config=dict(config or {}))
     facts = _facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
     report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
-    report = _beside_formulas(judge(report, getattr(target, "limit_bytes", None)), placed, look.roles)
-    moved = host_transfers.find(source.module, getattr(target, "host_link_bytes_per_s", 0.0))
+    report = _with_formulas(judge(report, target.limit_bytes if target else None), placed, look.roles)
+    moved = host_transfers.find(source.module, target.host_link_bytes_per_s if target else 0.0)
     report = dataclasses.replace(report, transfers=moved)
     report = dataclasses.replace(report, work=_work(report, placed, compilation.jaxpr, target))
     return dataclasses.replace(report, findings=findings.find(report, placed))
 
 
-def _beside_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, str]) -> Report:
+def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, str]) -> Report:
     """The report with what the formulas expect of its config, where it has one that they know."""
     config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
     state = ledger.state_of(report, program, roles, config)
@@ -106,31 +109,35 @@ def _beside_formulas(report: Report, program: PlacedProgram, roles: Mapping[int,
                                zero=ledger.zero_rows(report, state) if state.strategy else ())
 
 
-def _work(report: Report, program: PlacedProgram, jaxpr: Any, target: Any) -> Mapping[str, Any]:
+def _work(report: Report, program: PlacedProgram, jaxpr: Any, target: Target | None) -> Mapping[str, Any]:
     """The work of a program for the roofline, {} for one that was not traced: only a jaxpr tells all FLOPs."""
     if jaxpr is None:
         return {}
-    per_host = getattr(target, "devices_per_host", 0)
+    per_host = target.devices_per_host if target else 0
     return step_work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
 
 
-def _facts(report: Report, module: Module, target: Any, loop: runtime_overheads.LoopOverhead) -> runtime_overheads.Facts:
-    """What the table of runtime overheads asks of a program; without a target it knows of no allocator."""
-    arguments, results = ([b.bytes for b in report.buffers if b.memory == "device" and b.phase == phase and kind(b)]
-                          for phase, kind in (("argument", bool), ("output", lambda b: b.category == "outputs")))
-    arrays = [b.bytes for b in report.buffers if b.phase == "output" and b.category == "outputs" and b.dtype]
-    platform, described = getattr(target, "platform", ""), bool(getattr(target, "is_described", False))
-    chip = CHIPS.get(str(getattr(target, "name", "")).partition(":")[0])
+def _facts(report: Report, module: Module, target: Target | None,
+           loop: runtime_overheads.LoopOverhead) -> runtime_overheads.Facts:
+    """What the table of runtime overheads asks of a program; without a target nothing is known of an allocator."""
+    arguments = [b.bytes for b in report.buffers if b.phase == "argument" and b.memory == "device"]
+    outputs = [b for b in report.buffers if b.phase == "output" and b.category == "outputs"]
+    results = [b.bytes for b in outputs if b.memory == "device"]
     groups = {(item.axes, item.group) for item in report.collectives if item.group > 1}
-    return runtime_overheads.Facts(
-        platform=platform, context=getattr(target, "reserved_bytes", 0), loop=loop, results=tuple(arrays),
+    facts = runtime_overheads.Facts(
+        loop=loop, results=tuple(b.bytes for b in outputs if b.dtype),
         requests=(*arguments, *results, report.xla.temp_bytes or 0), communicators=len(groups),
-        untuned_product=_untuned_product(module) if described and platform == "cuda" else 0,
-        hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)), code=report.xla.generated_code_bytes or 0)
+        code=report.xla.generated_code_bytes or 0)
+    if target is None:
+        return facts
+    chip = CHIPS.get(target.name.partition(":")[0])
+    untuned = _untuned_product(module) if target.is_described and target.platform == "cuda" else 0
+    return dataclasses.replace(facts, platform=target.platform, context=target.reserved_bytes, untuned_product=untuned,
+                               hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)))
 
 
 def _untuned_product(module: Module) -> int:
-    """Operand bytes of the largest matrix product of a program without any of cuBLAS', else 0."""
+    """Operand bytes of the largest matrix product of a program without any call of cuBLAS, else 0."""
     if any("cublas" in instruction.target for instruction in module.instructions.values()):
         return 0
     products = (i for i in module.instructions.values() if i.opcode in kernels.PRODUCTS)
@@ -139,17 +146,24 @@ def _untuned_product(module: Module) -> int:
 
 
 def judge(report: Report, limit: int | None) -> Report:
-    """The report with its verdict: fits, tight (above 95 % of the limit), exceeds; unknown for no limit."""
+    """The report with its verdict on the predicted bytes: fits, tight (above 95 % of the limit), exceeds; unknown
+    without a limit. `limit`: bytes that are available on one device."""
     if limit is None:
         return report
-    taken = report.predicted_bytes
-    fits = taken <= limit
-    verdict = "exceeds" if not fits else "tight" if taken > TIGHT * limit else "fits"
-    return dataclasses.replace(report, limit_bytes=int(limit), fits=fits, verdict=verdict)
+    predicted, verdict = report.predicted_bytes, "fits"
+    if predicted > limit:
+        verdict = "exceeds"
+    elif predicted > TIGHT * limit:
+        verdict = "tight"
+    return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
 
 
 def compilation_of(program: Any, described: bool = False) -> Compilation:
-    """Brings whatever `analyze` takes to a Compilation, compiling it if it must."""
+    """Brings whatever `analyze` takes to a Compilation, compiling it if it must. `described`: for devices that are not
+    here.
+
+    Raises ReportError for what is not a program, and for a file that cannot be read.
+    """
     if isinstance(program, Compilation):
         return program
     if isinstance(program, (str, Path)):
@@ -168,7 +182,7 @@ def compilation_of(program: Any, described: bool = False) -> Compilation:
             raise ReportError(f"a {type(program).__name__} that is not lowered: call .lower(*arguments) on "
                               "it and give the result") from error
         return dataclasses.replace(compilation_of(lowered, described), jaxpr=jaxpr)
-    raise ReportError(f"a {type(program).__name__} is no program: give a jax.stages.Lowered, Traced or "
+    raise ReportError(f"a {type(program).__name__} is not a program: give a jax.stages.Lowered, Traced or "
                       "Compiled, the bytes of an HloProto, or its path")
 
 
@@ -183,18 +197,8 @@ def _read(path: Path) -> bytes:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _local() -> Any:
-    return targets.parse("local")
-
-
-def _describe(target: Any) -> dict[str, Any]:
-    if target is None:
-        return {}
-    return target.to_json() if hasattr(target, "to_json") else {"name": str(getattr(target, "name", target))}
-
-
-def _settled(program: hlo_buffers.Program) -> bool:
-    """Whether a program needs no trace: it has allocations, and none of them is temporary memory in parts."""
+def _needs_no_trace(program: hlo_buffers.Program) -> bool:
+    """Whether allocations alone tell every lifetime: there are some, and none of them is temporary memory in parts."""
     return bool(program.allocations) and all(
         a.indefinite or a.thread_local or len(a.assigned) <= 1 for a in program.allocations)
 
@@ -212,10 +216,10 @@ def _stats(program: hlo_buffers.Program) -> XlaStats:
                             if a.color == hlo_buffers.HOST_COLOR and not a.indefinite))
 
 
-def _reconcile(report: Report, program: hlo_buffers.Program, stats: XlaStats) -> Report:
-    """Totals as XLA states them; what the derivation makes too little is the unattributed row, named so.
+def _with_xla_totals(report: Report, program: hlo_buffers.Program, stats: XlaStats) -> Report:
+    """A derived report with totals as XLA states them; what the derivation lacks is the unattributed row.
 
-    What it makes too much, values that XLA puts in one place and the derivation does not, is taken off the
+    What it has too much, values that XLA puts in one place and the derivation does not, is taken off the
     workspace, then off the other temporary rows.
     """
     allocated = sum(a.size for a in program.allocations if not a.thread_local and a.color == 0)
@@ -226,7 +230,7 @@ def _reconcile(report: Report, program: hlo_buffers.Program, stats: XlaStats) ->
         return report
     held = sum(b.bytes for b in report.buffers if b.memory == "device" and b.start == 0
                and b.phase in ("argument", "output"))
-    # A peak that leaves temporaries out (the CPU's) or counts host memory in is none.
+    # A peak that leaves temporaries out (the CPU's) or counts host memory in is not one.
     stated = stats.peak_bytes if stats.peak_bytes and held < stats.peak_bytes <= allocated else None
     if stats.temp_bytes and stated is not None and stated <= held + stats.temp_bytes // 100:
         stated = None
@@ -245,7 +249,7 @@ def _reconcile(report: Report, program: hlo_buffers.Program, stats: XlaStats) ->
             taken = min(rows[row], excess)
             rows[row], excess = rows[row] - taken, excess - taken
     rows["fragmentation"] = allocated - peak
-    notes.append(f"lifetimes are derived from the schedule: they make a peak of {report.peak_bytes} bytes, "
-                 f"XLA's totals make {peak}")
+    notes.append(f"lifetimes are derived from the schedule: their peak is {report.peak_bytes} bytes, "
+                 f"XLA's totals say {peak}")
     return dataclasses.replace(report, peak_bytes=peak, allocated_bytes=allocated, breakdown=rows,
                                buffers=buffers, notes=tuple(notes))

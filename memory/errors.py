@@ -8,6 +8,6 @@ class ReportError(ValueError):
 
 
 class GuardError(ReportError, AssertionError):
-    """A program needs more memory than its guard allows: an assertion that failed, and shows as one."""
+    """A program needs more memory than its guard allows: pytest shows it as a failed assertion."""
 
     exit_code = 1

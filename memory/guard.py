@@ -28,7 +28,7 @@ def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> 
     report = program if isinstance(program, Report) else analyze(program, **options)
     limit = report.limit_bytes if size is None else parse_bytes(size)
     if limit is None:
-        raise ReportError("no size to fit in: give one as in assert_fits(program, \"72GiB\"), or a target")
+        raise ReportError("no size to compare with: give one as in assert_fits(program, \"72GiB\"), or a target")
     if report.allocated_bytes > limit:
         rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
         parts = ", ".join(f"{row} {human(count)}" for row, count in rows if count)

@@ -1,4 +1,4 @@
-"""Records of a report on what devices share: collectives, their sums, and ZeRO's accounting of the state."""
+"""Records of a report about several devices: collectives, their sums, and ZeRO's accounting of the state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ZeroRow:
-    """Bytes per parameter of one part of the training state on one device, by ZeRO and as it is.
+    """Bytes per parameter of one part of the training state on one device, by ZeRO's accounting and as compiled.
 
     `role` is a `LedgerRow`'s, "gathered" or "total"; `classic`: by Rajbhandari et al. 2020 (arXiv 1910.02054);
     `held`: what the compiler holds at the peak; `reason`: why the two differ, "" where they agree.
@@ -25,10 +25,10 @@ class Collective:
 
     Fields:
         name: of the instruction; kind: all-gather, all-reduce, reduce-scatter, all-to-all, collective-permute ...
-        axes: names of the mesh axes it spans, () when nobody knows them; group: devices that it talks among.
+        axes: names of the mesh axes it spans, () when unknown; group: devices that exchange data in it.
         dtype: of what is moved; "bfloat16+float32" for several combined, that of most bytes first.
         times: executions in one step: trip counts of the loops around, multiplied.
-        bytes: the payload, the whole array: the result of an all-gather, the operands of any other kind.
+        bytes: the payload, the unsharded array: the result of an all-gather, the operands of any other kind.
         wire_bytes: what the device sends by the ring algorithm: (N-1)/N of the payload, an all-reduce twice that.
         phase, component, module, op_name: as of a `Buffer`.
         asynchronous: it has a start and a done; overlapped: operations of compute scheduled between the two;
@@ -55,7 +55,7 @@ class Collective:
 
     @property
     def exposed(self) -> bool:
-        """Whether nothing is computed while it runs."""
+        """Whether it is not overlapped: nothing is computed while it runs."""
         return not self.asynchronous or not self.overlapped
 
 
@@ -64,7 +64,7 @@ class Communication:
     """All collectives of one kind over the same mesh axes, bytes of one device and one step.
 
     `times`: executions; `bytes`: payload; `wire_bytes`: what the device sends; `exposed_bytes`: of these, in
-    collectives that nothing hides; `formula_bytes`: what it would send by the formula, None where there is none.
+    collectives that are not overlapped; `formula_bytes`: what it would send by the formula, None where there is none.
     """
 
     kind: str

@@ -18,5 +18,5 @@ from bytescope.memory.records import Report
 
 @pytest.fixture
 def memory_guard() -> Callable[..., Report]:
-    """`assert_fits`."""
+    """`memory.assert_fits`, for a test to call: it raises GuardError where the program does not fit."""
     return assert_fits

@@ -12,9 +12,10 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `peak_index`: the point of `timeline` at which it is.
 - `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, and the packed
   temporaries.
-- `unseen`: what the runtime takes besides (`RuntimeOverhead`; attribution/runtime_overheads.py has the table), part of
-  no figure above; `predicted_bytes`: allocated plus those of them that lie in the allocator's pool.
-- `limit_bytes`, `fits`, `verdict`: what the runtime may hand out and the judgement of `predicted_bytes`; null, null
+- `unseen`: what the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
+  attribution/runtime_overheads.py), part of no figure above; `predicted_bytes`: allocated plus those of them that lie
+  in the allocator's pool.
+- `limit_bytes`, `fits`, `verdict`: what is available on the device and the judgement of `predicted_bytes`; null, null
   and "unknown" when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
 - `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
@@ -23,12 +24,12 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
   next as "(blocks input)"; sums to the residuals row.
 - `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
-- `communication`: bytes per step by kind of collective and mesh axes, beside the formula (`Communication`);
-  `collectives`: every collective of the program, with what hides it (`Collective`).
+- `communication`: bytes per step by kind of collective and mesh axes, compared with the formula (`Communication`);
+  `collectives`: every collective of the program, with what overlaps it (`Collective`).
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
 - `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
   not traced. `roofline`: the seconds of that at the target's rates (`costs.roofline.Prediction`); {} where unknown.
-- `zero`: bytes per parameter beside the accounting of ZeRO (`ZeroRow`); [] without a config that tells the strategy.
+- `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
 - `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
 - `notes`: sentences on what is not exact in this report.
 """
@@ -51,7 +52,9 @@ SCHEMA = 1
 ROWS = ("params", "optimizer", "accumulator", "gradients", "residuals", "workspace", "logits_loss",
         "collectives", "batch", "outputs", "unattributed", "fragmentation")
 CATEGORIES = ROWS[:-1]
-PHASES = ("argument", "forward", "recompute", "backward", "optimizer", "output", "")
+# The phases of a training step in their order, and with them what has none: its arguments, outputs, and "" for unknown.
+STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
+PHASES = ("argument", *STEP_PHASES, "output", "")
 MEMORIES = ("device", "on_chip", "host")
 METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
@@ -134,7 +137,7 @@ class Finding:
 class Transfer:
     """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
 
-    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 where unknown; hidden behind compute or not is not judged.
+    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 where unknown; whether compute overlaps it is not judged.
     """
 
     phase: str
@@ -203,11 +206,11 @@ class Report:
 
     @property
     def predicted_bytes(self) -> int:
-        """What the allocator will count at most: allocated and the unseen items in its pool."""
+        """Bytes that the allocator will count at most: allocated, and what the compiler does not count of its pool."""
         return self.allocated_bytes + self.overhead(POOL)
 
     def overhead(self, where: str) -> int:
-        """Bytes that the runtime takes besides, in the `POOL` or on the `CARD`."""
+        """Bytes that the runtime takes and the compiler does not count, in the `POOL` or on the `CARD`."""
         return sum(row.bytes for row in self.unseen if row.where == where)
 
     def moved(self, direction: str) -> int:
@@ -227,7 +230,7 @@ class Report:
         return out
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json()` to a file."""
+        """Writes `to_json()` to a file. Raises OSError where it cannot be written."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod

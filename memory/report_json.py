@@ -12,7 +12,7 @@ _KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: records become dicts, sequences lists; what JSON does not know becomes its text."""
+    """A value as JSON has it: records become dicts, sequences lists; what JSON does not know becomes its `str`."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

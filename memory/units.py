@@ -28,7 +28,8 @@ def human(count: float | None) -> str:
 
 
 def column_unit(least: float, share: float = 0.1) -> tuple[str, int]:
-    """(name, bytes) of the unit for a column: the largest of which its least figure is at least `share`."""
+    """(name, bytes) of the unit for a column of figures: the largest one of which `least`, the smallest figure in
+    bytes, makes at least `share`."""
     return next(((name, scale) for name, scale in COLUMN if least >= scale * share), COLUMN[-1])
 
 

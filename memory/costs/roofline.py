@@ -1,7 +1,7 @@
 """Seconds of a step by a roofline: what it computes and moves, over what the target can (Williams, Waterman and
 Patterson 2009, "Roofline", Communications of the ACM 52(4)).
 
-A step's work is a mapping by phase (`PHASES`), of one device and one call, as `memory.costs.step_work` makes it:
+A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and one call, made by `costs.step_work`:
 
 - `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
 - `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
@@ -26,7 +26,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-PHASES = ("forward", "recompute", "backward", "optimizer")
+from bytescope.memory.records import STEP_PHASES
+
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
 # Phases in whose time together a transfer is done.
@@ -73,7 +74,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one call of a step. `by_phase` (`PHASES`) and `by_term` (`TERMS`) each add up to `total`.
+    """Seconds of one call of a step. `by_phase` (`records.STEP_PHASES`) and `by_term` (`TERMS`) each add up to `total`.
 
     host_link: what is waited for transfers, beyond the compute beside them. bound_by: the term that takes most.
     source: of the rates.
@@ -92,7 +93,7 @@ class Prediction:
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
     """What one call of a step takes by its work (see the module) at these rates."""
-    by_phase, by_term = dict.fromkeys(PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
+    by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for window in _WINDOWS:
         parts = [work[phase] for phase in window if phase in work]
         for phase in window:

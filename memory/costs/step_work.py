@@ -12,9 +12,9 @@ from typing import Any
 
 from bytescope.memory.costs.flops import FlopCount
 from bytescope.memory.costs.host_transfers import TO_DEVICE, TO_HOST
-from bytescope.memory.costs.roofline import LINKS, PHASES
+from bytescope.memory.costs.roofline import LINKS
 from bytescope.memory.hlo.mesh import Axes
-from bytescope.memory.records import Report
+from bytescope.memory.records import STEP_PHASES, Report
 
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
@@ -29,7 +29,7 @@ def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCoun
         mesh: names and sizes of its axes, the last over neighbours. per_host: devices of a host, 0 for one host.
     """
     out: dict[str, dict[str, Any]] = {}
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         out[phase] = {"flops": {}, "product_bytes": 0, "other_bytes": 0, **kernels.get(phase, {}),
                       "collective_bytes": dict.fromkeys(LINKS, 0), "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
                       "to_host_bytes": 0, "to_device_bytes": 0}
@@ -46,7 +46,7 @@ def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCoun
 
 def _phase(name: str) -> str:
     """The phase of the work: what carries no mark of a transformation is done before and for the forward pass."""
-    return name if name in PHASES else "forward"
+    return name if name in STEP_PHASES else "forward"
 
 
 def crosses(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> bool:

@@ -31,8 +31,9 @@ from bytescope.memory.profile.op_scopes import (
     priority,
 )
 from bytescope.memory.profile.xplane import HOST, Operation, Span, Trace
+from bytescope.memory.records import STEP_PHASES
 
-PHASES = ("forward", "recompute", "backward", "optimizer", OTHER)
+PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12
 # Work of the host that no update waits for otherwise: a run does it between updates.
 PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bytescope.memory.records import CARD, METHODS, POOL, Collective, Report, TimelinePoint
+from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
 from bytescope.memory.units import human
 
 WIDTH = 100
@@ -110,7 +110,7 @@ def _timeline(report: Report) -> RenderableType:
         curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
         phases.append(point.phase[:1] or " ", style=style)
     legend = Text("timeline  ", style="bold")
-    for phase in ("forward", "recompute", "backward", "optimizer"):
+    for phase in STEP_PHASES:
         legend.append(f"{phase} ", style=PHASE_STYLE[phase])
     return Group(Text(), legend, curve, phases)
 

@@ -221,7 +221,7 @@ def test_exact_from_a_warm_compilation_cache(tmp_path):
 
 @pytest.mark.parametrize("given", [None, 3, object(), lambda x: x])
 def test_what_is_no_program(given):
-    with pytest.raises(memory.ReportError, match="is no program"):
+    with pytest.raises(memory.ReportError, match="is not a program"):
         memory.analyze(given)
 
 

@@ -32,8 +32,8 @@ def report(rows=(), buffers=(), peak=1000, **fields):
     return Report(peak, fields.pop("allocated", peak), breakdown, buffers=tuple(buffers), **fields)
 
 
-def kinds(found, program=NOTHING):
-    return {finding.kind for finding in findings.find(found, program)}
+def kinds(found, program=NOTHING.program):
+    return {finding.kind for finding in findings.find(found, PlacedProgram(program))}
 
 
 def test_a_sound_program_has_none():

@@ -147,7 +147,7 @@ def test_guard(step, memory_guard):  # noqa: F811
     with pytest.raises(AssertionError, match="more than") as caught:
         memory_guard(report, report.allocated_bytes - 1)
     assert "optimizer" in str(caught.value)
-    with pytest.raises(memory.ReportError, match="no size to fit in"):
+    with pytest.raises(memory.ReportError, match="no size to compare with"):
         memory.assert_fits(report)
     assert memory.assert_fits(programs.scan()).fits
 
