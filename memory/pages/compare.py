@@ -35,7 +35,7 @@ COLUMNS = {
     "peak_bytes": ("peak", "bytes"), "allocated_bytes": ("allocated", "bytes"), "temp_bytes": ("temp", "bytes"),
     "host_bytes": ("host", "bytes"), "residual_bytes": ("residuals", "bytes"),
     "recompute_flops_fraction": ("recomputed", "share"), "hfu_over_mfu": ("HFU/MFU", "ratio"),
-    "kernel_recompute_flops": ("kernels' own", "flops"), "compile_seconds": ("compile", "seconds"),
+    "kernel_recompute_flops": ("recomputed in kernels", "flops"), "compile_seconds": ("compile", "seconds"),
     "predicted_step_seconds": ("predicted step", "seconds"),
     "step_seconds": ("step", "seconds"), "tokens_per_s": ("tokens/s", "count"),
     "real_bytes": ("measured peak", "bytes"),
