@@ -1,19 +1,20 @@
-"""From a budget to the configuration to run: the tuning flow, walked by compiling.
+"""From a budget to the configuration to run: the usual tuning steps, each variant compiled.
 
-A bf16 baseline; where it does not fit, the least recomputation; where that does not, tensors and then state in host
-memory; last, if allowed, a narrower arithmetic. Of what fits, the micro-batch is raised while that is predicted to pay,
-and micro-batches are accumulated to the asked batch. Meshes are judged by the step that recomputes everything: its
-predicted time without the recomputation is what no plan on that mesh can beat.
+The walk begins with a bf16 baseline. Where that does not fit, it looks for the least recomputation that does; where
+none does, it moves tensors and then state to host memory; last, if allowed, it narrows the arithmetic. Of what fits it
+raises the micro-batch while that is predicted to pay, and accumulates micro-batches to the batch asked for. Meshes are
+compared by the step that recomputes everything: without the recomputation, its predicted time is a lower bound for
+every plan on that mesh.
 
 The JSON of a fit has these keys (sizes are bytes on ONE device):
 
-- `best`: null where nothing fits, else a row of `memory.plan.rows` with `flags`, what to add to the command line.
+- `best`: a row of `memory.plan.rows` with `flags`, what to add to the command line; null where nothing fits.
 - `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_step_seconds`,
   `recompute_flops_fraction`, `fits` and `verdict`; null where a variant cannot run.
-- `certificate`: null where something fits, else the tightest variant: `keys`, `flags`, `what`, `allocated_bytes`,
-  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`.
-- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `target`, `versions`; `programs`: compiled, cached ones aside;
-  `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
+- `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
+  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `target`, `versions`; `programs`: how many were compiled, those
+  in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
 from bytescope.memory.remat.search import EVEN, FULL, NONE, TIE, Search, Tried
 from bytescope.memory.units import human
 
-# Compiles of one search for a plan, and of neighbours of the choice that are looked at.
+# At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4
-# A mesh may save so much more of its recomputation's time than the one that saved least.
+# Meshes differ at most by this factor in the share of the recomputation's time that keeping tensors saves.
 ALIKE = 1.05
-# Meshes that are squeezed further where recomputation is not enough on any.
+# So many meshes are squeezed further where recomputation is not enough on any.
 MOST_MESHES = 2
 
 
@@ -47,22 +48,27 @@ class Walk:
     """The search. `run` walks to the end or until it is stopped; `best` is then the choice.
 
     Args:
-        trials: compiles. space: what may be tried. budget: bytes on one device. tell: is told each step as it is done.
+        trials: compiles the variants. space: what may be tried. budget: bytes on one device.
+        show: called with each step as it is done.
+
+    Attributes:
+        steps: what was tried, in order. best: the fastest that fits, None for none.
+        tightest: the step nearest to the budgets. stopped: why the walk ended early, "". seconds: how long it took.
     """
 
-    def __init__(self, trials: Trials, space: Space, budget: int, tell: Callable[[Step], None] = lambda step: None):
-        self.trials, self.space, self.budget, self._tell = trials, space, budget, tell
+    def __init__(self, trials: Trials, space: Space, budget: int, show: Callable[[Step], None] = lambda step: None):
+        self.trials, self.space, self.budget, self._show = trials, space, budget, show
         self.steps: list[Step] = []
         self.best: Step | None = None
         self.tightest: Step | None = None
         self.stopped = ""
-        self._saved = 1.0
+        self._saved_share = 1.0  # of the recomputation's time, where nothing is recomputed; the least seen so far
         self._search: Search | None = None
         self._plan: Plan | None = None
         self._began, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
-        """Walks; `stopped` says why it ended early."""
+        """Walks to the end; `stopped` says why it ended early."""
         try:
             self._walk()
         except Stopped as reason:
@@ -73,8 +79,11 @@ class Walk:
 
     # ---- one variant -------------------------------------------------------------------------------------------
 
-    def note(self, stage: str, keys: Mapping[str, str], answer: Mapping[str, Any], plan: str = "") -> Step:
-        """Writes a variant into the walk, and down as the best or the tightest if it is."""
+    def record(self, stage: str, keys: Mapping[str, str], answer: Mapping[str, Any], plan: str = "") -> Step:
+        """Adds a variant to the walk, once; it becomes `best` or `tightest` if it is. Returns its step.
+
+        answer: the worker's. plan: what it keeps, in words.
+        """
         known = next((step for step in self.steps if step.keys == keys), None)
         if known is not None:
             return known
@@ -84,39 +93,49 @@ class Walk:
         else:
             step = self._judged(stage, what, keys, answer)
         self.steps.append(step)
-        self._tell(step)
+        self._show(step)
         return step
 
     def _judged(self, stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any]) -> Step:
+        """The step of a variant that runs, compared with the budgets and with the best so far."""
         over = answer["allocated_bytes"] - self.budget
-        host = answer["host_bytes"] - self.trials.host_budget
+        host_over = answer["host_bytes"] - self.trials.host_budget
         seconds = Row.of({}, answer).predicted_step_seconds
-        fits = over <= 0 and host <= 0
-        verdict = f"{human(over)} over" if over > 0 else f"host {human(int(host))} over" if host > 0 else ""
-        step = Step(stage, what, keys, answer, fits, verdict, seconds)
-        if fits:
+        better = False
+        if over > 0:
+            verdict = f"{human(over)} over"
+        elif host_over > 0:
+            verdict = f"host {human(int(host_over))} over"
+        else:
             better = self.best is None or seconds < self.best.seconds
-            step = dataclasses.replace(step, verdict="fits, fastest so far" if better else "fits")
-            self.best = step if better else self.best
-        if self.tightest is None or max(over, 0) + max(host, 0) < self._missing(self.tightest):
+            verdict = "fits, fastest so far" if better else "fits"
+        step = Step(stage, what, keys, answer, over <= 0 and host_over <= 0, verdict, seconds)
+        if better:
+            self.best = step
+        if self.tightest is None or self._missing(step) < self._missing(self.tightest):
             self.tightest = step
         return step
 
     def _missing(self, step: Step) -> float:
+        """Bytes that a step lacks, on the device and on the host together."""
         return (max(step.allocated - self.budget, 0)
                 + max(step.answer["host_bytes"] - self.trials.host_budget, 0))
 
     def _try(self, stage: str, variants: Sequence[Mapping[str, str]], plan: str = "") -> list[Step]:
-        return self._together([(stage, keys, plan) for keys in variants])
+        """Compiles variants of one stage and plan together."""
+        return self._try_all([(stage, keys, plan) for keys in variants])
 
-    def _together(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
-        """Compiles variants at once, each with its stage and its plan in words. Of a search that is stopped, those
-        that were finished are written down too."""
+    def _try_all(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
+        """Compiles (stage, keys, plan in words) together. When the search is stopped, those that were finished are
+        recorded too."""
+        steps = []
         try:
             self.trials.compile([keys for _, keys, _ in tries])
         finally:
-            done = [(stage, keys, self.trials.done(keys), plan) for stage, keys, plan in tries]
-            steps = [self.note(*one) for one in done if one[2] is not None]
+            for stage, keys, plan in tries:
+                answer = self.trials.done(keys)
+                if answer is not None:
+                    steps.append(self.record(stage, keys, answer, plan))
         return steps
 
     # ---- the walk ----------------------------------------------------------------------------------------------
@@ -128,17 +147,17 @@ class Walk:
         if "remat" not in space.levers:
             self._without_remat(base, meshes)
             return
-        least = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
-        self._together([("baseline", {**first, **remat_keys(NONE)}, NONE),
-                        *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in least)])
+        smallest = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
+        self._try_all([("baseline", {**first, **remat_keys(NONE)}, NONE),
+                       *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in smallest)])
         for squeeze in space.squeezes():
             self._squeezed(squeeze, base, meshes)
             if self.best is not None:
                 self._neighbours()
                 return
-            # What a squeeze saves is least where least is held: the other meshes need not be tried again.
-            held = [step for step in self.steps if step.ok and step.stage == "mesh"]
-            small = sorted(held, key=lambda step: step.allocated)[:MOST_MESHES]
+            # Only the smallest meshes are squeezed further: the others hold more.
+            ran = [step for step in self.steps if step.ok and step.stage == "mesh"]
+            small = sorted(ran, key=lambda step: step.allocated)[:MOST_MESHES]
             meshes = [mesh for mesh in meshes if any(mesh.items() <= step.keys.items() for step in small)] or meshes
 
     def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
@@ -153,85 +172,99 @@ class Walk:
         ranked = sorted((self._bound(step), number) for number, step in enumerate(steps)
                         if step.ok and self._can_fit(step, squeeze))
         # Meshes are compared at their smallest micro-batch: a larger one pays on all of them.
-        even = math.inf if self.best is None else self.best.seconds
+        to_beat = math.inf if self.best is None else self.best.seconds
         for bound, number in ranked:
             mesh, start = starts[number]
-            if bound < even * (1 - TIE) or (self.best is not None and _same(self.best.keys, start)):
-                even = min(even, self._raise(squeeze, base, mesh, even))
+            if bound < to_beat * (1 - TIE) or (self.best is not None and _same(self.best.keys, start)):
+                to_beat = min(to_beat, self._grow_micro_batch(squeeze, base, mesh, to_beat))
 
     def _can_fit(self, step: Step, squeeze: Squeeze) -> bool:
-        """Whether a plan may fit where this one, which recomputes everything, is: it does, or what it keeps can go."""
+        """Whether a plan may fit on the mesh of `step`, which recomputes everything: it fits itself, or it would with
+        the block inputs it keeps in host memory."""
+        if step.fits:
+            return True
         over = step.allocated - self.budget
         room = self.trials.host_budget - step.answer["host_bytes"]
-        return step.fits or (squeeze.activations and over <= step.answer["residual_bytes"] and max(over, 0) <= room)
+        return squeeze.activations and over <= step.answer["residual_bytes"] and max(over, 0) <= room
 
     def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
+        """Micro-batches to try on a mesh, smallest first."""
         sizes = self.space.micros(mesh)
-        return [size for size in sizes if self.space.sequences == size * self.space.ranks(mesh)] \
-            if squeeze.whole else sizes
+        if squeeze.whole:
+            sizes = [size for size in sizes if self.space.sequences == size * self.space.ranks(mesh)]
+        return sizes
 
     def _bound(self, step: Step) -> float:
-        """Seconds of an update that no plan on the same mesh with the same micro-batch is expected to beat: nothing
-        recomputed, what is kept moved as elsewhere."""
-        return step.seconds - min(self._saved * ALIKE, 1.0) * self._recomputed(step)
+        """Seconds per update that no plan with the same mesh and micro-batch is expected to beat: those of `step`,
+        which recomputes everything, without its recomputation."""
+        return step.seconds - min(self._saved_share * ALIKE, 1.0) * self._recompute_seconds(step)
 
-    def _recomputed(self, step: Step) -> float:
+    def _recompute_seconds(self, step: Step) -> float:
         by_phase = roofline.seconds(step.answer["work"], self.trials.rates).by_phase
         return by_phase["recompute"] * step.answer["calls_per_update"]
 
-    def _learn(self, full: Step, least: Step) -> None:
-        """Notes what share of the recomputation's time is saved where nothing is recomputed: keeping takes time too."""
-        again = self._recomputed(full)
-        if again and not least.answer["recompute_flops_fraction"]:
-            self._saved = min(self._saved, (full.seconds - least.seconds) / again)
+    def _update_saved_share(self, full: Step, plan: Step) -> None:
+        """Learns from a plan that recomputes nothing what share of `full`'s recomputation time that saved: keeping
+        tensors takes time too."""
+        recompute = self._recompute_seconds(full)
+        if recompute and not plan.answer["recompute_flops_fraction"]:
+            self._saved_share = min(self._saved_share, (full.seconds - plan.seconds) / recompute)
 
-    def _raise(self, squeeze: Squeeze, base: Keys, mesh: Keys, even: float) -> float:
-        """The least recomputation for one micro-batch after the other, while the larger one pays.
+    def _grow_micro_batch(self, squeeze: Squeeze, base: Keys, mesh: Keys, to_beat: float) -> float:
+        """The least recomputation for one micro-batch after the other, as long as the larger one pays.
 
-        even: seconds that the smallest one has to beat. Returns what that came to, infinity where nothing fits.
+        to_beat: seconds per update that the smallest micro-batch has to beat. Returns what that took, infinity where
+        nothing fits.
         """
-        came_to: list[float] = []
+        found: list[float] = []  # seconds per update, one for each micro-batch
         for size in self._sizes(squeeze, mesh):
             keys = {**base, **mesh, **self.space.batch(mesh, size), **squeeze.keys}
             full = self._try("micro", [{**keys, **remat_keys(FULL)}], FULL)[0]
             if not full.ok or not self._can_fit(full, squeeze):
                 break
             best = self.best
-            if self._bound(full) < (even if best is None or not came_to else best.seconds) * (1 - TIE):
-                seconds = self._least(keys, squeeze.activations)
-            else:  # no plan is better, but the best may be of this very micro-batch, with nothing recomputed
-                seconds = best.seconds if best is not None and _same(best.keys, keys) else None
-            if seconds is None or (came_to and seconds >= came_to[-1] * (1 - TIE)):
+            limit = best.seconds if found and best is not None else to_beat
+            if self._bound(full) < limit * (1 - TIE):
+                seconds = self._least_recomputation(keys, squeeze.activations)
+            elif best is not None and _same(best.keys, keys):  # the best has this very micro-batch already
+                seconds = best.seconds
+            else:
                 break
-            came_to.append(seconds)
-        return came_to[0] if came_to else math.inf
+            if seconds is None or (found and seconds >= found[-1] * (1 - TIE)):
+                break
+            found.append(seconds)
+        return found[0] if found else math.inf
 
-    def _least(self, keys: Keys, activations: bool) -> float | None:
-        """Predicted seconds of the least recomputation of a variant, None where no plan fits."""
-        def tell(tried: Tried) -> None:
-            asked = {**keys, **tried.plan.keys()}
-            self.note("remat", asked, self.trials.compile([asked])[0], str(tried.plan))
+    def _least_recomputation(self, keys: Keys, activations: bool) -> float | None:
+        """Predicted seconds per update of a variant with the least recomputation that fits, None where no plan does.
+
+        activations: whether tensors of blocks may go to host memory.
+        """
+        def record(tried: Tried) -> None:
+            variant = {**keys, **tried.plan.keys()}
+            self.record("remat", variant, self.trials.compile([variant])[0], str(tried.plan))
 
         try:
-            search = self.trials.search(keys, offload=activations, tell=tell)
+            search = self.trials.search(keys, offload=activations, tell=record)
         except ReportError as error:  # it compiles, but nothing is known of its blocks
-            self.note("remat", keys, {"status": str(error)}, "what to keep")
+            self.record("remat", keys, {"status": str(error)}, "what to keep")
             return None
         found = search.run(self.budget, most=MOST_PLANS, at_once=2).best
         if found is None:
             return None
         chosen = {**keys, **found.plan.keys()}
-        # Predictions within TIE are even: the search prefers the plan that recomputes less, and so do we.
+        # Predictions closer than TIE count as equal: then the plan that recomputes less is the better one.
         step = next(step for step in self.steps if step.keys == chosen)
         if self.best is not None and step.seconds <= self.best.seconds * (1 + TIE) and _same(self.best.keys, keys):
             self.best = step
         if self.best is not None and self.best.keys == chosen:
             self._search, self._plan = search, found.plan
-        self._learn(next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)}), step)
+        full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
+        self._update_saved_share(full, step)
         return step.seconds
 
     def _without_remat(self, base: Keys, meshes: Sequence[Keys]) -> None:
-        """The same with the policy of the config: meshes and micro-batches alone."""
+        """The walk without the lever `remat`: meshes and micro-batches, under the config's own policy."""
         for squeeze in self.space.squeezes():
             for mesh in meshes:
                 before: float | None = None
@@ -245,16 +278,16 @@ class Walk:
                 return
 
     def _neighbours(self) -> None:
-        """Looks whether one name more would fit and be faster; goes on from there if so."""
+        """Tries plans that keep one more name than the best; goes on from there if one fits and is faster."""
         for _ in range(MOST_NEIGHBOURS):
             before = self.best
             if self._search is None or not self._plan.keys().items() <= self.best.keys.items():
                 return
-            self._one_name_more(self._search, self._plan)
+            self._try_one_more_name(self._search, self._plan)
             if self.best is before:
                 return
 
-    def _one_name_more(self, search: Search, plan: Plan) -> None:
+    def _try_one_more_name(self, search: Search, plan: Plan) -> None:
         keys = {key: text for key, text in self.best.keys.items() if not key.startswith(REMAT)}
         block, rates = search.problem.block, search.problem.rates
         more = []
@@ -264,15 +297,18 @@ class Walk:
                 more.append(other)
         more = [other for other in sorted(more, key=search.cost) if search.predict(other) <= self.budget]
         variants = [{**keys, **other.keys()} for other in more[:MOST_NEIGHBOURS]]
-        for other, asked, answer in zip(more, variants, self.trials.compile(variants)):
-            if self.note("neighbour", asked, answer, str(other)) is self.best:
+        for other, variant, answer in zip(more, variants, self.trials.compile(variants)):
+            if self.record("neighbour", variant, answer, str(other)) is self.best:
                 self._plan = other
 
-    # ---- what it came to ---------------------------------------------------------------------------------------
+    # ---- the result --------------------------------------------------------------------------------------------
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
                 measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The fit as JSON values (see the module). `flags`: the words of the command line for some keys."""
+        """The fit as JSON values; see the module for the keys.
+
+        flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run.
+        """
         best, certificate, host = None, None, self.trials.host_budget
         if self.best is not None:
             row = Row.of(dict(self.best.keys), self.best.answer)
@@ -289,5 +325,5 @@ class Walk:
 
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:
-    """Whether two sets of keys differ in recomputation alone."""
+    """Whether `keys` are those of a variant, but for remat."""
     return {key: text for key, text in keys.items() if not key.startswith(REMAT)} == dict(variant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from bytescope.memory.config_keys import (
@@ -24,6 +24,7 @@ from bytescope.memory.config_keys import (
     MESH_TENSOR,
     MODEL_N_HEADS,
     MODEL_N_KV_HEADS,
+    OFFLOAD,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAMS,
     OPTIMIZER_CLIP,
@@ -36,16 +37,17 @@ from bytescope.memory.errors import ReportError
 
 Keys = dict[str, str]
 
+# Lever -> what it changes.
 LEVERS: Mapping[str, str] = {
     "remat": "what blocks keep (remat.*)",
-    "micro": "sequences of a rank at once (batch.micro)",
-    "accumulation": "micro-batches of an update, within one step (batch.tokens, batch.mode)",
+    "micro": "sequences per rank and micro-batch (batch.micro)",
+    "accumulation": "micro-batches per update, within one step (batch.tokens, batch.mode)",
     "offload": "activations, optimizer state and parameters in host memory",
     "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: the arithmetic changes",
     "sharding": "the mesh",
 }
 
-# A key of the command line holds everywhere: the lever that would change it is none.
+# Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
 HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
 
 ONE_AXIS = {MESH_DATA: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1", MESH_SEQUENCE_PARALLEL: "false"}
@@ -53,8 +55,13 @@ ONE_AXIS = {MESH_DATA: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1", MESH_SEQUENCE_P
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """A way to make a step smaller beside recomputation. `levers`: which allow it; `keys`: what it sets; `activations`:
-    tensors of blocks may go to host memory; `whole`: it takes the global batch at once, without accumulation."""
+    """A way to make a step smaller in addition to recomputation.
+
+    Fields:
+        what: in words. levers: all of these have to be allowed. keys: what it sets.
+        activations: whether tensors of blocks may go to host memory.
+        whole: whether the whole batch of an update has to be one micro-batch, without accumulation.
+    """
 
     what: str
     levers: tuple[str, ...] = ()
@@ -71,13 +78,13 @@ _FUSED = {OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}
 # In the order in which they are tried: what costs transfers before what changes the arithmetic.
 SQUEEZES = (
     Squeeze("recomputation"),
-    Squeeze("activations on the host", ("offload",), {}, True),
-    Squeeze("optimizer state on the host", ("offload",), _MOMENTS, True),
-    Squeeze("optimizer state and parameters on the host", ("offload",), _STATE, True, True),
+    Squeeze("activations in host memory", ("offload",), {}, True),
+    Squeeze("optimizer state in host memory", ("offload",), _MOMENTS, True),
+    Squeeze("optimizer state and parameters in host memory", ("offload",), _STATE, True, True),
     Squeeze("8-bit moments", ("precision",), _BYTES),
-    Squeeze("8-bit moments and parameters on the host", ("precision", "offload"), {**_BYTES, **_STATE}, True, True),
+    Squeeze("8-bit moments and parameters in host memory", ("precision", "offload"), {**_BYTES, **_STATE}, True, True),
     Squeeze("16-bit parameters, 8-bit moments", ("precision",), {**_NARROW, **_BYTES}),
-    Squeeze("16-bit parameters updated inside the backward pass, moments on the host", ("precision", "offload"),
+    Squeeze("16-bit parameters updated inside the backward pass, moments in host memory", ("precision", "offload"),
             {**_NARROW, **_FUSED, **_MOMENTS}, True, True),
     Squeeze("16-bit parameters updated inside the backward pass, Adafactor", ("precision",),
             {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"}, False, True),
@@ -89,9 +96,9 @@ class Space:
     """The variants of one config that a fit may try.
 
     Fields:
-        flat: the config as given, dotted key -> value. given: keys of the command line; they hold everywhere.
-        levers: names of LEVERS. n_devices, per_host: of the target. tokens: of one update, over all devices.
-        narrow: whether the target has units for 16-bit products.
+        flat: the config as given, dotted key -> value. given: keys of the command line; no variant changes them.
+        levers: names of LEVERS. n_devices, per_host: devices of the target, and of one of its hosts.
+        tokens: per update, over all devices. narrow: whether the target has units for 16-bit products.
     """
 
     flat: Mapping[str, Any]
@@ -104,12 +111,12 @@ class Space:
 
     @property
     def sequences(self) -> int:
-        """Of one update."""
+        """Sequences per update, over all devices."""
         return self.tokens // self.flat[DATA_SEQ_LEN]
 
     def meshes(self) -> list[Keys]:
-        """The meshes to try, the config's own first: ZeRO-3 over all, hosts as replicas, the other strategies, and
-        tensor parallelism within a host."""
+        """The meshes to try, as keys, the config's own ({}) first: ZeRO-3 over all devices, hosts as replicas, the
+        other strategies, and tensor parallelism within a host. Those that cannot have the batch are left out."""
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, [{}]
@@ -128,7 +135,7 @@ class Space:
         return [keys for keys in different.values() if self.micros(keys)]
 
     def _axes(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Sizes of the mesh's axes without -1, and its strategy, which is the same for any where nothing is shared."""
+        """Sizes of the mesh's axes without -1, and its strategy: "ddp" wherever nothing is sharded."""
         def value(name: str) -> Any:
             text = keys.get(MESH + name)
             return self.flat[MESH + name] if text is None else text
@@ -141,18 +148,18 @@ class Space:
                 "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false"}
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
-        """Data-parallel ranks of a mesh."""
+        """Data-parallel ranks of a mesh, given as keys."""
         axes = self._axes(mesh)
         return axes["data"] * axes["fsdp"]
 
     def micros(self, mesh: Mapping[str, str]) -> list[int]:
-        """Micro-batches that divide the update on a mesh, smallest first; () for a mesh that cannot have it."""
+        """Micro-batches that divide the update on a mesh, smallest first; [] for a mesh that cannot have the batch."""
         ranks = self.ranks(mesh)
         if self.sequences % ranks:
             return []
         each = self.sequences // ranks
         if "accumulation" not in self.levers:
-            steps = _steps(self.flat)
+            steps = self.flat[BATCH_ACCUMULATION]
             sizes = [each // steps] if each % steps == 0 else []
         else:
             sizes = [size for size in range(1, each + 1) if each % size == 0]
@@ -160,41 +167,40 @@ class Space:
         return sizes if "micro" in self.levers else [size for size in sizes if size == own]
 
     def batch(self, mesh: Mapping[str, str], micro: int) -> Keys:
-        """The keys of a micro-batch: accumulated within one step, which holds one accumulator and updates once."""
+        """The keys of a micro-batch on a mesh. It is accumulated within one step, which holds one accumulator and
+        updates once."""
         steps = self.sequences // (self.ranks(mesh) * micro)
         keys = {BATCH_MICRO: str(micro), BATCH_TOKENS: "0", BATCH_ACCUMULATION: str(steps)}
         return keys if BATCH_MODE in self.given or steps == 1 else {**keys, BATCH_MODE: "scan"}
 
     def squeezes(self) -> list[Squeeze]:
-        """Those that the levers allow and no given key contradicts; none swaps AdamW in for another optimizer."""
+        """The squeezes that the levers allow and no given key contradicts; none replaces an optimizer other than
+        AdamW."""
         adam = str(self.flat[OPTIMIZER_NAME]).startswith("adamw")
         return [squeeze for squeeze in SQUEEZES if set(squeeze.levers) <= self.levers
                 and not self.given.intersection(squeeze.keys) and (adam or OPTIMIZER_NAME not in squeeze.keys)]
 
     def baseline(self) -> Keys:
-        """bf16 compute over float32 masters, where the config asks for float32 throughout and precision is free."""
+        """The keys of every variant: bf16 compute over float32 master parameters, where the config is float32
+        throughout and the lever `precision` is free; else none."""
         wide = self.flat[PRECISION_PRESET] == "fp32" and PRECISION_PRESET not in self.given
         return {PRECISION_PRESET: "bf16"} if wide and self.narrow and "precision" in self.levers else {}
 
 
-def _steps(flat: Mapping[str, Any]) -> int:
-    return flat[BATCH_ACCUMULATION]
-
-
 def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Data-parallel ranks of a config on so many devices."""
+    """Data-parallel ranks of a config, dotted key -> value, on so many devices."""
     return Space(flat, frozenset(), frozenset(), n_devices, n_devices, 0).ranks({})
 
 
 def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Tokens of one update of a config, over all devices."""
+    """Tokens per update of a config, dotted key -> value, over all devices."""
     if flat[BATCH_TOKENS]:
         return flat[BATCH_TOKENS]
     return flat[BATCH_MICRO] * flat[BATCH_ACCUMULATION] * ranks_of(flat, n_devices) * flat[DATA_SEQ_LEN]
 
 
 def choose(text: str | None) -> frozenset[str]:
-    """The levers of `a,b,c`, all of them for None. Raises ReportError for one that does not exist."""
+    """The levers named in `a,b,c`, all of them for None. Raises ReportError for one that does not exist."""
     names = list(LEVERS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in LEVERS:
@@ -204,9 +210,17 @@ def choose(text: str | None) -> frozenset[str]:
 
 def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[str], n_devices: int, per_host: int,
              tokens: int | None, narrow: bool = True) -> Space:
-    """The space of a config on a target. Raises ReportError for a batch that no mesh of it can have."""
+    """The space of a config on a target.
+
+    Args:
+        flat: the config, dotted key -> value. given: keys of the command line. levers: names of LEVERS.
+        n_devices, per_host: devices of the target, and of one of its hosts.
+        tokens: per update, None for the config's. narrow: whether the target has units for 16-bit products.
+
+    Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
+    """
     if flat[BATCH_ACCUMULATION_SCHEDULE]:
-        raise ReportError(f"{BATCH_ACCUMULATION_SCHEDULE}: a fit looks for one batch; fit the largest with "
+        raise ReportError(f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
                           "--batch-tokens, and give the schedule when training")
     length = flat[DATA_SEQ_LEN]
     tokens = tokens or tokens_of(flat, n_devices)
@@ -215,24 +229,33 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
     levers -= {lever for start, lever in HELD.items() if any(key.startswith(start) for key in given)}
     space = Space(flat, frozenset(given), levers, n_devices, per_host, tokens, narrow)
     if not space.meshes() or not any(map(space.micros, space.meshes())):
-        ranks = space.ranks({})
-        fixed = {BATCH + name: flat[BATCH + name] for name in ("micro", "accumulation") if name not in levers}
-        kept = " and ".join(f"{key}={value}" for key, value in fixed.items())
-        least = ranks * length * math.prod(fixed.values())
-        raise ReportError(f"{tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
-                          + f" with {kept}" * bool(kept)
-                          + f": give --batch-tokens={least}" + " or a multiple" * (len(fixed) < 2))
+        raise ReportError(_indivisible(space))
     return space
 
 
+def _indivisible(space: Space) -> str:
+    """What to say of a batch that no mesh can have: the value, and the nearest that works."""
+    ranks = space.ranks({})
+    fixed = {BATCH + name: space.flat[BATCH + name] for name in ("micro", "accumulation") if name not in space.levers}
+    works = ranks * space.flat[DATA_SEQ_LEN] * math.prod(fixed.values())
+    text = f"{space.tokens} tokens are {space.sequences} sequences, which do not divide over {ranks} ranks"
+    if fixed:
+        text += f" with {' and '.join(f'{key}={value}' for key, value in fixed.items())}"
+    text += f": give --batch-tokens={works}"
+    return text if len(fixed) == 2 else f"{text} or a multiple"
+
+
 def words(keys: Mapping[str, str], space: Space) -> str:
-    """A variant in a few words: mesh, batch, squeezes."""
+    """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
     axes = space._axes(keys)
-    sizes = " x ".join(f"{axis} {axes[axis]}" for axis in ("data", "fsdp", "context", "tensor") if axes[axis] > 1)
-    parts: Sequence[str] = (
-        (f"{axes['strategy']} {sizes}" if axes["data"] * axes["fsdp"] * axes["context"] > 1 else sizes) or "one device",
-        f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}",
-        *(f"{key.rpartition('.')[2]}={value}" if key.startswith("precision") or key.endswith("name")
-          else key for key, value in keys.items()
-          if key.partition(".")[0] in ("offload", "precision", "optimizer") and key != OPTIMIZER_CLIP))
+    mesh = " x ".join(f"{axis} {axes[axis]}" for axis in ("data", "fsdp", "context", "tensor") if axes[axis] > 1)
+    if axes["data"] * axes["fsdp"] * axes["context"] > 1:
+        mesh = f"{axes['strategy']} {mesh}"
+    parts = [mesh or "one device",
+             f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}"]
+    for key, value in keys.items():
+        if key in (PRECISION_PRESET, OPTIMIZER_NAME):
+            parts.append(f"{key.rpartition('.')[2]}={value}")
+        elif key.startswith((OFFLOAD, OPTIMIZER_FUSED_BACKWARD)):
+            parts.append(key)
     return ", ".join(parts)

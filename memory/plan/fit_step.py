@@ -1,4 +1,4 @@
-"""One variant that a fit tried, and what came of it."""
+"""One variant that a fit tried, and its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One variant of the walk: `stage` and `what` in words, its keys, and the worker's answer."""
+    """One variant of the walk.
+
+    Fields:
+        stage: a key of `memory.text.fit.STAGES`. what: the variant in words. keys: dotted key -> text.
+        answer: the worker's (`memory.plan.worker`); its `status` is "ok", or why the variant cannot run.
+        fits: within the budgets of device and host. verdict: that, or what is missing, in a few words.
+        seconds: per update, predicted; None for a variant that cannot run.
+    """
 
     stage: str
     what: str
@@ -21,19 +28,25 @@ class Step:
 
     @property
     def ok(self) -> bool:
+        """Whether the variant runs, so that it has figures."""
         return self.answer["status"] == "ok"
 
     @property
     def allocated(self) -> int:
+        """Allocated bytes on one device, 0 for a variant that cannot run."""
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
+        """The step as a row of a fit's `walk` (see `memory.plan.fit`)."""
         return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
                 **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
                 "predicted_step_seconds": self.seconds, "fits": self.fits, "verdict": self.verdict}
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
-        """What a fit says of its tightest variant where nothing fits: what is in it, and what is missing."""
+        """The step as a fit's `certificate`, where nothing fits: what it holds, and what is missing.
+
+        flags: what runs it. budget, host_budget: bytes of one device and of its share of host memory.
+        """
         return {"keys": dict(self.keys), "flags": flags, "what": self.what, "allocated_bytes": self.allocated,
                 "missing_bytes": max(self.allocated - budget, 0), "host_bytes": self.answer["host_bytes"],
                 "host_missing_bytes": int(max(self.answer["host_bytes"] - host_budget, 0)),
