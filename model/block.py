@@ -18,7 +18,7 @@ from bytescope.model.remat.tile import count_tiles, tiled
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245); the kernel is a table row."""
+    """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245); the kernel is a row of KERNELS."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.again = config, precision, place, False
@@ -37,7 +37,7 @@ class Attention(nnx.Module):
             self.b_o = param(None, (D,), ("d_model",), dtype)
 
     def project(self, x_BLD: jax.Array) -> list[jax.Array]:
-        """Queries [B,L,H,K], keys and values [B,L,G,K]."""
+        """Queries [B, L, H, K], keys and values [B, L, G, K], in the compute dtype and before rotation."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
         for which, y_BLHK in zip(weights, self._enter(x_BLD, weights)):
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
                      matmul=self.precision.matmul, name="attn_norm")
 
     def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values as the attention core reads them."""
+        """Queries, keys and values as the attention core reads them: as `project` has them, rotated."""
         config = self.config
         with jax.named_scope("qkv"):
             q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD)
@@ -69,7 +69,7 @@ class Attention(nnx.Module):
         """The kernel's context [B, L, H, K]."""
         config = self.config
         with jax.named_scope("core"):
-            # The kernel itself tags its result `context`: one with its own gradient must do it inside.
+            # The kernel itself tags its result `context`: one with its own gradient must do so inside.
             if ring := self.place.ring:
                 context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, ring=ring, chunk=config.attention_chunk)
             else:
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
         """What attention adds to the residual stream, [B, L, D]."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
-            # The gradient of every kernel but the naive one reads its own result: it is kept wide already.
+            # The gradient of every kernel but the naive one reads its own result, so that is kept wide already.
             name = "context" if config.attention == "naive" and not self.place.ring else ""
             y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again,
                           matmul=self.precision.matmul, name=name, out="attn_out")
@@ -92,7 +92,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """GELU or gated (SwiGLU) feed-forward layer, by `config.mlp`."""
+    """GELU or gated (SwiGLU) feed-forward layer, by `config.mlp`: [B, L, D] to what it adds to the residual stream."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.again = config, precision, place, False
@@ -171,24 +171,24 @@ class Block(nnx.Module):
             return x_BCD + y_BCD if key_B is None else y_BCD
 
         y_BLD = tiled(run, (self.norm_mlp, self.mlp), x_BLD, tiles, self.place, self.precision.compute)
-        # A mask is drawn for whole sequences, so that tiles do not change it.
+        # The mask is drawn for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
     def gather_again(self, again: bool) -> "Block":
-        """This block, its parameters gathered anew for the backward pass or not (`contract`)."""
+        """This block, set to gather its parameters again in the backward pass or not (`again` of `layers.enter`)."""
         self.attention.again = self.mlp.again = again
         return self
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None) -> jax.Array:
-        """The block's output, [B, L, D]."""
+        """The block's output [B, L, D] for the residual stream `x_BLD`; `key_B`: dropout keys, None for no dropout."""
         return self._feed(self._attend(x_BLD, key_B), key_B)
 
 
-Read = Callable[[], Block]  # a block, its parameters read where it is called
+Read = Callable[[], Block]  # gives the block; its parameters are read where it is called
 
 
 def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-    # The name is inside the checkpoint: what is outside is an input of it, and no policy can move those.
+    # The name is inside the checkpoint: outside it would be an input, and no policy can move those.
     return wrap(lambda x, key: read()(tag(x, "block_in"), key))(x_BLD, key_B)
 
 
@@ -198,8 +198,8 @@ def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None
 
 
 def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-    # A kernel whose residuals no name reaches (cuDNN's) stays outside, or keeping its output would not
-    # keep it from running again.
+    # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
+    # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")
     context_BLHK = read()._core(*wrap(lambda x: read()._inputs(x))(x_BLD), key_B)
 
@@ -210,5 +210,5 @@ def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array 
     return wrap(rest)(x_BLD, context_BLHK, key_B)
 
 
-# How a block is cut into pieces, each with a `wrap` (a checkpoint, say) around it.
+# How a block is cut into pieces, each with a `wrap`, such as a checkpoint, around it.
 CUTS = {"block": _whole, "parts": _parts, "around_core": _around_core}

@@ -44,7 +44,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """From `config.model`: exactly the fields above."""
+        """From `config.model`: exactly the fields above.
+
+        Raises:
+          ValueError: a key too many or too few, or sizes that cannot be built.
+        """
         names = {f.name for f in dataclasses.fields(cls)}
         if set(values) != names:
             odd = ", ".join(sorted(set(values) ^ names))
@@ -65,14 +69,15 @@ class ModelConfig:
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
                 "every key/value head serves the same number of query heads")
         if self.unroll > 1 and not self.scan:
-            raise ValueError(f"model.unroll={self.unroll} with model.scan=false, which has no loop: set "
+            raise ValueError(f"model.unroll={self.unroll} with model.scan=false, which has no loop over layers: set "
                              "model.scan=true, or model.unroll=1")
         if self.mlp_chunk < 0:
-            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for all at once")
+            raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
         if self.position == "rope" and self.d_head % 2:
-            raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions turn pairs, give an even width")
+            raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an "
+                             "even width")
         if len(self.rope_scaling) not in (0, 4):
             raise ValueError(
                 f"model.rope_scaling={self.rope_scaling}: give () or (factor, low_frequency_factor, "

@@ -18,13 +18,17 @@ from bytescope.model.remat.offload import here, stored_like
 def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike,
           *, std: float = 0.0, fill: float = 0.0, pad: tuple[int, ...] = (),
           contracted: bool = False) -> nnx.Param:
-    """A parameter that knows its logical axes: normal with `std` if there is a key, else constant `fill`.
+    """A parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant `fill`.
 
-    `pad`: zeros after each dimension, beyond `shape`, that leave the values within it alone.
-    `contracted`: matrix products in the compute dtype are all that reads it.
+    Args:
+      pad: zeros to append to each dimension of `shape`.
+      contracted: whether nothing but matrix products in the compute dtype reads it.
+
+    Raises:
+      ValueError: as many axes as dimensions are needed.
     """
     if len(shape) != len(axes):
-        raise ValueError(f"parameter of shape {shape} has logical axes {axes}")
+        raise ValueError(f"parameter of shape {shape} with logical axes {axes}: give one axis per dimension")
     # Drawn in float32, so that every precision starts from the same values.
     value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):
@@ -52,11 +56,11 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def read(p: nnx.Param, dtype: DTypeLike, place: Placement) -> jax.Array:
-    """The parameter as the computation wants it: cast first, so that the gather moves the narrow dtype."""
+    """The parameter in `dtype`, gathered for the computation: cast first, so that the gather moves the narrow dtype."""
     return _gather(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
-# The tokens whose rows of the table are looked up, and what is made of them.
+# The logical axes of the tokens whose rows of the table are looked up.
 ROWS = ("table_batch", "table_length")
 
 
@@ -73,15 +77,15 @@ def _narrow_rows_backward(place, residuals, d_BLD):
     table_VD, tokens_BL = residuals
 
     def sums(d_BLD, tokens_BL, rows_V):
-        """The sum over a device's own tokens of its own rows; only then narrow, if devices send narrow ones."""
+        """The float32 sum over a device's own tokens of its own rows; narrowed after that, if devices send less."""
         row_BL = jnp.clip(tokens_BL, 0, table_VD.shape[0] - 1) - rows_V[0]
-        row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # below zero would count from the end
+        row_BL = jnp.where(row_BL < 0, rows_V.size, row_BL)  # a negative index would count from the end
         zeros_VD = jnp.zeros((rows_V.size, d_BLD.shape[-1]), jnp.float32)
         return (place.reduced(zeros_VD.at[row_BL].add(d_BLD.astype(jnp.float32), mode="drop")),)
 
     sums = place.own(sums, ((*ROWS, "table_width"), ROWS, ("vocab",)), (("vocab", "table_width"),), sums=(ROWS,))
     sums_VD, = sums(d_BLD, tokens_BL, jnp.arange(table_VD.shape[0]))
-    # Narrow from here on: left to itself the compiler keeps the wide one until the update reads it.
+    # Narrow from here on: without the barrier the compiler keeps the wide sum until the update reads it.
     return jax.lax.optimization_barrier(sums_VD.astype(table_VD.dtype)), None
 
 
@@ -89,8 +93,10 @@ _narrow_rows.defvjp(_narrow_rows_forward, _narrow_rows_backward)
 
 
 def look_up(table_VD: jax.Array, tokens_BL: jax.Array, place: Placement = HERE) -> jax.Array:
-    """Rows of the table, [B, L, D]. The gradient of a row is summed in float32 whatever the table's dtype: a frequent
-    token adds thousands of times to it."""
+    """Rows of the table for int32 tokens, [B, L, D] in the table's dtype.
+
+    The gradient of a row is summed in float32 whatever that dtype: a frequent token adds to it thousands of times.
+    """
     if jnp.dtype(table_VD.dtype).itemsize < 4:
         return _narrow_rows(table_VD, tokens_BL, place)
     return jnp.take(table_VD, tokens_BL, axis=0, mode="clip")
@@ -103,6 +109,7 @@ STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
+    """`x` with the sharding of the axes `here`, its gradient with that of the axes `back`."""
     return place(x_BLD, here)
 
 
@@ -119,7 +126,7 @@ _move.defvjp(_move_forward, _move_backward)
 
 
 def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """A product for each (name, spec); by the scope of that name a report tells what is compiled from them apart."""
+    """A product per (name, spec), each in a scope of that name: by it a report tells the compiled products apart."""
     out = []
     for (name, spec), weight in zip(specs, weights):
         with jax.named_scope(name):
@@ -157,10 +164,12 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
           matmul: str = "wide", name: str = "") -> tuple[jax.Array, ...]:
     """`einsum(spec, x, p)` of the residual stream with each named parameter, in the dtype of `x`: one gather for all.
 
-    `again`: what is kept for the gradient is `x` and the parameters as they are stored, gathered and cast again in
-    the backward pass. Autodiff would keep the gathered ones of every layer; inside a checkpoint it keeps them for
-    one layer anyway, and there a gather for the recomputation serves the gradient too. `matmul`: Precision's, settled;
-    products in fp8 keep `x` quantized, under checkpoint names that begin with `name`.
+    Args:
+      again: keep for the gradient `x` and the parameters as they are stored, and gather and cast them again in the
+        backward pass. Autodiff would keep the gathered ones of every layer. Inside a checkpoint it keeps them for one
+        layer only, and one gather serves the recomputation and the gradient.
+      matmul: "wide", or a row of PRODUCTS (model/fp8/products.py): such products keep `x` quantized.
+      name: with what the checkpoint names of the quantized `x` begin.
     """
     specs, axes = tuple((each, spec) for each in params), tuple(p.get_metadata()["axes"] for p in params.values())
     if matmul != "wide":
@@ -169,16 +178,17 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
                       tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values()))
     if again:
         return _again(specs, place, axes, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params.values()))
-    # Pinned where it comes from first: what a policy keeps is the divided one, not what the gather makes of it.
+    # Sharded as the stream first: what a policy keeps is the shard, not the result of the gather.
     within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     return _products(specs, within_BLD, [read(p, x_BLD.dtype, place) for p in params.values()])
 
 
 def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, matmul: str = "wide",
           name: str = "", out: str = "out") -> jax.Array:
-    """`einsum(spec, x, p)` [B, L, D] on its way back to the residual stream; keywords as in `enter`.
+    """`einsum(spec, x, p)` [B, L, D] in the dtype of `x`, back into the residual stream; keywords as in `enter`.
 
-    Without a name, products in fp8 keep `x` as it is: for one that something else keeps anyway.
+    Without a `name` products in fp8 keep `x` as it is, which is right where something else keeps it anyway. `out`: the
+    name of the scope that the product is in.
     """
     axes = p.get_metadata()["axes"]
     if matmul != "wide":
@@ -208,8 +218,8 @@ def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> j
     if not scaling:
         return frequency
     factor, low, high, original = scaling
-    wavelengths = original * frequency / (2 * math.pi)  # how often a pair turns within the original length
-    blend = jnp.clip((wavelengths - low) / (high - low), 0.0, 1.0)
+    rotations = original * frequency / (2 * math.pi)  # of a pair, within the original length
+    blend = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
     return frequency * (blend + (1 - blend) / factor)
 
 
@@ -222,8 +232,11 @@ def rotate(x_BLHK: jax.Array, positions_L: jax.Array, frequency: jax.Array) -> j
 
 
 def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) -> jax.Array:
-    """Inverted dropout with a key per sequence, so the mask of a sequence does not depend on how the
-    global batch is cut into micro-batches. The mask is kept as one byte an element under `mask_name`."""
+    """Inverted dropout of `x` [B, ...] with one key per sequence; `x` itself without keys or at rate 0.
+
+    The mask of a sequence does not depend on how the global batch is split into micro-batches. It is kept with one
+    byte per element under the checkpoint name `mask_name`.
+    """
     if key_B is None or rate == 0.0:
         return x
     with jax.named_scope("dropout"):
@@ -233,5 +246,5 @@ def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) 
 
 
 def fold(key_B: jax.Array | None, salt: int | jax.Array) -> jax.Array | None:
-    """The keys of one place or layer, derived from the keys of the sequences."""
+    """The keys [B] of one use or layer, derived from the keys of the sequences; None stays None."""
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, salt))(key_B)

@@ -1,55 +1,55 @@
-"""The vocabulary of checkpoint names: every tensor a remat policy may save, offload or recompute.
+"""The vocabulary of checkpoint names: every tensor that a remat policy may keep, offload or recompute.
 
-`tag` is the only way a name enters the program, so a name outside this table cannot be traced,
-and a policy that asks for one can be told so.
+`tag` is the only way a name enters the program. So a name outside this table cannot occur in one, and a policy that
+asks for it is refused.
 """
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-# name -> (shape suffix, what it is); a scale's last letter is the dimension that its tiles divide
+# name -> (shape suffix, what it is); a scale's last letter is the dimension that its tiles of 128 cut
 NAMES = {
     "embed": ("BLD", "token (and position) embedding, input of the first block"),
-    "embed_mask": ("BLD", "dropout mask of the embedding, one byte an element"),
+    "embed_mask": ("BLD", "dropout mask of the embedding, one byte per element"),
     "block_in": ("BLD", "residual stream entering a block"),
     "attn_norm": ("BLD", "normed input of the attention projections"),
-    "attn_norm_fp8": ("BLD", "the same as products in fp8 read it"),
-    "attn_norm_scale": ("BLD", "its scales, one float32 for 128 of the width"),
+    "attn_norm_fp8": ("BLD", "the same, quantized for products in fp8"),
+    "attn_norm_scale": ("BLD", "its scales, one float32 per 128 of the width"),
     "q": ("BLHK", "queries as projected, before rotation"),
     "k": ("BLGK", "keys as projected, before rotation"),
     "v": ("BLGK", "values as projected"),
     "q_rot": ("BLHK", "queries as the attention core reads them"),
     "k_rot": ("BLGK", "keys as the attention core reads them"),
     "probs": ("BGRLS", "softmax of the scores (naive kernel only)"),
-    "probs_mask": ("BGRLS", "dropout mask of the probabilities, one byte an element"),
+    "probs_mask": ("BGRLS", "dropout mask of the probabilities, one byte per element"),
     "probs_dropped": ("BGRLS", "probabilities after dropout"),
     "lse": ("BGRL", "log of the softmax's denominator (chunked kernel and ring attention)"),
     "context": ("BLHK", "output of the attention core, input of the output projection"),
-    "context_fp8": ("BLHK", "the same as products in fp8 read it (naive kernel only)"),
-    "context_scale": ("BLH", "its scales, one float32 for 128 of all heads' width"),
+    "context_fp8": ("BLHK", "the same, quantized for products in fp8 (naive kernel only)"),
+    "context_scale": ("BLH", "its scales, one float32 per 128 of all heads' width"),
     "attn_out": ("BLD", "output projection of attention"),
-    "attn_out_mask": ("BLD", "dropout mask of the attention branch, one byte an element"),
+    "attn_out_mask": ("BLD", "dropout mask of the attention branch, one byte per element"),
     "mid": ("BLD", "residual stream between attention and MLP"),
     "mlp_norm": ("BLD", "normed input of the MLP"),
-    "mlp_norm_fp8": ("BLD", "the same as products in fp8 read it"),
-    "mlp_norm_scale": ("BLD", "its scales, one float32 for 128 of the width"),
+    "mlp_norm_fp8": ("BLD", "the same, quantized for products in fp8"),
+    "mlp_norm_scale": ("BLD", "its scales, one float32 per 128 of the width"),
     "gate": ("BLF", "gate projection (gated MLPs only)"),
     "up": ("BLF", "up projection"),
     "act": ("BLF", "input of the down projection"),
-    "act_fp8": ("BLF", "the same as products in fp8 read it"),
-    "act_scale": ("BLF", "its scales, one float32 for 128 of the width"),
+    "act_fp8": ("BLF", "the same, quantized for products in fp8"),
+    "act_scale": ("BLF", "its scales, one float32 per 128 of the width"),
     "mlp_out": ("BLD", "down projection"),
-    "mlp_out_mask": ("BLD", "dropout mask of the MLP branch, one byte an element"),
+    "mlp_out_mask": ("BLD", "dropout mask of the MLP branch, one byte per element"),
     "final_norm": ("BLD", "normed output of the last block, input of the head"),
 }
 
-# Never kept with model.mlp_chunk: each tile of the MLP is made again in its gradient (model/remat/tile.py).
+# Never kept with model.mlp_chunk: each tile of the MLP is recomputed for its gradient (model/remat/tile.py).
 TILED = ("mlp_norm", "gate", "up", "act", "mlp_out")
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """`x` under its checkpoint name.
+    """`x` unchanged, under its checkpoint name.
 
     Raises:
       KeyError: the name is not in the vocabulary; add it there first.
@@ -60,7 +60,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 
 def names_in(jaxpr: core.Jaxpr) -> set[str]:
-    """The checkpoint names that a traced program makes, those inside its loops and calls included."""
+    """The checkpoint names in a traced program, those inside its loops and calls included."""
     found = {equation.params["name"] for equation in jaxpr.eqns if equation.primitive.name == "name"}
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):

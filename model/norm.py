@@ -38,15 +38,16 @@ def _shifted_backward(place, residuals, d_BLD):
     return d_BLD, _sum_tokens(place, d_BLD)
 
 
-# The same with the gradient of the vector summed over a device's own tokens and then narrowed to `place.reduce`: left
-# to the partitioner, devices would add up the wide one.
-_scaled, _shifted = (jax.custom_vjp(function, nondiff_argnums=(2,)) for function in (_scale, _shift))
+# The same, but the gradient of the vector is summed over a device's own tokens and then narrowed to `place.reduce`:
+# left to the partitioner, devices would sum in the wide dtype.
+_scaled = jax.custom_vjp(_scale, nondiff_argnums=(2,))
+_shifted = jax.custom_vjp(_shift, nondiff_argnums=(2,))
 _scaled.defvjp(_scaled_forward, _scaled_backward)
 _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
 def _sum_tokens(place: Placement, d_BLD: jax.Array) -> jax.Array:
-    """Sum over all tokens, [D], of what lives where norms do; devices send it in `place.reduce`."""
+    """Sum over all tokens, [D], of a tensor sharded like the residual stream; devices send it in `place.reduce`."""
     own = place.own(lambda d_BLD: (place.reduced(d_BLD.sum((0, 1))),), (STREAM,), ((None,),), sums=(STREAM[:2],))
     return own(d_BLD)[0].astype(d_BLD.dtype)
 
@@ -74,4 +75,4 @@ class Norm(nnx.Module):
             return self.place(y_BLD.astype(self.precision.compute), ("batch", "stream", None))
 
 
-NORMS = {"rmsnorm": False, "layernorm": True}  # whether the mean is taken out
+NORMS = {"rmsnorm": False, "layernorm": True}  # kind -> whether the mean is subtracted

@@ -1,21 +1,63 @@
-"""How the model asks for shardings: requests that are all granted by doing nothing on one device."""
+"""Where the model's arrays lie: which shard on which device, and in which order in memory.
 
+On one device every request is granted by changing nothing.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-
-from bytescope.model.attention.ring import Ring
 
 Axes = tuple[str | None, ...]
 
 
-class Placement:
-    """Pins arrays to a mesh by their logical axes. This one is for a program on one device: it changes nothing.
+def row_major(x: jax.Array) -> jax.Array:
+    """`x` [...] with its last dimension contiguous in memory, as arguments are: for where the compiler must not choose
+    another order."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
-    Subclasses are hashable (they travel as static arguments of custom gradients) and equal when they place alike.
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ring of devices that share a sequence (model/attention/ring.py), and what else is sharded there.
+
+    Fields:
+      axis: the mesh axis over which the sequence is sharded.
+      batch, heads: the mesh axes over which batch, and query and key-value heads, are sharded; may be empty.
+        On an axis that is not named here every device does the same work.
+    """
+
+    mesh: Mesh
+    axis: str
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks C."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def activation(self) -> P:
+        """The partition of queries, keys, values and context, [B, L, H, K]."""
+        return P(self.batch, self.axis, self.heads, None)
+
+    @property
+    def rows(self) -> P:
+        """The partition of the log-denominators, [B, G, R, L]."""
+        return P(self.batch, self.heads, None, self.axis)
+
+
+class Placement:
+    """Shards arrays over a mesh by their logical axes. This one is for a program on one device: it changes nothing.
+
+    Subclasses are hashable (they are static arguments of custom gradients) and equal when they place alike.
     """
 
     #: The ring of devices that share a sequence, None where every device holds whole sequences.
@@ -28,17 +70,19 @@ class Placement:
     reduce: DTypeLike | None = None
 
     def positions(self, length: int) -> jax.Array:
-        """int32 [L]: the position in its sequence of each place along the length."""
+        """int32 [L]: for each index along the length its position in the sequence."""
         return jnp.arange(length)
 
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """An activation."""
+        """An activation `x` with the sharding of its logical axes; values and shape stay."""
         del axes
         return x
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
-        """`function(place, *arrays [B, L, D], weights)` -> ([B, L, D], a gradient of each weight), each rank on the
-        tokens that it holds; the gradients summed over the ranks."""
+        """`function(place, *arrays [B, L, D], weights)` -> ([B, L, D], a gradient of each weight).
+
+        Each rank computes on the tokens that it holds; the gradients are summed over the ranks.
+        """
         return function(self, *arrays, weights)
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
@@ -46,28 +90,30 @@ class Placement:
         return x_BLD
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter as a layer computes with it: gathered along what is only ever stored divided (ZeRO-3)."""
+        """A parameter as a layer computes with it: gathered along the axes that it is sharded over only in storage
+        (ZeRO-3)."""
         del axes
         return w
 
     def reduced(self, d_w: jax.Array) -> jax.Array:
-        """A gradient in the dtype that devices sum it in."""
+        """A gradient in the dtype in which devices sum it."""
         return d_w if self.reduce is None else d_w.astype(self.reduce)
 
     def narrows(self, dtype: DTypeLike) -> bool:
-        """Whether devices sum gradients in fewer bytes than those of `dtype`."""
+        """Whether devices sum gradients in a narrower dtype than `dtype`."""
         return self.reduce is not None and jnp.dtype(self.reduce).itemsize < jnp.dtype(dtype).itemsize
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """The gradient of a parameter as it is kept until the update."""
+        """The gradient of a parameter with logical `axes` as it is kept until the update: its dtype and sharding."""
         del axes
         return d_w
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
-        """`function` of the part of each array that a device holds.
+        """`function` applied to the shard of each array that a device holds.
 
-        `inputs` and `outputs`: trees of logical axes like the arguments and like the result. `sums`: for each output
-        the axes over which the parts of it that devices make are to be added up.
+        Args:
+          inputs, outputs: trees of logical axes, like the arguments and like the result.
+          sums: for each output the logical axes over which the devices' partial results are summed.
         """
         del inputs, outputs, sums
         return function

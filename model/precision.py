@@ -1,9 +1,9 @@
-"""Dtypes by role, one row a preset.
+"""Dtypes by role, one row per preset.
 
 Mixed precision as in Micikevicius et al. 2018 (arXiv 1710.03740): compute is narrow, the master parameters and
-everything that sums are wide. bfloat16 has float32's exponents and needs no loss scaling; float16 does. Two rows keep
-the books as Rajbhandari et al. 2020 (arXiv 1910.02054, section 3.1) do, with a narrow copy of all parameters: 16 bytes
-a parameter with Adam, 20 with float32 sums besides.
+all sums are wide. bfloat16 has float32's exponents and needs no loss scaling; float16 does. Two rows count bytes as
+Rajbhandari et al. 2020 (arXiv 1910.02054, section 3.1) do, with a narrow copy of all parameters: 16 bytes per parameter
+with Adam, 20 where gradients are summed in float32 besides.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 class Precision:
     """What numbers are kept and computed in, by role.
 
-    param: the parameters between steps, which the optimizer updates in float32 whatever they are.
+    param: the parameters between steps; the optimizer updates them in float32 whatever their dtype.
     compute: matrix products and activations; norm: norms; logits: the logits as they are held, summed in float32.
-    reduce: gradients from the backward pass to the update, and so what devices send; None: each as it is made, in
-      the dtype of its product.
+    reduce: gradients from the backward pass to the update, and so what devices send; None: each in the dtype of the
+      product that makes it.
     accumulator: the sum of gradients over micro-batches.
     rounding: of updated parameters to `param`: a row of ROUNDINGS.
     cast: to `compute`: as each `layer` reads a matrix, or once a `step` all parameters.
-    matmul: products of the blocks, `wide` in `compute` or `fp8` of block-scaled operands; a program's own says how the
-      device does those: a row of PRODUCTS (model/fp8/products.py).
+    matmul: products of the blocks, `wide` in `compute` or `fp8` of block-scaled operands. In a program's own precision
+      `fp8` is replaced by the row of PRODUCTS (model/fp8/products.py) that its device runs.
     loss_scale: `none` or `dynamic` (train/optimizer/loss_scale.py).
     """
 
@@ -50,10 +50,10 @@ class Precision:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Precision":
-        """From `config.precision`: the preset, with the roles that are not "" in their place.
+        """From `config.precision`: the preset, and instead of its roles those of the keys that are not "".
 
         Raises:
-          ValueError: a value that is no row of its table, or values that do not go together.
+          ValueError: a value that is not in its table, or values that cannot be combined.
         """
         _choose("preset", values["preset"], PRECISIONS)
         chosen = {role: _choose(role, values[role], table) for role, table in ROLES.items() if values[role] != ""}
@@ -69,7 +69,7 @@ class Precision:
         usual = Precision()
         rows = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
                 if getattr(self, field.name) != getattr(usual, field.name)}
-        return ", ".join(f"{role}={_name(role, value)}" for role, value in rows.items()) or "the usual roles"
+        return ", ".join(f"{role}={_name(role, value)}" for role, value in rows.items()) or "default roles"
 
 
 # What is written to the config -> what it means.
@@ -96,15 +96,15 @@ def _bytes(dtype: DTypeLike) -> int:
     return jnp.dtype(dtype).itemsize
 
 
-# (what cannot be, the remedy).
+# (roles that cannot be combined, the remedy).
 CLASHES = (
     (lambda p: p.rounding == "stochastic" and p.param != BF16,
-     "parameters are rounded to bfloat16 alone; set precision.param=bfloat16 or precision.rounding=nearest"),
+     "stochastic rounding is to bfloat16 only; set precision.param=bfloat16 or precision.rounding=nearest"),
     (lambda p: p.copied and p.param == p.compute,
      "there is nothing to cast; set precision.cast=layer"),
     (lambda p: p.reduce is not None and not p.copied and _bytes(p.reduce) < _bytes(p.param),
-     "gradients have the dtype of the parameters that a step differentiates; set precision.cast=step, which makes "
-     "narrow ones"),
+     "gradients have the dtype of the parameters that a step differentiates; set precision.cast=step, which "
+     "differentiates a narrow copy"),
 )
 
 

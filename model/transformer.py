@@ -32,9 +32,10 @@ class Transformer(nnx.Module):
       config: the architecture.
       precision: dtypes by role.
       remat: what each layer keeps for its backward pass.
-      place: pins activations, parameters and gradients to the mesh.
-      ahead: layers that the loop over them looks ahead; as `config.unroll`, of which the larger counts.
-      rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe without allocating.
+      place: shards activations, parameters and gradients over the mesh.
+      ahead: layers in one turn of the loop over them, so that it can look ahead; of this and `config.unroll` the
+        larger counts.
+      rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
@@ -67,7 +68,10 @@ class Transformer(nnx.Module):
 
         Args:
           tokens_BL: int32 token ids, L at most `max_seq_len`.
-          dropout_key_B: one key a sequence, or None for no dropout (evaluation, generation).
+          dropout_key_B: one key per sequence, or None for no dropout (evaluation, generation).
+
+        Raises:
+          ValueError: more positions than `max_seq_len`.
         """
         dropout_key_B = None if self.config.dropout == 0.0 else dropout_key_B
         x_BLD = self.begin(tokens_BL, dropout_key_B)
@@ -76,34 +80,36 @@ class Transformer(nnx.Module):
         return self.finish(x_BLD)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None) -> jax.Array:
-        """What the first block reads, [B, L, D]."""
+        """The input of the first block, [B, L, D] in the compute dtype. Arguments and errors as of `hidden`."""
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
-            raise ValueError(f"{tokens_BL.shape[1]} positions, but model.max_seq_len={config.max_seq_len}")
+            raise ValueError(f"{tokens_BL.shape[1]} positions are more than model.max_seq_len={config.max_seq_len}: "
+                             "shorten the sequences or raise it")
         with jax.named_scope("embed"):
             x_BLD = self._embed(tokens_BL)
             x_BLD = tag(self.place(x_BLD, ("batch", "stream", None)), "embed")
             return dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
 
     def layers(self) -> list[tuple[Segment, Callable[..., jax.Array]]]:
-        """For each range of scanned layers block(x, its parameters, layer number, keys) under its remat policy."""
+        """For each range of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B) ->
+        x_BLD under the range's remat policy."""
         graph, _ = nnx.split(self.blocks)
         return [(segment, self._block(segment, graph)) for segment in self.remat.segments(self.config.n_layers)]
 
     def at_once(self, segment: Segment) -> int:
-        """Layers in one turn of the loop over a range of layers, or over one of its groups."""
+        """Layers in one turn of the loop over a range of layers, or over one group of them."""
         return min(max(self.config.unroll, self.ahead), (segment.stop - segment.start) // segment.groups)
 
     def finish(self, x_BLD: jax.Array) -> jax.Array:
-        """The last block's output normed, [B, L, D]."""
+        """The normed output of the last block, [B, L, D] in the compute dtype."""
         with jax.named_scope("final_norm"):
             x_BLD = self.place(self.final_norm(x_BLD), ("batch", "length", None))
             return tag(x_BLD, "final_norm")
 
     def _embed(self, tokens_BL: jax.Array) -> jax.Array:
-        # Under ZeRO-3 the table stays split along the width: each device looks its columns up for all sequences
-        # of its fsdp group, then sequences and columns change places (an all-to-all). Gathering the table
-        # instead would hold V x D on every device, and its gradient again.
+        # Under ZeRO-3 the table stays sharded along the width: each device looks up its columns for all sequences
+        # of its fsdp group, then an all-to-all exchanges sequences and columns. Gathering the table instead would
+        # hold V x D on every device, and the gradient besides.
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
         x_BLD = look_up(here(self.w_token[...]), tokens_BL, self.place)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
@@ -120,7 +126,7 @@ class Transformer(nnx.Module):
             sizes = [segment.stop - segment.start for segment in segments]
             whole_N = jax.lax.stop_gradient(state_N)
             for segment, state in zip(segments, _split_layers(state_N, sizes)):
-                # Without a checkpoint what is read from the stack would be kept for each layer.
+                # Without a checkpoint the parameters read from the stack would be kept for each layer.
                 stack_N = whole_N if len(segments) > 1 and segment.policy.saveable else None
                 x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B, stack_N)
             return x_BLD
@@ -130,14 +136,14 @@ class Transformer(nnx.Module):
 
     def _block(self, segment: Segment, graph: nnx.GraphDef, whole_N: nnx.State | None = None,
                ) -> Callable[..., jax.Array]:
-        """block(x, state of one layer, layer number, keys) under the segment's policy.
+        """block(x_BLD, state of one layer, layer number, key_B) under the segment's policy.
 
-        With `whole_N`, the stack of all layers, the state is read out of that, inside each checkpoint.
+        With `whole_N`, the stack of all layers, the state is read out of that stack, inside each checkpoint.
         """
         policy, cut = segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
             cut = "around_core"
-        # A loop of one turn is none to the compiler, which then has both passes before it.
+        # The compiler removes a loop of one turn, and then sees both passes together.
         looped = self.at_once(segment) < (segment.stop - segment.start) // segment.groups
         wrap = partial(policy.wrap, scanned=self.config.scan and looped)
 
@@ -188,18 +194,18 @@ class Transformer(nnx.Module):
         return x_BLD
 
     def head(self) -> jax.Array:
-        """From hidden to logits, as stored (`precision.param`): [D, padded V]; tied it is the table, [padded V, D]."""
+        """The matrix from hidden to logits as stored, in `precision.param`: [D, padded V]; tied [padded V, D]."""
         return here((self.w_token if self.config.tie_embeddings else self.w_head)[...])
 
     def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Logits [B, L, V] of hidden states in their dtype; held in `dtype`."""
+        """Logits [B, L, V] of hidden states, multiplied in the dtype of those and held in `dtype`."""
         head = "vd" if self.config.tie_embeddings else "dv"
         w_head = self.head().astype(x_BLD.dtype)
         logits_BLV = jnp.einsum(f"bld,{head}->blv", x_BLD, w_head, preferred_element_type=dtype)
-        return logits_BLV[..., : self.config.vocab_size]  # the table may be padded
+        return logits_BLV[..., : self.config.vocab_size]  # without the padding of the table
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        """Logits [B, L, V] in `precision.logits`."""
+        """Logits [B, L, V] in `precision.logits` of int32 tokens, without dropout. Errors as of `hidden`."""
         x_BLD = self.hidden(tokens_BL)
         with jax.named_scope("head"):
             return self.logits(x_BLD, self.precision.logits)
@@ -207,10 +213,10 @@ class Transformer(nnx.Module):
 
 @jax.custom_vjp
 def _of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
-    """`leaf`, read out of the stack of all layers; its gradient stays its own.
+    """`leaf`, read out of the stack of all layers; the gradient goes to `leaf`.
 
-    The compiler copies a part of a stack that a loop walks through: all parameters once more. A loop that reads the
-    whole stack at an offset copies nothing, and `leaf`, which nobody reads then, goes.
+    The compiler copies the part of a stack that a loop walks through: all parameters once more. A loop that reads the
+    whole stack at an offset copies nothing, and `leaf`, which nothing reads then, is removed.
     """
     del leaf
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
@@ -221,7 +227,7 @@ _of_stack.defvjp(lambda layer, leaf, whole_N: (_of_stack(layer, leaf, whole_N), 
 
 
 def _split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
-    """The stacked state cut along its layers; a split's gradient is one concatenation, not a sum of paddings."""
+    """The stacked state split along its layers; the gradient of a split is one concatenation, not a sum of paddings."""
     if len(sizes) == 1:
         return [state_N]
     leaves, tree = jax.tree.flatten(state_N)
@@ -230,7 +236,7 @@ def _split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
 
 
 def logical_axes(model: Transformer) -> dict:
-    """Tree like the parameters with each one's logical axes; stacked blocks lead with `layers`."""
+    """Tree like the parameters with the logical axes of each; those of stacked blocks begin with `layers`."""
     def axes(variable: nnx.Variable) -> tuple[str, ...]:
         own = variable.get_metadata()["axes"]
         return ("layers",) * (variable.ndim - len(own)) + own
@@ -239,7 +245,7 @@ def logical_axes(model: Transformer) -> dict:
 
 
 def contracted(model: Transformer) -> dict:
-    """Tree like the parameters: whether matrix products in the compute dtype are all that reads one."""
+    """Tree like the parameters: whether nothing but matrix products in the compute dtype reads each."""
     return _of_parameters(model, lambda variable: variable.get_metadata()["contracted"])
 
 

@@ -1,0 +1,5 @@
+"""Causal attention, one row of a table per kernel: rotated queries, keys and values in, the context [B, L, H, K] out.
+
+Start with `kernels.py`: the table, the naive and the cuDNN kernel, and how `model.attention=auto` chooses. `chunked.py`
+is attention with its own gradient, linear in memory; `ring.py` walks the same blocks over a sharded sequence.
+"""

@@ -31,7 +31,7 @@ Mask = Callable[[jax.Array, jax.Array], jax.Array]
 def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Array:
     """[B, L, ...] -> [n, B, ..., chunk, ...]: blocks in front, their positions at `axis`.
 
-    Zeros fill up the last block of each of `spans` equal stretches of positions.
+    Each of `spans` equal stretches of positions has its own blocks; zeros pad the last of them.
     """
     B, L = x.shape[:2]
     pad = -(L // spans) % chunk
@@ -43,20 +43,20 @@ def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Arra
 
 
 def positions(x_blocks: jax.Array, length: int, spans: int = 1, axis: int = -2) -> jax.Array:
-    """The inverse of `blocks`."""
+    """The inverse of `blocks` for a sequence of `length` positions: [n, B, ..., chunk, ...] -> [B, L, ...]."""
     x = jnp.moveaxis(x_blocks, (0, axis), (1, 2))
     B, rest = x.shape[0], x.shape[3:]
     return x.reshape(B, spans, -1, *rest)[:, :, : length // spans].reshape(B, length, *rest)
 
 
 def triangle(n: int) -> Pairs:
-    """Query and key block of each pair at or below the diagonal."""
+    """Query and key block of each pair at or below the diagonal of n by n blocks: two int32 arrays [n(n+1)/2]."""
     i, j = np.tril_indices(n)
     return i.astype(np.int32), j.astype(np.int32)
 
 
 def causal(chunk: int) -> Mask:
-    """Blocks before the query's count whole, its own up to the diagonal."""
+    """The causal mask for blocks of `chunk` positions: all of an earlier block, its own up to the diagonal."""
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
@@ -68,11 +68,11 @@ def _scores(q_BGRcK, k_BGcK, allowed):
 
 
 def _bound(q: jax.Array, pairs: Pairs, sums: jax.Array) -> tuple[jax.Array, Pairs]:
-    """`q` and `pairs`, neither to be had before the other, nor before `sums`.
+    """`q` and `pairs` behind one barrier, so that neither is available before the other, nor before `sums`.
 
     The pairs are constants. When a checkpointed loop over layers is split into what depends on its input and what
-    does not, their masks and query blocks would be worked out for all pairs beforehand, and stacked: as many bytes
-    as the whole matrix of scores has. One element stands for the sums: a barrier around all of them would keep alive
+    does not, their masks and query blocks would be computed for all pairs in advance, and stacked: as many bytes
+    as the whole matrix of scores. One element stands for the sums: a barrier around all of them would keep alive
     what nothing reads.
     """
     tie = sums[(0,) * sums.ndim]
@@ -80,13 +80,14 @@ def _bound(q: jax.Array, pairs: Pairs, sums: jax.Array) -> tuple[jax.Array, Pair
 
 
 def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums over no keys, float32: weighted values [n, B, G, R, c, K], largest score, denominator."""
+    """The sums before any keys, float32: weighted values [n, B, G, R, c, K]; largest score and denominator
+    [n, B, G, R, c]. `q`: blocks of queries."""
     rows = q.shape[:-1]
     return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
 
 def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None):
-    """`sums` (see `start`) with the keys and values of `pairs` taken in; without `mask` every score counts."""
+    """`sums` (see `start`) with the keys and values of `pairs` added; without `mask` every score counts."""
     q, pairs = _bound(q, pairs, sums[1])
 
     def pair(sums, ij):
@@ -117,10 +118,10 @@ def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Arra
 
 
 def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None):
-    """`sums` (dq, d_keys), float32, with what `pairs` add to them.
+    """`sums` (dq, d_keys), float32, with the gradients of `pairs` added.
 
     Args:
-      write: (d_keys, block, (dk, dv) of the block [B, G, c, K] float32) -> d_keys with these added.
+      write: (d_keys, number of a block, its (dk, dv) [B, G, c, K] float32) -> d_keys with these added.
       d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -152,7 +153,10 @@ def _forward(q_BLHK, k_BLGK, v_BLGK, chunk):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, chunk: int) -> jax.Array:
-    """Causal attention [B, L, H, K] in blocks of `chunk` positions; scores and sums in float32."""
+    """Causal attention [B, L, H, K] in blocks of `chunk` positions; scores and sums in float32.
+
+    Residuals of the gradient: the arguments, the result and the log-denominators, named `context` and `lse`.
+    """
     return tag(_forward(q_BLHK, k_BLGK, v_BLGK, chunk)[0], "context")
 
 

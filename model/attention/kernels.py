@@ -50,11 +50,11 @@ causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
-    """The whole matrix of scores at once: memory quadratic in the sequence length."""
+    """The whole matrix of scores at once, [B, G, R, L, S] float32: memory quadratic in the sequence length."""
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
-    # Heads first: then both products, forwards and backwards, take the scores with their rows and columns where
-    # they are. With positions first XLA lays them out anew, and keeps whole stacks of probabilities twice.
+    # Heads first: then both products, forward and backward, read the scores without a transpose. With positions first
+    # XLA transposes them, and keeps whole stacks of probabilities twice.
     q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
     k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
     scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
@@ -81,7 +81,7 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
 def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
     del precision, platform
     if config.dropout:
-        return f"it has no dropout on the probabilities (model.dropout={config.dropout}); use naive"
+        return f"it has no dropout of the attention probabilities (model.dropout={config.dropout}); use naive"
     return None
 
 
@@ -89,16 +89,20 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
     if platform not in ("gpu", "cuda"):
         return f"it runs on NVIDIA GPUs, not on {platform}; use chunked"
     if np.dtype(precision.compute).itemsize != 2:
-        return (f"it computes in 16-bit floats, not {np.dtype(precision.compute)}; set precision.preset=bf16 or "
-                "use chunked")
+        return (f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
+                "or use chunked")
     if config.d_head % 8 or config.d_head > 128:
-        return f"it takes heads of a multiple of 8 up to 128, not model.d_head={config.d_head}; use chunked"
+        return f"it needs a head width that is a multiple of 8 up to 128, not model.d_head={config.d_head}; use chunked"
     return _needs_no_dropout(config, precision, platform)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """`refuses(config, precision, platform)` says why the kernel cannot run there and what to do, or None."""
+    """One row of the table.
+
+    run: (q_BLHK, k_BSGK, v_BSGK, *, config, key_B) -> context_BLHK, in the dtype of the queries.
+    refuses: (config, precision, platform) -> why the kernel cannot run there and what to do instead, or None.
+    """
 
     run: Callable[..., jax.Array]
     refuses: Callable[[ModelConfig, Precision, str], str | None]
@@ -110,13 +114,13 @@ KERNELS = {
     "cudnn": Kernel(cudnn, _needs_cudnn),
 }
 
-# One block of the default size: with two, a quarter of the scores is never made, and on a CPU what is made stays in its
-# caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
+# One block of the default size. With two blocks a quarter of the scores is never computed, and on a CPU the rest stays
+# in its caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
 NAIVE_UP_TO = 512
 
 
 def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int) -> tuple[str, str]:
-    """(kernel, why) for `config.attention`; `auto` takes the leanest that can run.
+    """(kernel, why) for `config.attention`; `auto` takes the one of least memory that can run.
 
     Args:
       platform: "cpu", "gpu"/"cuda" or "tpu": where the program will run, not where it is compiled.
@@ -133,7 +137,7 @@ def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_
     if KERNELS["cudnn"].refuses(config, precision, platform) is None:
         return "cudnn", "auto: 16-bit compute on an NVIDIA GPU"
     if reason := KERNELS["chunked"].refuses(config, precision, platform):
-        return "naive", f"auto: chunked is out, {reason.split(';')[0]}"
+        return "naive", f"auto: chunked cannot run here, {reason.split(';')[0]}"
     if seq_len <= NAIVE_UP_TO:
-        return "naive", f"auto: {seq_len} positions, blocks pay above {NAIVE_UP_TO}"
+        return "naive", f"auto: {seq_len} positions; chunked is faster above {NAIVE_UP_TO}"
     return "chunked", f"auto: {seq_len} positions, more than {NAIVE_UP_TO}"

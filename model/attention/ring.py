@@ -1,4 +1,4 @@
-"""Causal attention over a sequence divided among devices: keys and values travel, queries stay.
+"""Causal attention over a sequence sharded over devices: keys and values travel, queries stay.
 
 Ring attention (Liu et al. 2023, arXiv 2310.01889) with the walk over blocks of `attention/chunked.py` on every device.
 The sequence is cut into 2C chunks for C ranks and rank r holds chunks r and 2C-1-r, an early one and a late one, as in
@@ -23,8 +23,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from bytescope.model.attention.chunked import (
     Mask,
@@ -39,46 +37,7 @@ from bytescope.model.attention.chunked import (
     triangle,
 )
 from bytescope.model.names import tag
-from bytescope.model.order import row_major
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Where the sequence is divided, and what else is.
-
-    Fields:
-      axis: the mesh axis over which the sequence is divided.
-      batch, heads: the mesh axes over which batch, and query and key-value heads, are divided; may be empty.
-        On an axis that is not named here every device does the same work.
-    """
-
-    mesh: Mesh
-    axis: str
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """Ranks C."""
-        return self.mesh.shape[self.axis]
-
-    @property
-    def activation(self) -> P:
-        """The partition of queries, keys, values and context, [B, L, H, K]."""
-        return P(self.batch, self.axis, self.heads, None)
-
-    @property
-    def rows(self) -> P:
-        """The partition of the log-denominators, [B, G, R, L]."""
-        return P(self.batch, self.heads, None, self.axis)
-
-    def check(self, batch: int, length: int, groups: int) -> None:
-        """Raises ValueError where a dimension does not divide over its axes."""
-        _chunk_length(length, self.size, f"mesh.{self.axis}")
-        for name, size, axes in (("batch", batch, self.batch), ("model.n_kv_heads", groups, self.heads)):
-            if size % (parts := math.prod(self.mesh.shape[axis] for axis in axes)):
-                over = " x ".join(f"mesh.{axis}={self.mesh.shape[axis]}" for axis in axes)
-                raise ValueError(f"{name}={size} does not divide over {over}: make it a multiple of {parts}")
+from bytescope.model.placement import Ring, row_major
 
 
 def _chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
@@ -89,7 +48,11 @@ def _chunk_length(length: int, ranks: int, axis: str = "mesh.context") -> int:
 
 
 def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """`x` with its sequence, `axis`, reordered: rank r's part holds chunks r and 2*ranks-1-r of the 2*ranks."""
+    """`x` with its sequence, `axis`, reordered: rank r's part holds chunks r and 2*ranks-1-r of the 2*ranks.
+
+    Raises:
+      ValueError: the sequence is not divisible by 2*ranks.
+    """
     n = _chunk_length(x.shape[axis], ranks)
     early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * ranks, n, *x.shape[axis + 1:]), 2, axis)
     return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
@@ -104,8 +67,8 @@ def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
 
 
 def zigzag_positions(length: int, ranks: int) -> jax.Array:
-    """int32 [L]: the position in the sequence of each element after `zigzag`."""
-    # Arithmetic on an iota: no constant of L entries, and every device makes its own part.
+    """int32 [L]: the position in the sequence of each element after `zigzag`, which says what is raised."""
+    # Arithmetic on an iota: no constant of L entries, and every device computes its own part.
     n = _chunk_length(length, ranks)
     place = jax.lax.iota(jnp.int32, length)
     rank = place // (2 * n)
@@ -273,15 +236,24 @@ def _attention_backward(ring, chunk, residuals, d_context_BLHK):
 _ring_attention.defvjp(_attention_forward, _attention_backward)
 
 
+def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
+    """Raises ValueError for a dimension that is not divisible by the sizes of its mesh axes."""
+    _chunk_length(length, ring.size, f"mesh.{ring.axis}")
+    for name, size, axes in (("batch", batch, ring.batch), ("model.n_kv_heads", groups, ring.heads)):
+        if size % (parts := math.prod(ring.mesh.shape[axis] for axis in axes)):
+            over = " x ".join(f"mesh.{axis}={ring.mesh.shape[axis]}" for axis in axes)
+            raise ValueError(f"{name}={size} is not divisible by {over}: make it a multiple of {parts}")
+
+
 def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, ring: Ring, chunk: int) -> jax.Array:
-    """Causal attention [B, L, H, K] of a sequence in `zigzag` order, divided over `ring.axis`.
+    """Causal attention [B, L, H, K] of a sequence in `zigzag` order, sharded over `ring.axis`.
 
     Every device walks its pairs of chunks in blocks of at most `chunk` positions; scores and sums in float32. Residuals
     of the gradient: the arguments, the result and the log-denominators [B, G, R, L], named `context` and `lse`.
 
     Raises:
-      ValueError: length, batch or heads do not divide over the mesh.
+      ValueError: length, batch or heads are not divisible by the sizes of their mesh axes.
     """
     B, L, _, _ = q_BLHK.shape
-    ring.check(B, L, k_BLGK.shape[2])
+    _check(ring, B, L, k_BLGK.shape[2])
     return _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk)

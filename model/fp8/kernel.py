@@ -1,9 +1,9 @@
-"""The block-scaled product as one GPU kernel (Pallas, Triton): 8-bit operands in, scaled sums added up in registers.
+"""The block-scaled product as one GPU kernel (Pallas, Triton): 8-bit operands in, scaled and summed in registers.
 
-As a chain of XLA's own products, one for each 128 of the contracted dimension, every partial product would go through
-memory in float32. Here a partial product lives in registers for as long as it takes to scale and add it.
+As a chain of XLA's own products, one per 128 of the contracted dimension, every partial product would go through
+memory in float32. Here a partial product stays in registers until it is scaled and added.
 
-From jax 0.11 on Pallas announces, in a DeprecationWarning, that it will drop its Triton backend; it works there still.
+From jax 0.11 on a DeprecationWarning of Pallas says that it will drop its Triton backend; there it still works.
 """
 
 from functools import partial
@@ -19,9 +19,9 @@ from jax.interpreters import mlir
 TILE = 128
 CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
-# A product of two tiles [M, 128] and [N, 128] whose 128 terms the matrix unit sums as precisely as it does by itself.
-# The usual one asks for float32 sums, and for those Triton widens 8-bit floats to 16 bits on Hopper. That unit keeps
-# about 14 bits of a sum; adding up in float32 after every 128 terms is what makes it enough (DeepSeek-V3, 3.3.2).
+# A product of two tiles [M, 128] and [N, 128] whose 128 terms are summed at the matrix unit's own precision. The usual
+# product asks for float32 sums, and for those Triton widens 8-bit floats to 16 bits on Hopper. The unit keeps about 14
+# bits of a sum, which is enough where sums of 128 terms are added in float32 (DeepSeek-V3, 3.3.2).
 tile_product = Primitive("fp8_tile_product")
 
 

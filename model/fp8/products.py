@@ -5,9 +5,9 @@ activations, and gradients of outputs) or for every block of 128x128 (weights); 
 matrix unit, the sums are scaled and added in float32. The gradient of the weights contracts over tokens, so both its
 operands have tiles of 128 tokens of one feature: the activation kept for it, in tiles of 128 features, is read wide
 and quantized again, as in the paper. A last short tile has a scale of its own. Tiles never cross a shard: each device
-quantizes what it holds.
+quantizes its own shard.
 
-What crosses to the backward pass is the quantized activation and its scales, under checkpoint names.
+The residuals of the backward pass are the quantized activation and its scales, under checkpoint names.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from bytescope.model.precision import Precision
 TILE = 128
 DTYPE = jnp.float8_e4m3fn
 MAX = float(jnp.finfo(DTYPE).max)  # 448
-# Below this the scale would be no normal float32; what is so small counts as zero.
+# Below this the scale would be a subnormal float32; so small a value counts as zero.
 SMALL = MAX * float(jnp.finfo(jnp.float32).tiny)
-# (major, minor) of the first NVIDIA GPUs with units for products of 8-bit floats: Ada, and Hopper after it.
+# (major, minor) compute capability of the first NVIDIA GPUs with fp8 units: Ada, and Hopper after it.
 FIRST_WITH_UNITS = (8, 9)
 
 
 class Quantized(NamedTuple):
-    """`values` float8_e4m3fn of any shape; `scale` float32, the shape with a tile in the place of its elements.
+    """A quantized array: value times scale is the number that each element stands for.
 
-    The number meant is value times scale.
+    values: float8_e4m3fn of any shape. scale: float32, the same shape with one element per tile.
     """
 
     values: jax.Array
@@ -44,29 +44,29 @@ class Quantized(NamedTuple):
 
 
 def tiles(size: int) -> int:
-    """Tiles of a dimension, a last short one included."""
+    """Tiles of a dimension of `size` elements, a last short one included."""
     return -(-size // TILE)
 
 
 def quantize(x: jax.Array, tile: Sequence[int]) -> Quantized:
-    """`x` (floats, any shape) with one scale for each tile, `tile` elements along each dimension.
+    """`x` (floats, any shape) with one scale per tile, which has `tile` elements along each dimension.
 
-    The scale is the largest magnitude in the tile over 448, 1 where that is zero; an element is off by at most 2^-4
-    of itself, or 2^-10 of the scale where that is more. NaN and infinity stay in their tile, as NaN.
+    The scale is the largest magnitude in the tile over 448, or 1 where that is zero. The error of an element is at most
+    2^-4 of itself, or 2^-10 of the scale where that is more. NaN and infinity stay in their tile, as NaN.
     """
     counts = [-(-size // width) for size, width in zip(x.shape, tile, strict=True)]
     wide = jnp.pad(x.astype(jnp.float32), [(0, n * width - size) for n, width, size in zip(counts, tile, x.shape)])
     cut = wide.reshape([size for pair in zip(counts, tile) for size in pair])
     within = tuple(range(1, cut.ndim, 2))
     largest = jnp.abs(cut).max(within, keepdims=True)
-    # Primitives of lax, not functions of jnp that are calls: a report finds a name by what makes the tensor.
+    # Primitives of lax, not functions of jnp that are calls: a report finds a name by the operation that makes it.
     scale = jax.lax.select(largest < SMALL, jnp.ones_like(largest), largest / MAX)
     values = jax.lax.clamp(-MAX, cut / scale, MAX).astype(DTYPE).reshape(wide.shape)
     return Quantized(values[tuple(map(slice, x.shape))], scale.reshape(counts))
 
 
 def dequantize(q: Quantized, tile: Sequence[int]) -> jax.Array:
-    """The float32 numbers meant by `q`, quantized in tiles of this size."""
+    """The float32 numbers that `q`, quantized in tiles of this size, stands for."""
     scale = q.scale
     for axis, width in enumerate(tile):
         scale = jnp.repeat(scale, width, axis) if width > 1 else scale
@@ -74,12 +74,12 @@ def dequantize(q: Quantized, tile: Sequence[int]) -> jax.Array:
 
 
 def rows(x_RC: jax.Array) -> Quantized:
-    """[R, C] in tiles of 1x128: scales [R, C / 128]."""
+    """`x` quantized in tiles of 1x128: values [R, C], scales [R, C / 128]."""
     return quantize(x_RC, (1, TILE))
 
 
 def blocks(w_RC: jax.Array) -> Quantized:
-    """[R, C] in tiles of 128x128, their scales repeated for each row: [R, C / 128]."""
+    """`w` quantized in tiles of 128x128: values [R, C], scales [R, C / 128], repeated for each row of a tile."""
     q = quantize(w_RC, (TILE, TILE))
     return Quantized(q.values, _each_row(q.scale, w_RC.shape[0]))
 
@@ -89,45 +89,46 @@ def _each_row(scale: jax.Array, size: int) -> jax.Array:
 
 
 def emulated(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
-    """The product over C of rows with rows, [M, N]: the numbers meant, multiplied and summed in float32."""
+    """The product over C of rows with rows, [M, N] in `dtype`: dequantized, multiplied and summed in float32."""
     a, b = dequantize(a_MC, (1, TILE)), dequantize(b_NC, (1, TILE))
     return jnp.einsum("mc,nc->mn", a, b, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def native(a_MC: Quantized, b_NC: Quantized, dtype: jnp.dtype) -> jax.Array:
-    """The same product in the GPU's units for 8-bit floats."""
-    from bytescope.model.fp8.kernel import scaled_product  # Triton's half of jax is for those who need it
+    """The same product in the GPU's fp8 units."""
+    from bytescope.model.fp8.kernel import scaled_product  # imports Pallas' Triton backend, which few need
 
     return scaled_product(a_MC.values, a_MC.scale, b_NC.values, b_NC.scale, dtype)
 
 
-# Precision.matmul, as `choose_matmul` settles it -> how a product of quantized rows is done.
+# What `choose_matmul` makes of Precision.matmul -> how a product of quantized rows is computed.
 PRODUCTS: Mapping[str, Callable[[Quantized, Quantized, jnp.dtype], jax.Array]] = {
     "fp8_native": native, "fp8_emulated": emulated}
 
 
 def choose_matmul(precision: Precision, device: jax.Device) -> tuple[str, str]:
-    """(how the products of blocks are done there: "wide" or a row of PRODUCTS; why)."""
+    """(how the products of the blocks are computed on that device: "wide" or a row of PRODUCTS; why)."""
     if precision.matmul == "wide":
         return "wide", f"in {jnp.dtype(precision.compute).name}"
-    alike = "quantized alike, multiplied in float32"
+    emulation = "same quantization, multiplied in float32"
     if device.platform not in ("gpu", "cuda"):
-        return "fp8_emulated", f"{alike}: no kernel for {device.platform}"
+        return "fp8_emulated", f"{emulation}: no kernel for {device.platform}"
     nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))  # AMD's are words
     if not nvidia or tuple(map(int, nvidia.groups())) < FIRST_WITH_UNITS:
-        return "fp8_emulated", f"{alike}: {device.device_kind} has no fp8 units known here"
+        return "fp8_emulated", f"{emulation}: {device.device_kind} is not known to have fp8 units"
     return "fp8_native", f"{device.device_kind} has fp8 units"
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """Products of one activation with weights, described: static in `linear`.
+    """Describes the products of one activation with several weights: the static argument of `linear`.
 
     spec: the einsum of each, "activation,weight->out"; contracted letters end the activation and begin the weight.
-    weights: the logical axes of each. kept, within: those of the activation where it is kept and where it is
-    multiplied; back: of its gradient. name: checkpoint name of the activation; "" keeps it as it is, for one that
-    is kept wide anyway. outs: names of the products.
-    again: weights come as stored, are gathered and cast here and again in the backward pass.
+    weights: the logical axes of each weight.
+    kept, within, back: logical axes of the activation where it is kept, where it is multiplied, and of its gradient.
+    name: checkpoint name of the activation; "" keeps it as it is, for one that is kept wide anyway.
+    outs: names of the products.
+    again: weights come as stored, and are gathered and cast here and once more in the backward pass.
     product: a row of PRODUCTS.
     """
 
@@ -143,7 +144,7 @@ class Linear:
 
     @property
     def contracted(self) -> int:
-        """Dimensions that a product contracts."""
+        """Number of dimensions that a product contracts."""
         left, right = self.spec.split("->")[0].split(",")
         return len(set(left) & set(right))
 
@@ -156,6 +157,7 @@ class Linear:
         return (*self.within[:2], *self.sums(weight)[1])
 
     def read(self, w: jax.Array, axes: Axes, dtype: jnp.dtype, place: Placement) -> jax.Array:
+        """A weight as a product reads it: in `dtype` and gathered where it comes as stored (`again`), else `w`."""
         return place.weight(w.astype(dtype), axes) if self.again else w
 
 
@@ -173,7 +175,7 @@ def _keep(how: Linear, place: Placement, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _axes(how: Linear, kept: tuple[jax.Array, ...]) -> tuple[Axes, ...]:
-    """Logical axes of what was kept, where it is multiplied."""
+    """Logical axes, where they are multiplied, of the kept values and, if there are any, of their scales."""
     return (how.within, how.within[:3])[: len(kept)]
 
 
@@ -182,14 +184,14 @@ def _move(how: Linear, place: Placement, kept: tuple[jax.Array, ...]) -> tuple[j
 
 
 def _features(kept: tuple[jax.Array, ...]) -> Quantized:
-    """Tiles of features of what was kept: [tokens, features], scales [tokens, features / 128]."""
+    """The kept activation in tiles of features: [tokens, features], scales [tokens, features / 128]."""
     values, *scale = kept
     flat = values.reshape(math.prod(values.shape[:2]), -1)
     return Quantized(flat, scale[0].reshape(flat.shape[0], -1)) if scale else rows(flat)
 
 
 def _tokens(kept: tuple[jax.Array, ...]) -> Quantized:
-    """Tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
+    """The kept activation in tiles of tokens: [features, tokens], scales [features, tokens / 128]."""
     if len(kept) == 1:
         return rows(kept[0].reshape(math.prod(kept[0].shape[:2]), -1).T)
     return rows(dequantize(_features(kept), (1, TILE)).T)
@@ -206,13 +208,13 @@ def linear(how: Linear, place: Placement, x: jax.Array, weights: tuple[jax.Array
       x: [B, L, ...] in the compute dtype, logical axes `how.kept`.
       weights: in the compute dtype, or as stored where `how.again`.
     """
-    # Quantized and named out here: within the custom gradient the two names would have one place in the source.
+    # Quantized and named outside the custom gradient: inside it the two names would share one source line.
     return _linear(how, place, x, _keep(how, place, x) if how.name else None, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(how, place, x, quantized, weights):
-    """Reads of `x` only that to which the gradient goes, unless there is nothing quantized."""
+    """The products; `x` is here to receive the gradient, its values are read only where nothing is quantized."""
     return _products(how, place, quantized or (place(x, how.kept),), weights, x.dtype)
 
 

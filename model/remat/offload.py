@@ -1,4 +1,4 @@
-"""Host memory: parameters that live there, and in unrolled layers the order of copies to it."""
+"""Host memory: fetching parameters that are stored there, and the order of copies to it in unrolled layers."""
 
 from collections.abc import Callable
 
@@ -8,22 +8,23 @@ HOST = jax.memory.Space.Host
 
 
 def here(w: jax.Array) -> jax.Array:
-    """A parameter on the device, wherever it is stored; its gradient goes back to where it is stored."""
+    """A parameter on the device, in whichever memory it is stored; its gradient goes to the memory of the parameter."""
     return jax.device_put(w, jax.memory.Space.Device) if jax.typeof(w).memory_space == HOST else w
 
 
 def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
-    """A gradient in the memory of its parameter."""
+    """A gradient, moved to the memory of its parameter `w`."""
     return jax.device_put(d_w, HOST) if jax.typeof(w).memory_space == HOST else d_w
 
 
 def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`layer(x, state, *rest)`, its residuals in host memory when its result is read, its gradients made together.
+    """`layer(x, state, *rest)` with two guarantees on order: its offloaded residuals are in host memory before its
+    result is read, and its gradients are computed together.
 
-    The iterations of a loop see to both. Unrolled, nothing waits for the copies but the backward pass: XLA starts
-    each just before it is fetched back, so the tensors stay on the device and make a round trip for nothing; and its
-    latency-hiding scheduler fills the waits with gradients of weights from any layer, whose operands live meanwhile.
-    Two barriers give the order. What is differentiated (`x` and `state`) must be arguments, not closed over.
+    The iterations of a loop give both. Unrolled, nothing waits for the copies but the backward pass: XLA starts each
+    just before it is fetched back, so the tensors stay on the device all the time; and its latency-hiding scheduler
+    fills the waits with gradients of weights from any layer, whose operands stay alive meanwhile. Two barriers give
+    the order. What is differentiated (`x` and `state`) must be arguments, not closed over.
     """
     @jax.custom_vjp
     def settled(*args):

@@ -1,6 +1,6 @@
-"""Rematerialization: what blocks keep for their backward pass. One row a policy, ranges of layers by choice.
+"""Rematerialization: what blocks keep for their backward pass. One row per policy; ranges of layers may have their own.
 
-A policy wraps pieces of a block in `jax.checkpoint` and says which named tensors (model/names.py) stay.
+A policy wraps pieces of a block in `jax.checkpoint` and says which named tensors (model/names.py) are kept.
 Under `lax.scan` the loop already keeps XLA from merging recomputed values with the originals, so
 `prevent_cse=False` is right and cheaper there; unrolled layers need `prevent_cse=True`, or
 common-subexpression elimination undoes the recomputation altogether.
@@ -21,21 +21,22 @@ from bytescope.model.names import NAMES
 # a flash kernel's own gradient needs, so that it is not run again.
 OUTSIDE_CORE = ("attn_norm", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm", "gate",
                 "up", "act", "mlp_out_mask")
-# The core's too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed; under a
-# flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
+# The core's tensors too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. Under
+# a flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
-# What products in fp8 read in the place of the wide tensors they were made of, which no gradient reads then.
+# What products in fp8 read instead of the wide tensors, which no gradient reads then.
 QUANTIZED = tuple(f"{name}_{part}" for name in ("attn_norm", "context", "mlp_norm", "act") for part in ("fp8", "scale"))
-# Matmul outputs and the attention context: norms, rotations, activations and the scores are made again.
+# Matmul outputs and the attention context: norms, rotations, activations and the scores are recomputed.
 MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up")
 
 
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
-    """`saveable` is a `jax.checkpoint` policy, None for no checkpoint at all; `names` the names it keeps.
+    """One row of the table.
 
-    `nested` checkpoints groups of layers around the layers. `offloads` moves something to host memory, of the
-    names those that `moved` has.
+    saveable: a `jax.checkpoint` policy, None for no checkpoint at all. names: the checkpoint names that it keeps.
+    nested: groups of layers are checkpointed around the layers. offloads: something moves to host memory; of `names`
+    those in `moved`.
     """
 
     summary: str
@@ -46,7 +47,7 @@ class RematPolicy:
     moved: tuple[str, ...] = ()
 
     def wrap(self, piece: Callable, *, scanned: bool) -> Callable:
-        """`piece` with this policy's residuals."""
+        """`piece`, which then keeps what this policy says. `scanned`: whether it runs inside `lax.scan`."""
         if self.saveable is None:
             return piece
         # Not policy=None: inside jax.checkpoint that means full recomputation.
@@ -54,7 +55,7 @@ class RematPolicy:
 
 
 def keep(summary: str, save: Sequence[str] = (), offload: Sequence[str] = ()) -> RematPolicy:
-    """The policy that saves and offloads exactly these names and recomputes the rest."""
+    """The policy that keeps the names `save`, those of `offload` in pinned host memory, and recomputes the rest."""
     if offload:
         saveable = cp.save_and_offload_only_these_names(
             names_which_can_be_saved=list(save), names_which_can_be_offloaded=list(offload),
@@ -68,7 +69,7 @@ POLICIES: Mapping[str, RematPolicy | None] = {
     "none": RematPolicy("every residual kept, nothing recomputed", None),
     "full": keep("only the input of each block kept, the block recomputed"),
     "selective": keep("everything outside the attention core kept, the core recomputed", (*OUTSIDE_CORE, *QUANTIZED)),
-    "megatron": keep("what Megatron keeps, 34 sbh + 5 as^2b: nothing but element-wise work recomputed",
+    "megatron": keep("what Megatron keeps, 34 sbh + 5 as^2b: only element-wise work recomputed",
                      (*MEGATRON, *QUANTIZED)),
     "minimal": keep("matmul outputs and attention context kept, norms and activations recomputed", MATMULS),
     "dots": RematPolicy("outputs of all matrix products kept", cp.dots_saveable),
@@ -84,8 +85,8 @@ POLICIES: Mapping[str, RematPolicy | None] = {
     "custom": None,  # from remat.save and remat.offload
 }
 
-# What products of a block with its weights make. Those in fp8 are known by these names: the product itself is hidden
-# in a kernel, or has twice the bytes of what is made of it.
+# Results of a block's products with its weights. For products in fp8 a policy goes by these names: the product itself
+# is hidden in a kernel, or has twice the bytes of the result.
 PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
 
 
@@ -102,12 +103,12 @@ IN_FP8: Mapping[str, RematPolicy] = {
         ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
         ("offload_dots", keep("", offload=PRODUCTS).saveable))}
 
-# A policy that is made out before a model is built, by whoever knows the devices: no plan has it.
+# A policy that is resolved before a model is built, by a caller who knows the devices: no plan contains it.
 AUTO = "auto"
 
 GRANULARITIES = ("block", "parts")
 
-# Behind a name in a range of layers: it is kept in host memory.
+# After a name in a range of layers: it is kept in host memory.
 ON_HOST = "@host"
 
 
@@ -122,7 +123,7 @@ class Segment:
 
     @property
     def groups(self) -> int:
-        """Outer steps of a nested policy: the divisor of the layers nearest to their square root."""
+        """Groups of a nested policy: the divisor of the number of layers nearest to its square root; else 1."""
         count = self.stop - self.start
         divisors = [d for d in range(1, count + 1) if count % d == 0]
         return min(divisors, key=lambda d: abs(d - math.sqrt(count))) if self.policy.nested else 1
@@ -130,12 +131,12 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class RematPlan:
-    """`config.remat` made out: a policy for every layer.
+    """`config.remat` resolved: a policy for every layer.
 
     Args:
       policy: a row of POLICIES; `save` and `offload` are the names of `custom`.
-      layers: ranges with a policy of their own, "0-8:none", or with what they keep, "0-8:q_rot+v+block_in@host";
-        `policy` has the others.
+      layers: ranges with a policy of their own, "0-8:none", or with the names that they keep,
+        "0-8:q_rot+v+block_in@host"; `policy` is for all other layers.
       granularity: whether a block is one checkpoint, or attention and MLP one each.
       fp8: whether the products of the blocks are in fp8.
 
@@ -168,12 +169,12 @@ class RematPlan:
 
     @property
     def asked(self) -> set[str]:
-        """Names of tensors that the user gave, those of rows of POLICIES left out."""
+        """Checkpoint names that the user gave; those of rows of POLICIES are left out."""
         ranges = [name for name in (self._range(text)[2] for text in self.layers) if name not in POLICIES]
         return {*self.save, *self.offload, *(kept for name in ranges for kept in self.row(name).names)}
 
     def _check(self, name: str) -> None:
-        """Raises ValueError for what is neither a policy nor names of tensors."""
+        """Raises ValueError for what is neither a policy nor checkpoint names."""
         if name in POLICIES:
             return
         words = [word.removesuffix(ON_HOST) for word in name.split("+")]
@@ -181,9 +182,9 @@ class RematPlan:
             raise ValueError(f"remat.policy={name!r}: choose one of {', '.join((*POLICIES, AUTO))}")
         for word in words:
             if word not in NAMES:
-                raise ValueError(f"remat.layers keeps {word!r}: choose from {', '.join(NAMES)}")
+                raise ValueError(f"remat.layers names {word!r}: choose from {', '.join(NAMES)}")
         if len(set(words)) < len(words):
-            raise ValueError(f"remat.layers keeps {name!r}: a name twice")
+            raise ValueError(f"remat.layers names {name!r}: give each checkpoint name once")
 
     def _range(self, text: str) -> tuple[int, int, str]:
         match = re.fullmatch(r"(\d+)-(\d+):([\w+@]+)", str(text))
@@ -192,7 +193,7 @@ class RematPlan:
         return int(match[1]), int(match[2]), match[3]
 
     def row(self, name: str) -> RematPolicy:
-        """The policy of this name, `custom` made from the plan's own names."""
+        """The policy of this name: a row of POLICIES, `custom` with the plan's own names, or names joined by `+`."""
         known = {**POLICIES, **(IN_FP8 if self.fp8 else {})}
         if name in known:
             return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
@@ -201,16 +202,16 @@ class RematPlan:
                     [word.removesuffix(ON_HOST) for word in words if word.endswith(ON_HOST)])
 
     def segments(self, n_layers: int) -> tuple[Segment, ...]:
-        """Consecutive ranges that cover all layers.
+        """Consecutive ranges that cover all layers, in order.
 
         Raises:
-          ValueError: ranges that overlap or reach past the last layer.
+          ValueError: ranges that overlap or extend past the last layer.
         """
         out: list[Segment] = []
         at = 0
         for start, stop, name in sorted(self._range(text) for text in self.layers):
             if start < at or stop > n_layers:
-                raise ValueError(f"remat.layers={start}-{stop}:{name} overlaps another range or passes the "
+                raise ValueError(f"remat.layers={start}-{stop}:{name} overlaps another range or extends past the "
                                  f"{n_layers} layers")
             if start > at:
                 out.append(Segment(at, start, self.row(self.policy), self.policy))

@@ -1,10 +1,10 @@
-"""A block's MLP over tiles of the sequence: what it makes in between exists for one tile at a time.
+"""A block's MLP over tiles of the sequence: its intermediate tensors exist for one tile at a time.
 
 The MLP treats every position alone, so nothing changes but the bytes (Bekman et al. 2025, arXiv 2506.13996). The
-gradient is written out by hand: kept are the input and the parameters as they are stored, each tile is made again in
-the backward pass whatever the remat policy, the parameters' gradients are summed over tiles in float32, and the
-gradient of the input takes the place of that of the output. Parameters are gathered once for all tiles and their
-gradients reduced once, after the last.
+gradient is written by hand: the input and the parameters as they are stored are kept, each tile is recomputed in the
+backward pass whatever the remat policy, the parameters' gradients are summed over tiles in float32, and the gradient
+of the input takes the place of that of the output. Parameters are gathered once for all tiles, and their gradients are
+reduced once, after the last.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from bytescope.model.placement import Axes, Placement
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(Placement):
-    """The placement of what computes with gathered parameters: activations are pinned as `place` has it."""
+    """The placement of a module whose parameters are gathered already: activations are sharded as `place` has them."""
 
     place: Placement
 
@@ -30,16 +30,17 @@ class Gathered(Placement):
 
 
 def count_tiles(length: int, chunk: int, parts: int) -> int:
-    """Tiles of `chunk` positions on each of `parts` devices that share `length`; 1 where these do not divide it."""
+    """Tiles of `chunk` positions on each of `parts` devices that share `length` positions; 1 for a `chunk` of 0 and
+    where these do not divide it."""
     return length // parts // chunk if chunk and not length % (parts * chunk) else 1
 
 
 def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: jax.Array, tiles: int,
           place: Placement, dtype: Any) -> jax.Array:
-    """`run(*pieces, x_BLD)` [B, L, D] of pointwise `pieces`, in `tiles` turns.
+    """`run(*pieces, x_BLD)` [B, L, D] of position-wise `pieces`, in `tiles` turns.
 
-    A tile has its share from the positions of every device that shares the length. `dtype`: that of the matrices in
-    products.
+    A tile takes an equal part of the positions of every device that shares the length. `dtype`: the compute dtype, to
+    which matrices are cast for products.
     """
     split = [nnx.split(piece) for piece in pieces]
     states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -78,7 +79,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
 
     def gradients(place, x_BLD, d_BLD, weights):
         x = _cut(x_BLD, place, tiles)
-        # A checkpoint, so that what is made again is known as such.
+        # A checkpoint, so that reports recognize the recomputation as such.
         again = jax.checkpoint(partial(tile, place), prevent_cse=False)
 
         def turn(carry, i):
@@ -102,12 +103,12 @@ def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:
 
 
 def _pick(x: jax.Array, i: jax.Array) -> jax.Array:
-    """Tile `i` [B, positions of all parts, D] of an array that `_cut` gave."""
+    """Tile `i` [B, positions of all parts, D] of a result of `_cut`."""
     B, _, _, _, D = x.shape
     return jax.lax.dynamic_index_in_dim(x, i, 2, keepdims=False).reshape(B, -1, D)
 
 
 def _put(x: jax.Array, y_BCD: jax.Array, i: jax.Array) -> jax.Array:
-    """`x` with tile `i` replaced."""
+    """`x`, a result of `_cut`, with tile `i` replaced."""
     B, parts, _, positions, D = x.shape
     return jax.lax.dynamic_update_index_in_dim(x, y_BCD.reshape(B, parts, positions, D), i, 2)

@@ -66,6 +66,6 @@ def test_the_choice_and_its_reason():
     assert choose_matmul(fp8, Card("9.0"))[0] == choose_matmul(fp8, Card("8.9"))[0] == "fp8_native"
     for older in ("8.0", "gfx942"):
         assert choose_matmul(fp8, Card(older)) == (
-            "fp8_emulated", "quantized alike, multiplied in float32: card has no fp8 units known here")
+            "fp8_emulated", "same quantization, multiplied in float32: card is not known to have fp8 units")
     assert choose_matmul(fp8, jax.devices()[0])[0] == "fp8_emulated"
     assert choose_matmul(PRECISIONS["bf16"], Card("9.0")) == ("wide", "in bfloat16")

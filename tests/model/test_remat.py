@@ -211,10 +211,10 @@ def test_ranges_cover_all_layers_in_order():
     ({"remat.policy": "custom"}, "at least one name"),
     ({"remat.policy": "custom", "remat.save": "upp"}, "names 'upp': choose from embed"),
     ({"remat.policy": "custom", "remat.save": "up", "remat.offload": "up"}, "both name 'up'"),
-    ({"remat.layers": "0-9:none"}, "passes the 3 layers"), ({"remat.layers": "0-2:none,1-3:full"}, "overlaps"),
+    ({"remat.layers": "0-9:none"}, "extends past the 3 layers"), ({"remat.layers": "0-2:none,1-3:full"}, "overlaps"),
     ({"remat.layers": "2:none"}, "FIRST-END:POLICY"), ({"remat.granularity": "layer"}, "block, parts"),
     ({"remat.policy": "custom", "remat.save": "probs", "model.attention": "chunked"},
-     "'probs' is never traced here: choose from act, attn_norm")])
+     "'probs' does not occur in this program: choose from act, attn_norm")])
 def test_mistakes_name_what_exists(overrides, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:1])

@@ -171,7 +171,8 @@ def test_square_root_on_a_gpu():
     """64 layers of a GPT: groups and blocks keep 8 + 8 inputs, a quarter of the 64 of `full`."""
     shape = {**WIDE_GPU, "model.n_layers": 64, "batch.micro": 16, "model.mlp": "gelu", "model.norm": "layernorm",
              "model.position": "learned"}
-    reports = {policy: report_of(compile_described("h200", {**shape, "remat.policy": policy})) for policy in ("full", "sqrt")}
+    reports = {policy: report_of(compile_described("h200", {**shape, "remat.policy": policy}))
+               for policy in ("full", "sqrt")}
     layer, inputs = 16 * 1024 * 512 * 2, {policy: report.residuals_by_name[INPUT] for policy, report in reports.items()}
     assert inputs == {"full": 64 * layer, "sqrt": 16 * layer}
     # What the last block gives is kept for the final norm; XLA of 0.12 is done with it before the peak.

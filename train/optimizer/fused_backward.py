@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.model.attention.ring import zigzag
-from bytescope.model.order import row_major
+from bytescope.model.placement import row_major
 from bytescope.train.optimizer.host_offload import fetch
 from bytescope.train.optimizer.partwise import Leaves, Part, PartwiseUpdate
 from bytescope.train.optimizer.rules import clip_scale, squares
