@@ -20,13 +20,13 @@ from bytescope.train.parallel.axes import BATCH
 from bytescope.train.parallel.layout import Layout
 
 Batch = dict[str, jax.Array]
-ROUNDING = 0x726E64  # sets the keys of rounding apart from those of dropout
+ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from those of dropout
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["loss", "tokens"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """Sums over the micro-batches of the update under way: loss in nats (float32), tokens (int32)."""
+    """Sums over the micro-batches of the current update: loss in nats (float32), counted tokens (int32)."""
 
     loss: jax.Array
     tokens: jax.Array
@@ -36,6 +36,7 @@ class Tally:
 
 
 def zero_tally() -> Tally:
+    """The tally before the first micro-batch of an update."""
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
@@ -43,7 +44,11 @@ def zero_tally() -> Tally:
          meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that persists between steps. `step` counts optimizer updates, skipped ones too, int32."""
+    """Everything that persists between steps.
+
+    step: optimizer updates so far, int32, those that a loss scale skipped included. params: pure dict, in
+    `precision.param`. opt_state: optax' state. loss_scale: None unless the precision has one.
+    """
 
     step: jax.Array
     params: Any
@@ -54,9 +59,9 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Parameters on their way into a step and gradients on their way out, by the layout's strategy.
+    """Parameters on their way into a step and gradients on their way out, by the layout's ZeRO strategy.
 
-    `axes` and `contracted` are trees like the parameters (model/transformer.py).
+    axes, contracted: trees like the parameters (`logical_axes` and `contracted` of model/transformer.py).
     """
 
     layout: Layout
@@ -65,9 +70,10 @@ class Weights:
     precision: Precision
 
     def copy(self, params: Any) -> Any:
-        """What the step computes with: under zero1 and zero2 a whole copy, matrices in the compute dtype.
+        """The parameters that the step computes with: under zero1 and zero2 a gathered copy, matrices in the compute
+        dtype.
 
-        Where gradients are divided the token table is not gathered: it stays divided as under zero3, and norms and
+        Where gradients are sharded the token table is not gathered: it stays sharded as under zero3, and norms and
         biases are gathered as they are read. With `precision.cast=step` every parameter is cast, under any strategy.
         """
         strategy, cast = self.layout.strategy, self.precision.copied
@@ -84,16 +90,16 @@ class Weights:
                 return self.layout.held(param, axes) if cast else param
 
         copy = self._map(one, params, self.contracted)
-        # One copy for all who read it: without layers in a loop the compiler would cast anew for each.
+        # One copy for all its readers: for unrolled layers the compiler would otherwise cast again for each reader.
         return jax.lax.optimization_barrier(copy) if cast else copy
 
     def gradients(self, grads: Any) -> Any:
-        """Gradients of one micro-batch as they are kept."""
-        keep = self.layout.gradient  # those of parameters in host memory are there already, divided likewise
+        """Gradients of one micro-batch as they are kept: their dtype and sharding."""
+        keep = self.layout.gradient  # those of parameters in host memory are there already, with the same sharding
         return self._map(lambda grad, axes: grad if is_hosted(grad) else keep(grad, axes), grads)
 
     def totals(self, grads: Any) -> Any:
-        """Sums of these over micro-batches, in a dtype of their own."""
+        """Sums of these over micro-batches, sharded likewise; their dtype stays."""
         return self._map(self.layout.total, grads)
 
     def _map(self, function: Callable, *trees: Any) -> Any:
@@ -102,15 +108,15 @@ class Weights:
         return structure.unflatten([function(*row) for row in zip(leaves, axes, *map(jax.tree.leaves, trees[1:]))])
 
     def specs(self) -> Any:
-        """Over the data-parallel ranks, how a gradient is divided that is reduced once: where it is stored."""
+        """How gradients that are reduced once per update are sharded over data-parallel ranks: as they are stored."""
         def own(axes):
-            divided = [self.layout.mesh_axes(axis, divided=self.layout.strategy.stored) for axis in axes]
-            return P(*["fsdp" if "fsdp" in dim else None for dim in divided])
+            dims = [self.layout.mesh_axes(axis, state=self.layout.strategy.stored) for axis in axes]
+            return P(*["fsdp" if "fsdp" in dim else None for dim in dims])
 
         return jax.tree.map(own, self.axes, is_leaf=lambda node: isinstance(node, tuple))
 
     def reduce(self, grads: Any) -> Any:
-        """Sums gradients over the ranks, inside a `jax.shard_map` over them: each rank is left with what it stores."""
+        """Gradients summed over the ranks, inside a `jax.shard_map` over them: each rank keeps the shard it stores."""
         def one(grad, spec):
             grad = self.layout.reduced(grad)
             if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
@@ -123,12 +129,15 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class StepParts:
-    """What a step is made of: `loss(params, batch, dropout_key_B) -> sum in nats`, optimizer, schedule, seed.
+    """The functions and settings of a step.
 
-    `local_loss` is the same for one data-parallel rank's sequences, where gradients are reduced once an update;
-    `scaling` the rule of the loss scale, where there is one.
-    `partwise`: the optimizer's update one layer after the other, where it is taken so (train/optimizer/partwise.py).
-    `fused`: loss, new parameters and optimizer state of one batch, updated on the way back (optimizer/fused_backward.py).
+    loss: (params, batch, dropout_key_B) -> float32 sum in nats. optimizer: optax' transformation, or MultiSteps of it.
+    schedule: number of the update -> learning rate. seed: of dropout and rounding.
+    local_loss: `loss` of one data-parallel rank's sequences, where gradients are reduced once per update, else None.
+    scaling: the rule of the loss scale, if there is one.
+    partwise: the optimizer's update layer by layer, where it is asked for (train/optimizer/partwise.py).
+    fused: (params, opt_state, batch, keys, tokens, rounding key) -> loss, new parameters and optimizer state, updated
+      inside the backward pass (train/optimizer/fused_backward.py).
     """
 
     loss: Callable[..., jax.Array]
@@ -143,23 +152,24 @@ class StepParts:
 
     @property
     def precision(self) -> Precision:
+        """Dtypes by role."""
         return self.weights.precision
 
     def rounding_key(self, state: TrainState) -> jax.Array:
-        """Of this update's rounding of parameters."""
+        """The key of this update's rounding of parameters."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
 
     def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
-        """A key for each sequence, from its place in the global batch alone."""
+        """A key per sequence [rows], from the step and the place of the sequence in the global batch alone."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
 
     def factor(self, state: TrainState) -> jax.Array | None:
-        """What the loss is multiplied by before the backward pass; None for nothing."""
+        """What the loss is multiplied by before the backward pass, float32; None without a loss scale."""
         return None if self.scaling is None else self.scaling.factor(state.loss_scale)
 
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
-        """Sums over the micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
+        """Sums over the A micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
         if self.local_loss is not None:
             return _sums_by_rank(self, weights, batch, key_AB, factor)
@@ -169,7 +179,7 @@ class StepParts:
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
         """(parameters, optimizer state, loss scale) after the update, or after one micro-step of it."""
         with jax.named_scope("optimizer"):
-            if isinstance(state.opt_state, optax.MultiStepsState):  # which would narrow its sum to what it is given
+            if isinstance(state.opt_state, optax.MultiStepsState):  # it would narrow its sum to the gradients' dtype
                 grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
             key = self.rounding_key(state)
             if self.partwise:
@@ -184,6 +194,8 @@ class StepParts:
 
     def metrics(self, state: TrainState, tally: Tally, opt_state: Any,
                 loss_scale: LossScale | None) -> dict[str, jax.Array]:
+        """What a step reports: mean loss in nats per token, counted tokens, gradient norm before clipping, learning
+        rate and, with a loss scale, the scale and the updates skipped so far."""
         done, own = state.step, {}
         if loss_scale is not None:
             done = done - state.loss_scale.skipped
@@ -193,7 +205,10 @@ class StepParts:
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One micro-batch [B, L]. With MultiSteps only every k-th call updates; its metrics are the update's."""
+    """(new state, metrics) after one micro-batch, {"inputs", "targets"} int32 [B, L].
+
+    With MultiSteps only every k-th call updates the parameters; its metrics are those of the update.
+    """
     rows = batch["inputs"].shape[0]
     multi = isinstance(state.opt_state, optax.MultiStepsState)
     micro = state.opt_state.mini_step if multi else 0
@@ -210,7 +225,7 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 
 
 def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """A whole global batch [A, B, L]: the accumulator lives inside the step and the optimizer runs once."""
+    """(new state, metrics) after a global batch [A, B, L]: micro-batches are accumulated inside the step."""
     micro_steps, rows = batch["inputs"].shape[:2]
     key_AB = jax.vmap(lambda index: parts.dropout_keys(state.step, index * rows, rows))(jnp.arange(micro_steps))
     tally, grads = parts.gradients(state, batch, key_AB)
@@ -220,10 +235,10 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
 
 
 def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """A whole global batch [B, L], or [1, B, L]: each layer is updated as soon as its gradient is there."""
+    """(new state, metrics) after a global batch [B, L] or [1, B, L]: each layer is updated in the backward pass."""
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
-    tokens = count_tokens(batch["targets"])  # known before the first update: gradients are means at once
+    tokens = count_tokens(batch["targets"])  # known before the first layer is updated: its gradient becomes a mean
     loss, params, opt_state = parts.fused(state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state))
     return TrainState(state.step + 1, params, opt_state, zero_tally()), parts.metrics(
         state, Tally(loss, tokens), opt_state, None)
@@ -231,9 +246,9 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
 
 def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, *,
           local: bool = False) -> tuple[Tally, Any]:
-    """Tally and gradients of all micro-batches, each reduced over the ranks as it is made, unless `local`.
+    """Tally and gradients of all micro-batches; unless `local`, gradients are reduced over the ranks as they are made.
 
-    The gradients are those of the loss times `factor`, the tally is not.
+    The gradients are those of the loss times `factor`; the tally is without it.
     """
     loss = parts.local_loss if local else parts.loss
     keep = (lambda grads: grads) if local else parts.weights.gradients
@@ -267,7 +282,7 @@ def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Arra
         with jax.named_scope("reduce"):
             return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
 
-    # Not checked for replication: a gradient of replicated weights would be reduced in every micro-step then.
+    # Without the check of replication: with it a gradient of replicated weights would be reduced in every micro-step.
     layout = parts.weights.layout
     scale = () if factor is None else (factor,)
     return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH), *[P()] * len(scale)),
@@ -276,7 +291,7 @@ def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Arra
 
 
 def eval_step(parts: StepParts, params: Any, batch: Batch) -> Tally:
-    """Loss sum and tokens of one held-out micro-batch [B, L], no dropout."""
+    """Loss sum and counted tokens of one held-out micro-batch [B, L], without dropout."""
     return Tally(parts.loss(parts.weights.copy(params), batch, None), count_tokens(batch["targets"]))
 
 

@@ -63,7 +63,7 @@ def test_what_is_recomputed_stays_recomputed():
     ({"model.unroll": 0}, "model.unroll=0: give 1 or more"),
     ({"model.unroll": 2, "model.scan": False}, "model.unroll=2 with model.scan=false, which has no loop"),
     ({"xla.gemm": "cutlass"}, "xla.gemm='cutlass': choose one of cublas, triton, or leave it empty"),
-    ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's SMALL_GPU compiler, and this is cpu"),
+    ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, and the platform is cpu"),
 ])
 def test_mistakes_in_one_line(overrides, message):
     with pytest.raises(ValueError, match=message):
@@ -75,7 +75,7 @@ ROWS = [(key, value) for key, rows in TABLE.items() for value in rows]
 
 
 def settings(options, folder):
-    """Lines of the compiler's settings, as it wrote them beside a small program for a described SMALL_GPU."""
+    """Lines of the compiler's settings, as it wrote them beside a small program for a described GPU."""
     device = targets.parse("h200").devices()[0]
     x = jax.ShapeDtypeStruct((64, 64), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     lowered = jax.jit(lambda x: x @ x).lower(x)

@@ -1,4 +1,4 @@
-"""Sharding as data: logical axes, the mesh axes that tables map them to, one row a strategy."""
+"""Sharding as data: the logical axes, the mesh axes that tables map them to, and one row per strategy."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ AXES = ("data", "fsdp", "context", "tensor")
 # The axes whose ranks read different sequences, and with `context` different tokens.
 BATCH, TOKENS = ("data", "fsdp"), ("data", "fsdp", "context")
 
-# Logical axis -> mesh axes, of activations. A sequence lives on one data-parallel rank, or is divided over `context`
-# (ring attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are where parameters are used
-# split (Shoeybi et al. 2019, arXiv 1909.08053). `stream` is the sequence where norms and the residual stream live:
-# sequence parallelism divides it over the tensor group too (Korthikanti et al. 2022, arXiv 2205.05198).
+# Logical axis -> mesh axes, of activations. A sequence lives on one data-parallel rank, or is sharded over `context`
+# (ring attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are sharded over the tensor
+# group, in parameters and activations (Shoeybi et al. 2019, arXiv 1909.08053). `stream` is the sequence in norms and in
+# the residual stream: sequence parallelism shards it over that group too (Korthikanti et al. 2022, arXiv 2205.05198).
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": BATCH,
     "rank": TOKENS,
@@ -29,26 +29,26 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
     "vocab": ("tensor",),
-    # Where the token table stays split along the width, its rows are looked up for all who share it.
+    # Where the token table stays sharded along the width, a device looks its rows up for all that share the table.
     "table_batch": BATCH,
     "table_length": ("context",),
     "table_width": (),
 }
 SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
-# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) divides the width: every matrix, table and norm has it. The devices
+# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the width: every matrix, table and norm has it. The devices
 # that share a sequence share state as well: to gradients they are data-parallel ranks.
 SHARDS = ("fsdp", "context")
-DIVIDED = {"d_model": SHARDS}
-TABLE_DIVIDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
+STATE_SHARDED = {"d_model": SHARDS}
+TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What the devices of `mesh.fsdp` and `mesh.context` divide; those of `mesh.data` are replicas of them.
+    """What is sharded over the devices of `mesh.fsdp` and `mesh.context`; those of `mesh.data` hold replicas.
 
     stored: master parameters and optimizer state. gradients: the gradients, reduced to their owner as they are made.
     by_layer: parameters are gathered for one layer at a time and again in its backward pass; otherwise the
-    compute copy of all of them is made once a step. reduce_once: gradients may wait for their reduction until
+    compute copy of all of them is made once per step. reduce_once: gradients may wait for their reduction until
     the end of in-step accumulation.
     """
 
@@ -61,15 +61,15 @@ class Strategy:
 
 STRATEGIES: Mapping[str, Strategy] = {
     "ddp": Strategy("every device holds all state; gradients are summed", reduce_once=True),
-    "zero1": Strategy("master parameters and optimizer state divided", stored=True, reduce_once=True),
-    "zero2": Strategy("gradients divided too", stored=True, gradients=True),
-    "zero3": Strategy("parameters divided too, gathered layer by layer (FSDP)", stored=True, gradients=True,
+    "zero1": Strategy("master parameters and optimizer state sharded", stored=True, reduce_once=True),
+    "zero2": Strategy("gradients sharded too", stored=True, gradients=True),
+    "zero3": Strategy("parameters sharded too, gathered layer by layer (FSDP)", stored=True, gradients=True,
                       by_layer=True),
 }
 
 
-# The letters of shape suffixes (model/__init__.py) as logical axes of activations, and of those that have the width of
-# the model: they lie where norms and the residual stream do.
+# The letters of shape suffixes (model/__init__.py) as logical axes of activations. Activations that have the width of
+# the model are sharded as norms and the residual stream are.
 LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab"}
 STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
@@ -93,6 +93,6 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     fixed = math.prod(sizes[axis] for axis in AXES if axis not in free)
     sizes = {axis: len(devices) // fixed if axis in free else sizes[axis] for axis in AXES}
     if math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"mesh {shown} does not multiply to the {len(devices)} device(s) here: "
+        raise ValueError(f"mesh {shown} does not multiply to the {len(devices)} device(s) available: "
                          "set one of config.mesh.* to -1")
     return Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)

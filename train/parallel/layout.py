@@ -1,4 +1,4 @@
-"""The model names logical axes; here the tables of train/parallel/axes.py make them shardings of one mesh."""
+"""From logical axes, which the model names, to shardings of one mesh, by the tables of train/parallel/axes.py."""
 
 import dataclasses
 import math
@@ -7,21 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout as Order
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from bytescope.model.attention.ring import Ring, zigzag_positions
-from bytescope.model.placement import Axes, Placement
+from bytescope.model.attention.ring import zigzag_positions
+from bytescope.model.placement import Axes, Placement, Ring, row_major
 from bytescope.train.parallel.axes import (
     AXES,
     BATCH,
-    DIVIDED,
     RULES,
     SEQUENCE_PARALLEL,
+    STATE_SHARDED,
     STRATEGIES,
-    TABLE_DIVIDED,
+    TABLE_SHARDED,
     TOKENS,
     Strategy,
 )
@@ -31,8 +29,9 @@ from bytescope.train.parallel.axes import (
 class Layout(Placement):
     """Maps logical axes to shardings of one mesh.
 
-    `manual`: mesh axes that an enclosing `jax.shard_map` has taken: arrays are local along them already.
-    `reduce`: dtype in which gradients are summed over devices and kept; None for that of each product.
+    sequence_parallel: whether norms and the residual stream are sharded along the sequence in the tensor group.
+    manual: mesh axes of an enclosing `jax.shard_map`; arrays are local along them already.
+    reduce: dtype in which gradients are summed over devices and kept; None for that of each product.
     """
 
     mesh: Mesh
@@ -44,34 +43,41 @@ class Layout(Placement):
     @property
     def local(self) -> "Layout":
         """The layout within a `jax.shard_map` over the data-parallel ranks."""
-        # All axes where no other has a size: a kernel with a partitioner of its own (cuDNN's) is at home there only.
+        # All axes if no other has more than one device: a kernel with a partitioner of its own (cuDNN's) works only so.
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
     def ring(self) -> Ring | None:
+        """The ring of devices that share a sequence; None without context parallelism."""
         if self.mesh.shape["context"] == 1:
             return None
-        batch, heads = (tuple(axis for axis in RULES[name] if self.mesh.shape[axis] > 1) for name in ("batch", "heads"))
+        batch, heads = self._used(RULES["batch"]), self._used(RULES["heads"])
         return Ring(self.mesh, "context", batch, heads)
+
+    def _used(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the mesh axes that have more than one device."""
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     @property
     def stream_parts(self) -> int:
+        """Devices that share the sequence in norms and in the residual stream."""
         return self._size(self.mesh_axes("stream"))
 
     def positions(self, length: int) -> jax.Array:
+        """int32 [L]: for each index along the length its position in the sequence."""
         return zigzag_positions(length, self.ring.size) if self.ring else jnp.arange(length)
 
-    def mesh_axes(self, axis: str | None, *, divided: bool = False) -> tuple[str, ...]:
-        """The mesh axes over which a logical axis is divided; `divided`: of parameters as they are stored."""
+    def mesh_axes(self, axis: str | None, *, state: bool = False) -> tuple[str, ...]:
+        """The mesh axes over which a logical axis is sharded; `state`: as ZeRO shards parameters and their state."""
         if axis is None:
             return ()
         rules = dict(RULES)
         if self.sequence_parallel:
             rules |= SEQUENCE_PARALLEL
         if self.strategy.gradients:
-            rules |= TABLE_DIVIDED
-        if divided:
-            rules |= DIVIDED
+            rules |= TABLE_SHARDED
+        if state:
+            rules |= STATE_SHARDED
         return tuple(mesh_axis for mesh_axis in rules[axis] if mesh_axis not in self.manual)
 
     @property
@@ -92,24 +98,23 @@ class Layout(Placement):
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes if axis not in self.manual)
 
-    def spec(self, axes: Sequence[str | None], *, divided: bool = False) -> PartitionSpec:
-        """The partition of an array with these logical axes.
+    def spec(self, axes: Sequence[str | None], *, state: bool = False) -> PartitionSpec:
+        """The partition of an array with these logical axes; `state`: as ZeRO shards parameters and their state.
 
         Raises:
           ValueError: two dimensions claim the same mesh axis.
         """
-        dims = [self.mesh_axes(axis, divided=divided) for axis in axes]
+        dims = [self.mesh_axes(axis, state=state) for axis in axes]
         used = [mesh_axis for dim in dims for mesh_axis in dim]
         if len(used) != len(set(used)):
             twice = next(axis for axis in used if used.count(axis) > 1)
-            one, other = (f"{name} -> {dim}" for name, dim in zip(axes, dims) if twice in dim)
-            raise ValueError(f"logical axes {tuple(axes)} collide on mesh axis {twice}: {one} and {other}")
-        return PartitionSpec(*[dim if len(dim) > 1 else (dim[0] if dim else None) for dim in dims])
+            claims = [f"{name} -> {dim}" for name, dim in zip(axes, dims) if twice in dim]
+            raise ValueError(f"logical axes {tuple(axes)} collide on mesh axis {twice}: {' and '.join(claims)}")
+        return PartitionSpec(*map(_entry, dims))
 
     def split(self, axes: Sequence[str | None]) -> list[tuple[str, ...]]:
-        """For each dimension the mesh axes of more than one device that it is divided over."""
-        dims = [self.mesh_axes(axis) for axis in axes]
-        return [tuple(axis for axis in dim if self.mesh.shape[axis] > 1) for dim in dims]
+        """For each dimension the mesh axes of more than one device that it is sharded over."""
+        return [self._used(self.mesh_axes(axis)) for axis in axes]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> NamedSharding:
         """The sharding of an array with these logical axes; without axes, replicated."""
@@ -117,12 +122,12 @@ class Layout(Placement):
 
     def stored(self, axes: Sequence[str]) -> NamedSharding:
         """The sharding of a parameter between steps, and of the optimizer's state for it."""
-        return NamedSharding(self.mesh, self.spec(axes, divided=self.strategy.stored))
+        return NamedSharding(self.mesh, self.spec(axes, state=self.strategy.stored))
 
     def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if self._size(AXES) == 1:
             return x
-        if self.manual:  # the mesh of the context then, whose other axes are still the compiler's
+        if self.manual:  # then the mesh of the context counts, whose other axes the compiler still shards
             return jax.lax.with_sharding_constraint(x, spec)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
@@ -130,10 +135,14 @@ class Layout(Placement):
         return self._constrain(x, self.spec(axes))
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
+        """`function(layout, *arrays [B, L, D], weights)` -> ([B, L, D], a gradient of each weight).
+
+        Each rank computes on its own tokens, inside a `jax.shard_map`; the gradients are summed over the ranks.
+        """
         axes = tuple(axis for axis in TOKENS if axis not in self.manual)
         if self._size(axes) == 1:
             return function(self, *arrays, weights)
-        # The compiler would reduce a gradient wherever it is added to; here each rank adds up its own.
+        # The compiler would reduce a gradient wherever something is added to it; here each rank sums its own.
         taken = (*self.manual, *(axes if self.mesh.shape["tensor"] > 1 else [a for a in AXES if a not in self.manual]))
         inner = dataclasses.replace(self, manual=taken)
         batch = tuple(axis for axis in BATCH if axis in axes)
@@ -146,39 +155,42 @@ class Layout(Placement):
         x_BLD, grads = jax.shard_map(one, mesh=self.mesh, in_specs=(spec, PartitionSpec()),
                                      out_specs=(spec, PartitionSpec(axes)), axis_names=set(taken) - set(self.manual),
                                      check_vma=False)(arrays, weights)
-        # In the dtype that they come in: `sum` would send float32.
+        # In the dtype of the gradients: `sum` would send float32.
         return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
 
     def stream(self, x_BLD: jax.Array) -> jax.Array:
+        """The residual stream entering a layer, as loops stack it."""
         if not self.ring:
             return x_BLD
-        # Where the sequence is divided XLA's GPU compiler turns the stack of all layers' inputs to positions last
-        # between the forward and the backward loop, and holds it twice. Inside shard_map, for the constraint on the
-        # order of dimensions has no partitioning of its own and would gather the array.
+        # Where the sequence is sharded, XLA's GPU compiler transposes the stack of all layers' inputs between the
+        # forward and the backward loop, and holds it twice. Inside shard_map, because the constraint on the order of
+        # dimensions has no partitioning of its own and would gather the array.
         spec = self.spec(("batch", "stream", None))
-        pin = lambda x_BLD: with_layout_constraint(x_BLD, Order((0, 1, 2)))  # noqa: E731
-        return jax.shard_map(pin, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
+        return jax.shard_map(row_major, mesh=self.mesh, in_specs=spec, out_specs=spec)(x_BLD)
 
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter as a layer computes with it: gathered where the strategy gathers layer by layer."""
         return self.gather(w, axes) if self.strategy.by_layer else self._constrain(w, self.spec(axes))
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter that is stored divided, whole along the width."""
-        # Pinned as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
-        return self._constrain(self._constrain(w, self.spec(axes, divided=True)), self.spec(axes))
+        """A parameter that is stored sharded, gathered along the width."""
+        # Constrained as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
+        return self._constrain(self._constrain(w, self.spec(axes, state=True)), self.spec(axes))
 
     def held(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A copy of a parameter, laid out as the parameter is stored."""
-        return self._constrain(w, self.spec(axes, divided=self.strategy.stored))
+        """A copy of a parameter, sharded as the parameter is stored."""
+        return self._constrain(w, self.spec(axes, state=self.strategy.stored))
 
     def total(self, d_w: jax.Array, axes: Axes) -> jax.Array:
-        """A gradient that is reduced already, or a sum of such, where gradients are kept."""
-        return self._constrain(d_w, self.spec(axes, divided=self.strategy.gradients))
+        """A gradient in the dtype `reduce` already, or a sum of such, sharded as gradients are kept."""
+        return self._constrain(d_w, self.spec(axes, state=self.strategy.gradients))
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
+        """The gradient of a parameter as it is kept until the update: in the dtype `reduce`, sharded as ZeRO has it."""
         return self.total(self.reduced(d_w), axes)
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
+        """`function` applied to the shard of each array that a device holds (`Placement.own`), by `jax.shard_map`."""
         if self._size(AXES) == 1:
             return function
         over = [tuple({mesh_axis for dim in self.split(axes) for mesh_axis in dim}) for axes in sums]
@@ -187,20 +199,27 @@ class Layout(Placement):
             results = function(*arguments)
             return tuple(map(jax.lax.psum, results, over)) if over else results
 
-        # Inside an enclosing shard_map the mesh is that of the context, and the axes are those it has left.
+        # Inside an enclosing shard_map the mesh is that of the context, and the axes are those it leaves over.
         mesh = {} if self.manual else {"mesh": self.mesh}
         specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
         return jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False,
                              axis_names=set(AXES) - set(self.manual), **mesh)
 
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
-        """Raises ValueError where a dimension of a stored parameter does not divide over its mesh axes."""
+        """Raises ValueError where a dimension of a stored parameter is not divisible by the sizes of its mesh axes."""
         for size, axis in zip(shape, axes):
-            over = self.mesh_axes(axis, divided=self.strategy.stored)
+            over = self.mesh_axes(axis, state=self.strategy.stored)
             if size % self._size(over):
                 shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in over)
-                raise ValueError(f"parameter {name}: {axis}={size} does not divide over {shown}; "
+                raise ValueError(f"parameter {name}: {axis}={size} is not divisible by {shown}; "
                                  "change the mesh or the size")
+
+
+def _entry(dim: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The entry of a PartitionSpec for a dimension that is sharded over these mesh axes."""
+    if not dim:
+        return None
+    return dim if len(dim) > 1 else dim[0]
 
 
 def _is_axes(node: object) -> bool:
@@ -208,9 +227,12 @@ def _is_axes(node: object) -> bool:
 
 
 def match_parameters(state, params, shardings, default: NamedSharding):
-    """Shardings for `state` (say, an optimizer's): a leaf that ends in a parameter's path and has its shape is laid
-    out like that parameter; one whose dimensions are the parameter's or divide them (the scales of blocks) as far
-    as they divide over the mesh; every other leaf takes `default`."""
+    """Shardings for `state`, such as an optimizer's, from those of the parameters.
+
+    A leaf whose path ends in a parameter's path and that has its shape is sharded like the parameter. One whose
+    dimensions divide the parameter's (the scales of blocks) is sharded like it along the dimensions that are divisible
+    by the mesh axes. Every other leaf takes `default`.
+    """
     known = {path: (leaf.shape, sharding) for (path, leaf), sharding in
              zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings))}
 
@@ -227,7 +249,7 @@ def match_parameters(state, params, shardings, default: NamedSharding):
 
 
 def _coarser(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """The sharding for an array of fewer elements: a dimension that does not divide stays whole."""
+    """The sharding for an array of fewer elements: a dimension that is not divisible is replicated."""
     def kept(dim, size):
         axes = (dim,) if isinstance(dim, str) else dim or ()
         return None if size % math.prod(sharding.mesh.shape[axis] for axis in axes) else dim

@@ -1,9 +1,9 @@
-"""The line between the processes of one run: once all are there (train/parallel/rendezvous.py), when one ends all end.
+"""The link between the processes of one run: from the rendezvous on (train/parallel/rendezvous.py) all end if one does.
 
 Process 0 listens where jax's own coordinator will listen afterwards; the others connect and stay connected for as
 long as the run lasts. A process that dies closes its connection, whatever it was waiting for, so the others know
-within milliseconds: jax alone tells after its heartbeats, with a C++ abort, and a collective may hang for ever.
-The same line carries the few small values that every process must agree on: stop now, this checkpoint is damaged.
+within milliseconds: jax alone notices after its heartbeats, with a C++ abort, and a collective may hang for ever.
+The link also carries the few small values that every process must agree on: stop now, this checkpoint is damaged.
 
 Messages are JSON lines: `vote value`, `result values`, `error code text`, `end code text`, `bye`.
 """
@@ -28,9 +28,9 @@ AGAIN = "start all processes again with the same command, the run resumes from i
 
 
 class Link:
-    """The line in use. A thread reads it, so that the end of another process is noticed at any moment.
+    """The connections in use. A thread reads them, so that the end of another process is noticed at any moment.
 
-    That thread alone ends this process, by `leave(code)`: at once, without waiting for what can no longer come.
+    That thread alone ends this process, by `leave(exit code)`: at once, without waiting for collectives that hang.
     """
 
     def __init__(self, index: int, count: int, peers: dict[int, Peer], leave: Callable[[int], Any] = os._exit):
@@ -38,13 +38,13 @@ class Link:
         self._lock = threading.RLock()  # of the connections, the votes and the verdict
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
-        self._code: int | None = None  # the exit code, once the end is near
+        self._code: int | None = None  # the exit code, once all have to end
         self._deadline = math.inf
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
         self._reader.start()
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes, in the order of their numbers; waits for all."""
+        """The JSON values of all processes, in the order of their numbers; waits until each has given its own."""
         if self.index:
             self._send("vote", value)
         else:
@@ -52,29 +52,29 @@ class Link:
         return self._results.get()
 
     def fail(self, code: int, text: str) -> NoReturn:
-        """Prints the error and ends all processes with exit code `code`. Of several errors the first wins."""
+        """Prints the error and ends all processes with exit code `code`. Of several errors the first one counts."""
         self._announce(code, text)
         self._reader.join()
         raise SystemExit(code)
 
     def settle(self, seconds: float) -> None:
-        """Waits for news of another process; does not return if there are any."""
+        """Waits so many seconds for the error of another process; does not return if there is one."""
         self._reader.join(seconds)
         if self._code is not None:
             self._reader.join()
 
     def close(self) -> None:
-        """Leaves in peace, when all others do."""
+        """Ends the link once all others end theirs; no error."""
         self._send("bye")
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_WR)
         self._reader.join(LINGER_S)
-        self._close_connections()  # not before: an end without a `bye` is a death
+        self._close_connections()  # not earlier: who closes without a `bye` counts as dead
 
     @property
     def label(self) -> str:
-        """What stands before the errors of this process; process 0 needs nothing."""
+        """The prefix of the errors of this process; empty for process 0."""
         return f"[process {self.index}] " if self.index else ""
 
     def _send(self, *message: Any) -> None:
@@ -84,7 +84,7 @@ class Link:
                 peer.send(*message)
 
     def _vote(self, index: int, value: Any) -> None:
-        """On process 0: one process has given its value; the last one makes the result."""
+        """On process 0: takes the value of one process; with the last value the result is sent to all."""
         with self._lock:
             self._votes[index].append(value)
             if all(self._votes):
@@ -111,7 +111,7 @@ class Link:
         with selectors.DefaultSelector() as selector:
             for index, peer in self._peers.items():
                 selector.register(peer, selectors.EVENT_READ, index)
-            # jax's coordinator lives in process 0, which is therefore the last to go.
+            # jax's coordinator runs in process 0, which is therefore the last to end.
             while selector.get_map() and time.monotonic() < self._deadline:
                 for key, _ in selector.select(1.0):
                     index, peer, messages = key.data, key.fileobj, key.fileobj.receive()

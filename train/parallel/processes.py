@@ -1,7 +1,7 @@
-"""Several processes that train one model: who they are, that all are there, and what they must agree on.
+"""Several processes that train one model: their numbers, waiting for all of them, and what they must agree on.
 
 Each process runs `bytescope train` with its own devices; jax joins them into one mesh. Process 0 writes the run
-directory and speaks to the user; every process reads its own rows of the data and writes its own shards.
+directory and prints; every process reads its own rows of the data and writes its own shards of a checkpoint.
 """
 
 import argparse
@@ -16,41 +16,41 @@ from bytescope.train.errors import Lost, UserError
 from bytescope.train.parallel.liveness import Link
 from bytescope.train.parallel.rendezvous import meet
 
-# A launcher that jax knows how to ask leaves one of these; without them nothing is asked, which on some machines
-# would take seconds.
+# A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
 LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX",
              "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 FLAGS = ("coordinator", "process", "processes")
-NEWS_S = 5.0  # how long an error waits for the news that another process caused it
+NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
 
 
 class Address(NamedTuple):
-    """Where a process finds the others, and its place among them."""
+    """Where process 0 listens, the number of this process, and the number of processes."""
 
     host: str
     port: int
     index: int
     count: int
-    launched: bool  # found by asking a launcher
+    launched: bool  # found through a launcher
 
     def __str__(self) -> str:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a run in several processes."""
-    group = parser.add_argument_group("several processes", "found by themselves under SLURM and Open MPI; otherwise")
+    """Adds the flags of a run in several processes to `parser`."""
+    group = parser.add_argument_group("several processes", "detected under SLURM and Open MPI; otherwise give")
     group.add_argument("--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all")
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
-    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for all to come (300)")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS",
+                       help="to wait until all are connected (300)")
 
 
 def find(args: argparse.Namespace) -> Address | None:
     """The address by flag or launcher; None for a run of one process.
 
     Raises:
-      UserError: flags that do not go together.
+      UserError: flags that cannot be combined, or a launcher's environment that cannot be read.
     """
     if args.timeout <= 0:
         raise UserError(f"--timeout={args.timeout:g}: give a positive number of seconds")
@@ -59,7 +59,7 @@ def find(args: argparse.Namespace) -> Address | None:
         return None
     if missing := [f"--{name}" for name in FLAGS if given[name] is None]:
         if len(missing) < len(FLAGS):
-            raise UserError(f"{' and '.join(missing)} missing: --coordinator, --process and --processes go together")
+            raise UserError(f"{' and '.join(missing)} missing: give --coordinator, --process and --processes together")
         return _launched(args.timeout)
     host, port = _host_port(args.coordinator)
     if args.processes < 1 or not 0 <= args.process < args.processes:
@@ -78,7 +78,7 @@ def _host_port(text: str) -> tuple[str, int]:
 def _launched(timeout: float) -> Address | None:
     if not any(os.environ.get(name) for name in LAUNCHERS):
         return None
-    from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which does not tell
+    from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which returns nothing
 
     try:
         address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -92,29 +92,29 @@ def _launched(timeout: float) -> Address | None:
 
 
 class Processes:
-    """The processes of a run as one of them sees them; without a link it is alone."""
+    """The processes of a run as one of them sees them; without a `link` it is the only one."""
 
     def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
         self.index, self.count, self._link = index, count, link
 
     @property
     def first(self) -> bool:
-        """Whether this one writes the run directory and speaks to the user."""
+        """Whether this is process 0, which writes the run directory and prints."""
         return self.index == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all processes in order; every process must ask, in the same order."""
+        """The JSON values of all processes, in the order of their numbers. All must call it, in the same order."""
         return [value] if self._link is None else self._link.gather(value)
 
     def from_first(self, value: Any) -> Any:
-        """Process 0's value."""
+        """Process 0's JSON value. All must call it, in the same order."""
         return self.gather(value if self.first else None)[0]
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Ends all processes with the error of one that is raised inside, and the exit code of its kind.
+        """A context. An error raised inside it in one process ends all processes, with the exit code of its kind.
 
-        What unwinds outside of it must not wait for other processes.
+        Clean-up outside of the context must not wait for other processes.
         """
         try:
             yield
@@ -125,7 +125,7 @@ class Processes:
                 self._link.fail(error.exit_code, str(error))
             if isinstance(error, KeyboardInterrupt):
                 self._link.fail(130, "interrupted")
-            # A collective breaks when another process dies; if that is so, it is the error to tell.
+            # A collective fails when another process dies; then that is the error to print.
             self._link.settle(NEWS_S)
             import traceback
 
@@ -133,7 +133,7 @@ class Processes:
             self._link.fail(1, " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
     def close(self) -> None:
-        """Waits for all to be done, then leaves."""
+        """Waits until all processes are done, then ends the link to them."""
         if self._link is None:
             return
         import jax
@@ -150,8 +150,8 @@ def start(args: argparse.Namespace) -> Processes:
     """Joins the processes of the run. Call before jax starts a backend.
 
     Raises:
-      UserError: flags that do not go together, or a port that is taken.
-      Lost: not all came in time.
+      UserError: flags that cannot be combined, or a port that is taken.
+      Lost: not all connected in time.
     """
     address = find(args)
     if address is None:
@@ -169,7 +169,7 @@ def start(args: argparse.Namespace) -> Processes:
 def _start_jax(address: Address, timeout: float) -> None:
     import jax
 
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if address.index:
         _await_port(address, timeout)
     jax.distributed.initialize(
@@ -178,10 +178,13 @@ def _start_jax(address: Address, timeout: float) -> None:
 
 
 def _await_port(address: Address, timeout: float) -> None:
-    """Returns when jax's coordinator listens: its clients take a second for every attempt that comes too early."""
+    """Returns when jax's coordinator listens: its clients lose a second with every attempt that is too early.
+
+    Raises Lost when it does not listen within `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=timeout):
             return
         time.sleep(0.02)
-    raise Lost(f"process 0 came, but its coordinator does not listen at {address}")
+    raise Lost(f"process 0 connected, but its coordinator does not listen at {address}")

@@ -1,6 +1,6 @@
-"""The connections between the processes of one run, and how those come to be: all come or none starts.
+"""The connections between the processes of one run, and how they are made: all processes connect, or none starts.
 
-Messages are JSON lines: `hello index count` and `go` here, what follows in train/parallel/liveness.py.
+Messages are JSON lines: `hello index count` and `go` here; those of a running run are in train/parallel/liveness.py.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from typing import Any
 
 from bytescope.train.errors import Lost, UserError
 
-# A machine that loses its power closes nothing: probes after 20 s of silence, given up after four, 10 s apart.
+# A machine that loses power closes no connection: probes after 20 s of silence, given up after four, 10 s apart.
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 RETRY_S = 0.05
-LINGER_S = 10.0  # how long one that fails waits for the others to be gone
+LINGER_S = 10.0  # seconds that a process which fails waits for the others to end
 
 
 class Peer:
-    """One connection: whole messages in and out."""
+    """One connection to another process: complete messages in and out."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -28,21 +28,27 @@ class Peer:
             if hasattr(socket, name):  # not everywhere
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.connection, self.said_bye, self._rest = connection, False, b""
-        self.early: list[list[Any]] = []  # messages that came before there was a `Link` to take them
+        self.early: list[list[Any]] = []  # messages that arrived before there was a `Link` to handle them
 
     def close(self) -> None:
+        """Closes the connection; without a `bye` before, the other side takes this process for dead."""
         self.connection.close()
 
     def fileno(self) -> int:
+        """The file descriptor, by which a selector waits for messages."""
         return self.connection.fileno()
 
     def send(self, *message: Any) -> None:
-        """One message; one that cannot be sent is lost with its receiver, which the reader will notice."""
+        """Sends one message of JSON values. An error is ignored: the reader will notice that the receiver is gone."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]] | None:
-        """The messages that came, waiting for some; None once the other side is gone."""
+        """The messages that have arrived, after waiting for some bytes; None once the other side is gone.
+
+        Raises:
+          TimeoutError: nothing arrived within the connection's timeout.
+        """
         try:
             content = self.connection.recv(1 << 16)
         except TimeoutError:  # an OSError too
@@ -54,16 +60,16 @@ class Peer:
         *lines, self._rest = (self._rest + content).split(b"\n")
         try:
             return [list(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):  # somebody else's protocol
+        except (ValueError, TypeError):  # another protocol
             return None
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float) -> dict[int, Peer]:
-    """Waits until all `count` processes are there; returns the peers of this one (process 0: all, others: 0).
+    """Waits until all `count` processes are connected; returns the peers of this one (process 0: all, others: 0).
 
     Raises:
-      Lost: not everybody came within `timeout` seconds.
-      UserError: the port is taken, or the processes do not agree on who they are.
+      Lost: not all connected within `timeout` seconds.
+      UserError: the port is taken, or two processes disagree on their numbers.
     """
     return _welcome(port, count, timeout) if index == 0 else {0: _join(host, port, index, count, timeout)}
 
@@ -73,7 +79,7 @@ def _welcome(port: int, count: int, timeout: float) -> dict[int, Peer]:
     try:
         _collect(port, count, time.monotonic() + timeout, peers)
         if missing := sorted(set(range(1, count)) - set(peers)):
-            raise Lost(f"{_name(missing)} of {count} never came within {timeout:g} s: look at their output, "
+            raise Lost(f"{_name(missing)} of {count} did not connect within {timeout:g} s: look at their output, "
                        "or give a longer --timeout")
     except UserError as error:
         for peer in peers.values():
@@ -95,7 +101,7 @@ def _collect(port: int, count: int, deadline: float, peers: dict[int, Peer]) -> 
                     selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
                     continue
                 peer, messages = key.fileobj, key.fileobj.receive()
-                if messages is None:  # gone again, or a stranger
+                if messages is None:  # gone again, or not one of ours
                     selector.unregister(peer)
                     peer.close()
                     for index in [index for index, known in peers.items() if known is peer]:
@@ -110,16 +116,16 @@ def _collect(port: int, count: int, deadline: float, peers: dict[int, Peer]) -> 
 def _greet(message: list[Any], peer: Peer, count: int, peers: dict[int, Peer]) -> None:
     match message:
         case ["hello", int(index), int(theirs)]:
-            known, peers[index] = peers.get(index), peer  # so that this one hears of it too
+            known, peers[index] = peers.get(index), peer  # in `peers`, so that this one is told too
             if known or not 0 < index < count:
-                text = f"process {index} of {count} came twice: give each its own --process, from 0 on"
+                text = f"process {index} of {count} connected twice: give each its own --process, from 0 on"
                 if known:
                     known.send("end", UserError.exit_code, text)
                     known.close()
                 raise UserError(text)
             if theirs != count:
-                raise UserError(f"process {index} was told --processes={theirs}, process 0 {count}: "
-                                "give all the same")
+                raise UserError(f"process {index} has --processes={theirs}, process 0 has {count}: "
+                                "give all processes the same")
 
 
 def _listen(port: int) -> socket.socket:
@@ -142,21 +148,22 @@ def _join(host: str, port: int, index: int, count: int, timeout: float) -> Peer:
             time.sleep(RETRY_S)
             continue
         peer.send("hello", index, count)
-        answer = _answer(peer, timeout + LINGER_S)  # process 0 speaks when its own time is over
+        answer = _answer(peer, timeout + LINGER_S)  # process 0 answers when its own timeout is over
         match answer:
             case ["go"]:
                 return peer
             case ["end", int(code), str(text)]:
                 peer.close()
                 raise Lost(text) if code == Lost.exit_code else UserError(text)
-        peer.close()  # it went away without a word, and may come again
+        peer.close()  # it closed the connection without an answer, and may start again
         time.sleep(RETRY_S)
-    raise Lost(f"process 0 never answered at {host}:{port} within {timeout:g} s"
-               f"{f' ({reason})' if reason else ''}: is it running, and the address right?")
+    shown = f" ({reason})" if reason else ""
+    raise Lost(f"process 0 did not answer at {host}:{port} within {timeout:g} s{shown}: check that it runs and that "
+               "the address is right")
 
 
 def _answer(peer: Peer, seconds: float) -> list[Any] | None:
-    """The first message, None if there comes none."""
+    """The first message, None if none arrives within so many seconds."""
     peer.connection.settimeout(seconds)
     try:
         messages = peer.receive()
@@ -172,4 +179,4 @@ def _answer(peer: Peer, seconds: float) -> list[Any] | None:
 
 
 def _name(indices: list[int]) -> str:
-    return f"process{'es' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+    return f"{'process' if len(indices) == 1 else 'processes'} {', '.join(map(str, indices))}"

@@ -1,22 +1,21 @@
-"""What XLA's compiler is told besides the program: the group `xla` of the config, a row a value.
+"""What XLA's compiler is told besides the program: the group `xla` of the config, one row per value.
 
-An option goes to the compiler with the very program (`Program.compiler_options`), so that what is analysed is what
-runs; XLA_FLAGS of the environment hold for what no key names. Every option below exists in jaxlib 0.10 to 0.12; one
-that a later compiler drops is an error of its own when it compiles.
+Options go to the compiler with the program itself (`Program.compiler_options`), so that what is analysed is what runs;
+XLA_FLAGS of the environment apply where no key is set. Every option below exists in jaxlib 0.10 to 0.12. A later
+compiler that has dropped one refuses it when it compiles.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping
 
 import jax
+import jaxlib
 from ml_collections import ConfigDict
-
-from bytescope.train.parallel.xla_overlap import pipelined
 
 Options = dict[str, bool | int | str]
 
-# What XLA puts into command buffers (CUDA graphs) by itself, in all its versions at hand; "loops" adds the loop over
-# layers, which is then one launch.
+# What XLA puts into command buffers (CUDA graphs) by default, in all these versions; "loops" adds the loop over layers,
+# which is then one launch.
 _BUFFERED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 
 # key of the group -> value -> options. Levels by number (jax.config's O0 to O3): jax 0.10 takes no names here.
@@ -31,14 +30,27 @@ TABLE: Mapping[str, Mapping[str, Options]] = {
              "triton": {"xla_gpu_cublas_fallback": False, "xla_gpu_triton_gemm_any": True}},
     "autotune_level": {str(level): {"xla_gpu_autotune_level": level} for level in range(5)},
 }
-GPUS = ("gpu", "cuda")  # platforms of devices that are here, and of described ones
+# Collectives of one turn of the loop over layers may start in the turn before. The first jaxlib that knows an option
+# (its version is the plugin's, and so the compiler's) -> the name and value of the option; newest first.
+PIPELINED: Mapping[tuple[int, int], tuple[str, bool | str]] = {
+    (0, 11): ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
+    (0, 0): ("xla_gpu_enable_pipelined_{}", True),
+}
+GPUS = ("gpu", "cuda")  # platforms of present devices, and of described ones
+
+
+def pipelined(version: str = jaxlib.__version__) -> Options:
+    """Compiler options that pipeline collectives over the turns of a loop, for jaxlib `version` ("0.11.2")."""
+    known = tuple(int(part) for part in version.split(".")[:2])
+    name, value = next(row for first, row in PIPELINED.items() if known >= first)
+    return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def compiler_options(config: ConfigDict, platform: str) -> Options:
-    """Options for the compiler of `platform`: those of the group `xla`, and of `mesh.prefetch`.
+    """Options for the compiler of `platform`: those of the group `xla`, and of `mesh.prefetch`; name -> value.
 
     Raises:
-      ValueError: a value that is no row, or one for another compiler than the GPU's, with the remedy.
+      ValueError: a value that is not in the table, or any value where `platform` is not a GPU, with the remedy.
     """
     options: Options = pipelined() if platform in GPUS and config.mesh.prefetch else {}
     for key, rows in TABLE.items():
@@ -46,16 +58,18 @@ def compiler_options(config: ConfigDict, platform: str) -> Options:
         if value == "":
             continue
         if value not in rows:
-            raise ValueError(f"xla.{key}={value!r}: choose one of {', '.join(rows)}, or leave it empty for XLA's own")
+            raise ValueError(f"xla.{key}={value!r}: choose one of {', '.join(rows)}, or leave it empty for XLA's "
+                             "default")
         if platform not in GPUS:
-            raise ValueError(f"xla.{key}={value} is for XLA's GPU compiler, and this is {platform}: leave it empty")
+            raise ValueError(f"xla.{key}={value} is for XLA's GPU compiler, and the platform is {platform}: leave it "
+                             "empty")
         options |= rows[value]
     return options
 
 
 @contextlib.contextmanager
 def xla_remat_pass(enabled: bool) -> Iterator[None]:
-    """XLA's own rematerialization pass on or off for the compiles inside."""
+    """A context in which XLA compiles with or without its own rematerialization pass (`remat.xla_pass`)."""
     before = jax.config.jax_compiler_enable_remat_pass
     jax.config.update("jax_compiler_enable_remat_pass", enabled)
     try:

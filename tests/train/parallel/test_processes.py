@@ -66,8 +66,9 @@ class Started:
         for index in range(count) if indices is None else indices:
             where, environment = told(port, index, count) if count > 1 else ([], {})
             self.logs.append(place / f"{workdir.name}-{time.monotonic_ns()}-{index}.txt")
-            command = [sys.executable, "-m", "bytescope.train", f"--config={place / 'small.py'}", f"--workdir={workdir}",
-                       f"--config.train.cache_dir={place / 'cache'}", *flags, *where, *(own or {}).get(index, ())]
+            command = [sys.executable, "-m", "bytescope.train", f"--config={place / 'small.py'}",
+                       f"--workdir={workdir}", f"--config.train.cache_dir={place / 'cache'}", *flags, *where,
+                       *(own or {}).get(index, ())]
             with open(self.logs[-1], "w") as log:
                 self.processes.append(subprocess.Popen(
                     command, stdout=log, stderr=subprocess.STDOUT, env={
@@ -200,8 +201,8 @@ def test_the_error_of_one_ends_all_with_its_code(place, alone):
         assert "differs from process 0: train.log_every 1 -> 2" in text and text.count("\n") == 0
 
 
-@pytest.mark.parametrize(("index", "message"), [(0, "process 1 of 2 never came within 3 s"),
-                                                (1, "process 0 never answered at 127.0.0.1:")])
+@pytest.mark.parametrize(("index", "message"), [(0, "process 1 of 2 did not connect within 3 s"),
+                                                (1, "process 0 did not answer at 127.0.0.1:")])
 def test_a_process_that_never_comes_is_a_clear_time_out(place, index, message):
     began = time.monotonic()
     started = Started(place, place / "never", 2, "--timeout=3", indices=[index])

@@ -210,20 +210,20 @@ def test_prefetch_gathers_ahead_at_a_price():
 def test_colliding_axes_are_refused_with_both_dimensions():
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 2}, jax.devices()[:2]))
     with pytest.raises(ValueError, match=r"collide on mesh axis fsdp: d_model -> .*fsdp.* and d_model -> .*fsdp"):
-        layout.spec(("d_model", "d_model"), divided=True)
+        layout.spec(("d_model", "d_model"), state=True)
 
 
 @pytest.mark.parametrize(("overrides", "devices", "message"), [
     ({"mesh.data": 3}, 8, "does not multiply to the 8"), ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
-    ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 does not divide over fsdp 5"),
-    ({"mesh.tensor": 8}, 8, "kv_heads=2 does not divide over tensor 8"),
+    ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 is not divisible by fsdp 5"),
+    ({"mesh.tensor": 8}, 8, "kv_heads=2 is not divisible by tensor 8"),
     ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),
-    ({"mesh.context": 4, "data.seq_len": 36}, 4, "data.seq_len=36 does not divide over 2 x mesh.context 4"),
-    ({"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31}, 2, "does not divide over tensor 2"),
+    ({"mesh.context": 4, "data.seq_len": 36}, 4, "data.seq_len=36 is not divisible by 2 x mesh.context 4"),
+    ({"mesh.tensor": 2, "mesh.sequence_parallel": True, "data.seq_len": 31}, 2, "is not divisible by tensor 2"),
     ({"mesh.context": 2, "model.dropout": 0.1}, 2, "ring attention has no dropout"),
     ({"mesh.context": 2, "model.attention": "naive"}, 2, "set model.attention=auto"),
     ({"model.vocab_multiple": 0}, 1, "model.vocab_multiple=0"),
-    ({"model.vocab_size": 63, "mesh.tensor": 2}, 2, "vocab=63 does not divide over tensor 2")])
+    ({"model.vocab_size": 63, "mesh.tensor": 2}, 2, "vocab=63 is not divisible by tensor 2")])
 def test_what_does_not_divide_is_refused(overrides, devices, message):
     with pytest.raises(ValueError, match=message):
         build(small_config(overrides), jax.devices()[:devices])
