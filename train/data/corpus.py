@@ -1,7 +1,7 @@
-"""The files behind `data.source`: text documents, in which order, and which of them are held out.
+"""The files of `data.source`: text documents, their order, and which of them are held out.
 
-`find` looks at the source and returns a `Text`, or the names of token shards (`train.data.shards` reads those).
-What is held out follows from names, never from chance, so it is the same in every run and on every machine.
+`find` looks at the source and returns a `Text`, or the names of token shards (train/data/shards.py reads those).
+Names decide what is held out, never chance, so it is the same in every run and on every machine.
 """
 
 import codecs
@@ -25,10 +25,10 @@ from bytescope.train.errors import UserError
 INDEX = "index.json"
 SHARD_SUFFIXES = (".bin", ".npy")
 
-# One file in this many is held out, or one part in this many of a single file.
+# One file in so many is held out, or of a single file its last part, one in so many.
 HELD_OUT = 20
 PIECE_BYTES = 1 << 20
-# Enough to tell text from a picture, as git and grep do: by a zero byte near the start.
+# Enough to tell text from binary files, as git and grep do: by a zero byte near the start.
 SNIFF_BYTES = 8192
 
 # The default corpus leaves out tests, what was installed later, and what describes one machine.
@@ -47,7 +47,7 @@ class Document:
     errors: str = "strict"
 
     def pieces(self) -> Iterator[str]:
-        """Yields the text in pieces of about `PIECE_BYTES`, cut behind line ends where there are any.
+        """Yields the text in pieces of about `PIECE_BYTES`, cut after line ends where there are any.
 
         Raises UserError if the file cannot be read or is not UTF-8.
         """
@@ -65,7 +65,7 @@ class Document:
                     text += decoder.decode(chunk, final=position + len(chunk) == self.stop)
                     position += len(chunk)
                     cut = text.rfind("\n") + 1 if position < self.stop else len(text)
-                    # A file of one endless line is cut anywhere.
+                    # A very long line is cut anywhere.
                     cut = cut or (len(text) if len(text) >= PIECE_BYTES else 0)
                     if cut:
                         yield text[:cut]
@@ -83,7 +83,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         with open(path, "rb") as file:
             yield file
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): mend it or leave it out") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}): repair it or leave it out") from None
 
 
 def texts(documents: Iterable[Document]) -> Iterator[str | None]:
@@ -95,7 +95,11 @@ def texts(documents: Iterable[Document]) -> Iterator[str | None]:
 
 @dataclass(frozen=True)
 class Text:
-    """Text documents in the order in which they are read; `skipped` counts files that hold no text."""
+    """Text documents in the order in which they are read.
+
+    title: the source in messages. skipped: number of binary files left out. version: of Python, for its standard
+    library, else "".
+    """
 
     title: str
     documents: tuple[Document, ...]
@@ -106,6 +110,7 @@ class Text:
 
     @property
     def paths(self) -> set[Path]:
+        """The resolved paths of the files."""
         return {document.path.resolve() for document in self.documents}
 
     def split(self) -> tuple["Text", "Text"]:
@@ -114,11 +119,11 @@ class Text:
             document = self.documents[0]
             cut = _cut(document)
             ends = replace(document, stop=cut), replace(document, start=cut)
-            # A part without text must not count as a document, which would end in a separator.
+            # A part without text must not count as a document: that would end with a separator.
             return tuple(replace(self, documents=(end,) if end.start < end.stop else ()) for end in ends)
         marks = {document.name: _mark(document.name) for document in self.documents}
         chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
-        if not 0 < len(chosen) < len(marks):  # few files: chance may choose none of them, or all
+        if not 0 < len(chosen) < len(marks):  # of few files the hash may choose none, or all
             chosen = {min(marks, key=marks.__getitem__)}
         return tuple(
             replace(self, documents=tuple(d for d in self.documents if (d.name in chosen) == held_out))
@@ -126,7 +131,7 @@ class Text:
         )
 
     def training_part(self) -> "Text":
-        """Returns what trains where the held-out data come from elsewhere: everything."""
+        """Returns what trains where the held-out data come from another source: everything."""
         return self
 
     held_out_part = training_part
@@ -137,18 +142,20 @@ class Text:
         return [np.concatenate([np.array([], dtype), *tokenize(texts(self.documents), tokenizer)])]
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Returns the largest token id that can occur, plus 1."""
         return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
-        """Returns a hash of names, sizes and contents."""
+        """Returns a hash of names, sizes and contents; `arrays`: the tokens, as `arrays` has them."""
         digest = blake2b(repr([self.version, *((d.name, d.start, d.stop) for d in self.documents)]).encode())
         for array in arrays:
             digest.update(array)
         return digest.digest()
 
     def count(self) -> str:
+        """Returns the number of documents in words, such as "2 documents"."""
         n = len(self.documents)
-        return f"{n:,} document{'s' * (n != 1)}"
+        return f"{n:,} document" if n == 1 else f"{n:,} documents"
 
 
 @dataclass(frozen=True)
@@ -161,9 +168,9 @@ class ShardFiles:
 
 
 def find(source: str, key: str = "data.source") -> Text | ShardFiles:
-    """Returns what `source` ("stdlib", a file, a folder or a glob) stands for; nothing is tokenised yet.
+    """Returns the text or the shards of `source` ("stdlib", a file, a folder or a glob); nothing is tokenized yet.
 
-    `key` names the setting in messages. Raises UserError if there is nothing there, or text and shards mixed.
+    `key` names the setting in messages. Raises UserError if nothing is found, or both text and shards.
     """
     if source == "stdlib":
         return _stdlib(key)
@@ -179,7 +186,7 @@ def find(source: str, key: str = "data.source") -> Text | ShardFiles:
             return ShardFiles(source, None, (path,))
         return _text(source, key, path.parent, [path], sniff=False)
     if not glob.has_magic(source):
-        raise UserError(f"{key}={source!r} is no file or folder: give one that exists, a glob, or 'stdlib'")
+        raise UserError(f"{key}={source!r} is not a file or folder: give one that exists, a glob, or 'stdlib'")
     files = sorted({Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)})
     shards = tuple(p for p in files if p.suffix in SHARD_SUFFIXES)
     if not shards:
@@ -199,10 +206,10 @@ def _stdlib(key: str) -> Text:
         and not any(part.startswith("config-") for part in path.relative_to(root).parts[:-1])
     ]
     if not files:
-        raise UserError(f"{key}='stdlib': this Python keeps no source of its standard library in {root}: "
+        raise UserError(f"{key}='stdlib': this Python has no source files of its standard library in {root}: "
                         "give text of your own")
     version = platform.python_version()
-    # A distribution may have put anything there, and the default must not fail.
+    # A distribution may have put any file there, and the default must not fail.
     return _text(f"standard library of Python {version}", key, root, files,
                  sniff=False, errors="replace", version=version)
 
@@ -214,11 +221,11 @@ def _text(title: str, key: str, base: Path, files: Iterable[Path], *, sniff: boo
         size = path.stat().st_size
         if sniff and size and _is_binary(path):
             skipped += 1
-        elif size:  # an empty file would leave nothing but a second separator
+        elif size:  # an empty file would only add a second separator
             documents.append(Document(path, path.relative_to(base).as_posix(), 0, size, errors))
     if not documents:
-        found = f"no text, and binary files ({skipped:,})" if skipped else "no text"
-        raise UserError(f"{key}={title!r} holds {found}: name UTF-8 text files, or .bin or .npy shards")
+        found = f"no text, only binary files ({skipped:,})" if skipped else "no text"
+        raise UserError(f"{key}={title!r} holds {found}: give UTF-8 text files, or .bin or .npy shards")
     return Text(title, tuple(sorted(documents, key=lambda d: d.name)), skipped, version)
 
 
@@ -241,12 +248,12 @@ def _is_binary(path: Path) -> bool:
 
 
 def _mark(name: str) -> int:
-    """Returns a number that depends on the name alone, so adding a file moves no other one."""
+    """Returns a number that depends on the name alone, so that adding a file changes nothing for the others."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 def _cut(document: Document) -> int:
-    """Returns the byte where the held-out end of a single file starts, behind a line end if one is near."""
+    """Returns the byte at which the held-out end of a single file starts, after a line end if one is near."""
     nominal = document.stop - max((document.stop - document.start) // HELD_OUT, 1)
     before = min(nominal - document.start, 3)  # a character of UTF-8 has at most three more bytes
     with _reading(document.path) as file:
@@ -255,6 +262,6 @@ def _cut(document: Document) -> int:
     line_end = around.find(b"\n", before) + 1 - before
     if 0 < line_end <= (len(around) - before) // 2:
         return nominal + line_end
-    while before and around[before] & 0xC0 == 0x80:  # never inside a character: step over 10xxxxxx
+    while before and around[before] & 0xC0 == 0x80:  # never inside a character: step back over 10xxxxxx
         nominal, before = nominal - 1, before - 1
     return nominal

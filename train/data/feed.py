@@ -1,4 +1,4 @@
-"""Batches onto the devices, one ahead of the step that needs them."""
+"""Puts batches on the devices, one ahead of the step that needs them."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,29 +14,29 @@ HostBatch = dict[str, np.ndarray]
 
 
 def _pieces(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
-    """First row and end of what this process's devices hold of a batch [..., B, L], in order, without repetition."""
+    """[first row, end) of each part of a batch [..., B, L] on this process's devices, in order, without repetition."""
     indices = shape.sharding.addressable_devices_indices_map(shape.shape).values()
     return sorted({index[-2].indices(shape.shape[-2])[:2] for index in indices})
 
 
 def local_rows(program: Program) -> list[slice]:
-    """Rows of each batch that is read which this process's devices hold, in order, without repetition."""
+    """Rows, of each batch that is read, on this process's devices, in order, without repetition."""
     rows, pieces = program.batch.rows, _pieces(program.eval_shapes["inputs"])
     return [slice(micro * rows + start, micro * rows + stop)
             for micro in range(program.batch.read_steps) for start, stop in pieces]
 
 
 def held_out_rows(program: Program) -> list[slice]:
-    """Rows of each held-out micro-batch that this process holds."""
+    """Rows of each held-out micro-batch on this process's devices."""
     rows = program.batch.rows
     return [piece for piece in local_rows(program) if piece.stop <= rows]
 
 
 @hosted("put_on_devices")
 def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """This process's rows as global arrays of `shapes`; the transfer runs behind the caller."""
+    """This process's rows as global arrays of `shapes`; returns while the transfer still runs."""
     def one(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        places, held = {}, 0  # first row in the batch -> in `array`
+        places, held = {}, 0  # first row of a part in the batch -> in `array`
         for start, stop in _pieces(shape):
             places[start], held = held, held + stop - start
 
@@ -50,7 +50,7 @@ def put(host: HostBatch, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, j
 
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
-    """The batches of every call of the step that a batch as it is read makes: one update, or less of one."""
+    """The device batches of each call of the step, from one batch as it is read: an update, or a part of one."""
     micro_steps = program.batch.read_steps
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:
@@ -60,10 +60,10 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
 
 
 def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:
-    """Device batches of one update after the other, from number `update` on.
+    """Yields the device batches of one update after the other, from number `update` on.
 
-    The caller asks for the next while the device is busy with the last, so reading and transfer hide
-    behind the step.
+    The caller asks for the next while the device is busy with the last, so that reading and transfer overlap with the
+    step.
     """
     for number in itertools.count(update):
         reads = program.batch.at(number) // program.batch.read_steps

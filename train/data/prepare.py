@@ -1,4 +1,4 @@
-"""`bytescope prepare`: turns text into the token shards that `train.data.shards` reads."""
+"""`bytescope prepare`: makes of text the token shards that train/data/shards.py reads."""
 
 import argparse
 import json
@@ -22,10 +22,10 @@ from bytescope.train.errors import UserError
 
 def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
                  advance: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
-    """Tokenises `text` into `out`, a part at a time, and returns the content of index.json.
+    """Tokenizes `text` into shards of `shard_tokens` tokens in `out`, piece by piece. Returns what index.json holds.
 
-    `advance` is told the bytes of text done. Everything is written into a folder of its own within `out` and
-    moved when complete. Raises UserError if `out` already holds shards or the text is too little to part.
+    `advance` is called with the bytes of text that are done. Everything is written into a new folder inside `out` and
+    moved when complete. Raises UserError if `out` already holds shards, or there is too little text to hold any out.
     """
     _refuse_used(out)
     partial = out / ".prepare"
@@ -44,7 +44,8 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
             arrays = tokenize(told(texts(part.documents)), tokenizer)
             shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
         if {shard["split"] for shard in shards} != set(SPLITS):
-            raise UserError(f"{text.title!r} holds too little text to train on and to hold out: give more")
+            raise UserError(f"{text.title!r} holds too little text to train on one part and hold out another: give "
+                            "more")
         index = {"dtype": dtype, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,
                  "tokenizer_hash": tokenizer.identity, "separator": tokenizer.separator, "shards": shards}
         names = [shard["file"] for shard in shards]
@@ -54,7 +55,7 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
             names.append("tokenizer.json")
         with _synced(partial / INDEX) as file:
             file.write(json.dumps(index, indent=1).encode() + b"\n")
-        for name in [*names, INDEX]:  # the index last: a folder that has one is whole
+        for name in [*names, INDEX]:  # the index last: a folder that has one is complete
             os.replace(partial / name, out / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -81,7 +82,7 @@ def _write_split(folder: Path, split: str, dtype: np.dtype, arrays: Iterable[np.
 
 @contextmanager
 def _synced(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file whose content is on the disk once it is closed: no name may come before its content."""
+    """Opens a file whose content is on the disk once it is closed, so that no name gets there before its content."""
     with open(path, "wb") as file:
         yield file
         file.flush()
@@ -103,30 +104,30 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="bytescope prepare", allow_abbrev=False,
-                     description="Turn text into token shards that bytescope train maps into memory.")
+                     description="Make token shards of text; bytescope train maps them into memory.")
     parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a tokenizer.json")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
-                        help="tokens of one shard (default 100000000)")
+                        help="tokens per shard (default 100000000)")
     args = parser.parse_args(argv)
     if args.shard_tokens < 1:
-        raise UserError(f"--shard-tokens={args.shard_tokens} is not positive: leave it out for 100000000")
+        raise UserError(f"--shard-tokens={args.shard_tokens}: give 1 or more, or leave it out for 100000000")
     return args
 
 
 def _prepare(args: argparse.Namespace) -> None:
     text = find(args.source, "--source")
     if isinstance(text, ShardFiles):
-        raise UserError(f"--source={args.source!r} holds token shards: give text, or train on it as it is")
+        raise UserError(f"--source={args.source!r} holds token shards already: give text, or train on these shards")
     source = Path(args.source).expanduser()
     if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
-        raise UserError(f"--out={args.out} lies within the source: give a folder outside of {args.source}")
+        raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokenising", total=sum(d.stop - d.start for d in text.documents))
+        task = progress.add_task("tokenizing", total=sum(d.stop - d.start for d in text.documents))
         index = write_shards(text, tokenizer, args.out, args.shard_tokens,
                              lambda size: progress.advance(task, size))
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
@@ -135,13 +136,13 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: the process's) and returns the exit code, 0 or 2."""
+    """Runs the command line `argv` (default: that of the process) and returns the exit code, 0 or 2."""
     try:
         _prepare(parse(argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # a full disk, a folder without write permission
         print(f"error: {error.filename or '--out'} cannot be written ({error.strerror}): "
               "make room, or choose another --out", file=sys.stderr)
         return UserError.exit_code

@@ -1,4 +1,4 @@
-"""Token shards: memory-mapped files of token ids, with or without the index that `train.data.prepare` writes.
+"""Token shards: memory-mapped files of token ids, with or without the index that train/data/prepare.py writes.
 
 A prepared folder holds `train_00000.bin` ... and `heldout_00000.bin` ... (little-endian unsigned integers, no
 header), the tokenizer.json if one was used, and `index.json`, which names them and is written last. Without
@@ -22,7 +22,7 @@ from bytescope.train.errors import UserError
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 SPLITS = ("train", "heldout")
-# A word of its own: `latest.bin` is no test set.
+# A word of its own: `latest.bin` is not a test set.
 HELD_OUT_NAME = re.compile(r"(?<![a-z])(val|valid|validation|eval|evaluation|held_?out|test)(?![a-z])")
 INDEX_KEYS = {"dtype": str, "vocab_size": int, "tokenizer": str, "tokenizer_hash": str, "shards": list}
 SHARD_KEYS = {"file": str, "tokens": int, "split": str}
@@ -49,10 +49,12 @@ class Shards:
 
     @property
     def title(self) -> str:
+        """The source in messages."""
         return self.found.title
 
     @property
     def paths(self) -> set[Path]:
+        """The resolved paths of the files."""
         return {shard.path.resolve() for shard in self.shards}
 
     @property
@@ -85,11 +87,14 @@ class Shards:
         return replace(self, shards=marked or self.shards)
 
     def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns the tokens of each shard; they were made earlier, so `tokenizer` has no part in it."""
+        """Returns the tokens of each shard; `tokenizer` is not used, since shards hold tokens already."""
         return [shard.tokens for shard in self.shards]
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the largest token + 1: as the index says, else by reading all shards once."""
+        """Returns the largest token id + 1: as the index says, else by reading all shards once.
+
+        Raises UserError for a negative token.
+        """
         if self.index:
             return self.index["vocab_size"]
         return 1 + max((_largest(shard) for shard in self.shards), default=-1)
@@ -103,14 +108,15 @@ class Shards:
         return digest.digest()
 
     def count(self) -> str:
+        """Returns the number of shards in words, such as "2 shards"."""
         n = len(self.shards)
-        return f"{n:,} shard{'s' * (n != 1)}"
+        return f"{n:,} shard" if n == 1 else f"{n:,} shards"
 
 
 def open_shards(found: ShardFiles, dtype: str) -> Shards:
     """Maps shards into memory; `dtype` ("uint16" or "uint32") is that of .bin files without an index.json.
 
-    Raises UserError if the index or a shard is damaged, truncated, empty, or of a type that holds no tokens.
+    Raises UserError if the index or a shard is damaged, truncated, empty, or of a dtype that token ids do not have.
     """
     if found.folder is None:
         shards = [Shard(path, READERS[path.suffix](path, dtype), _split_of(path)) for path in found.files]
@@ -135,7 +141,7 @@ def _open_bin(path: Path, dtype: str) -> np.ndarray:
     itemsize = DTYPES[dtype].itemsize
     size = _size(path)
     if size % itemsize:
-        raise UserError(f"{path} is truncated: {size:,} bytes are no whole number of {dtype} tokens; "
+        raise UserError(f"{path} is truncated: {size:,} bytes are not a multiple of {dtype} tokens; "
                         "copy it again, or set data.dtype to what it holds")
     return np.memmap(path, DTYPES[dtype], mode="r")
 
@@ -146,11 +152,11 @@ def _open_npy(path: Path, dtype: str) -> np.ndarray:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} of {size:,} bytes is truncated or no .npy file ({reason}): "
+        raise UserError(f"{path} of {size:,} bytes is truncated or not a .npy file ({reason}): "
                         "save it again") from None
     if tokens.ndim != 1 or tokens.dtype.name not in NPY_DTYPES:
         raise UserError(f"{path} holds {tokens.dtype.name} {list(tokens.shape)}: "
-                        f"save one axis of tokens as one of {', '.join(NPY_DTYPES)}")
+                        f"save a one-dimensional array as one of {', '.join(NPY_DTYPES)}")
     if not len(tokens):
         raise UserError(f"{path} is empty: leave it out, or save it again")
     return tokens
@@ -187,7 +193,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         wrong += [s["file"] for s in index["shards"] if Path(s["file"]).suffix not in READERS]
         wrong += [s["split"] for s in index["shards"] if s["split"] not in SPLITS]
         if wrong or not index["shards"] or index["dtype"] not in DTYPES:
-            raise ValueError(f"wrong {wrong[0]!r}" if wrong else "no shards, or a dtype that is not known")
+            raise ValueError(f"wrong {wrong[0]!r}" if wrong else "no shards, or an unknown dtype")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} cannot be used ({reason}): prepare the folder again") from None

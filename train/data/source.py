@@ -1,8 +1,8 @@
-"""Batches of token windows: a sequence of the run is a function of the seed and its number, nothing else.
+"""Batches of token windows: the n-th sequence of a run depends on the seed and on n alone.
 
 The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one
 token. Epoch e visits every window once, in an order drawn from (seed, e). So the state of the reader is one
-integer, the sequences consumed; and how many processes read, and how a batch is cut up, changes nothing.
+integer, the sequences consumed. The number of processes and the way a batch is split change nothing.
 """
 
 from bisect import bisect_right
@@ -37,17 +37,17 @@ class DataConfig:
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
-            raise UserError(f"data.dtype={self.dtype!r} is not known: one of {', '.join(DTYPES)}")
+            raise UserError(f"data.dtype={self.dtype!r} is not known: choose one of {', '.join(DTYPES)}")
         for key, least in (("seq_len", 1), ("prefetch", 0), ("workers", 0)):
             if getattr(self, key) < least:
-                raise UserError(f"data.{key}={getattr(self, key)} is too small: {least} or more")
+                raise UserError(f"data.{key}={getattr(self, key)} is too small: give {least} or more")
 
 
 class TokenSource:
     """Windows of a stream of tokens, by number.
 
-    `len(source)` is the number of windows, `source[i]` the i-th, int32 [seq_len + 1]; `tokens` counts the
-    stream. What is left at the end fills no window and is dropped, or with `keep_tail` padded with `IGNORE`.
+    `len(source)` is the number of windows, `source[i]` the i-th, int32 [seq_len + 1]; `tokens` is the length of the
+    stream. A last, incomplete window is dropped, or with `keep_tail` padded with `IGNORE`.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, vocab_size: int, keep_tail: bool):
@@ -70,19 +70,19 @@ class TokenSource:
         window = np.full(self.seq_len + 1, IGNORE, np.int32)
         start = i * self.seq_len
         stop = min(start + self.seq_len + 1, self.tokens)
-        # A window may lie across several shards, so that their size changes no window.
+        # A window may span several shards, so that their size changes no window.
         at, part = start, bisect_right(self._starts, start) - 1
         while at < stop:
             tokens = self._arrays[part][at - self._starts[part]:stop - self._starts[part]]
             if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-                raise UserError(f"tokens {at:,} to {at + len(tokens):,} hold the id {tokens.max()}, outside "
+                raise UserError(f"tokens {at:,} to {at + len(tokens):,} contain the id {tokens.max()}, outside "
                                 f"the vocabulary of {self.vocab_size}: a shard is damaged, prepare it again")
             window[at - start:at - start + len(tokens)] = tokens
             at, part = at + len(tokens), part + 1
         return window
 
     def windows(self, numbers: Iterable[int], stop: int | None = None) -> np.ndarray:
-        """Returns the windows of these numbers, int32 [n, seq_len + 1]; from `stop` or the end on all `IGNORE`."""
+        """Returns the windows of these numbers, int32 [n, seq_len + 1]; all `IGNORE` from `stop`, or the end, on."""
         padding = np.full(self.seq_len + 1, IGNORE, np.int32)
         end = len(self) if stop is None else min(stop, len(self))
         return np.stack([self[int(i)] if i < end else padding for i in numbers])
@@ -90,11 +90,11 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads. `fingerprint` identifies the content; `description` is one line for people."""
+    """The data of a run. `fingerprint` identifies the content; `description` is one line for people."""
 
     train: TokenSource
     heldout: TokenSource
-    vocab_size: int  # the largest id that can occur + 1
+    vocab_size: int  # the largest token id that can occur + 1
     fingerprint: str
     description: str
     tokenizer: Tokenizer
@@ -104,14 +104,14 @@ class Data:
         return self.tokenizer.encode(text).tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; what is not valid becomes U+FFFD."""
+        """Returns the text of `ids`; invalid ids become U+FFFD."""
         return self.tokenizer.decode(ids)
 
 
 def open_data(config: DataConfig) -> Data:
-    """Finds, tokenises or maps, and parts the data of `config`.
+    """Finds the data of `config`, tokenizes or maps them, and splits off what is held out.
 
-    Raises UserError, one line with the remedy, if something is missing, damaged, not text, or too little.
+    Raises UserError, one line with the remedy, if something is missing, damaged, not text, or too small.
     """
     source = _find(config.source, config.dtype, "data.source")
     sources = [source]
@@ -127,7 +127,7 @@ def open_data(config: DataConfig) -> Data:
     vocab_size = max(found.vocab_size(tokenizer) for found in sources)
     all_shards = all(isinstance(found, Shards) for found in sources)
     if all_shards and tokenizer.name == ByteTokenizer.name and vocab_size > tokenizer.vocab_size:
-        tokenizer = IdTokenizer(vocab_size)  # more than bytes, and nobody said what
+        tokenizer = IdTokenizer(vocab_size)  # not bytes, and no tokenizer is recorded
 
     digest = blake2b(tokenizer.identity.encode(), digest_size=8)
     windows = []
@@ -142,9 +142,9 @@ def open_data(config: DataConfig) -> Data:
 
 
 def check_vocab(data: Data, vocab_size: int) -> None:
-    """Raises UserError if the data may hold a token that a model of `vocab_size` does not know."""
+    """Raises UserError if the data may contain a token id outside a model's vocabulary of `vocab_size`."""
     if data.vocab_size > vocab_size:
-        raise UserError(f"the data hold token ids up to {data.vocab_size - 1}, model.vocab_size is "
+        raise UserError(f"the data contain token ids up to {data.vocab_size - 1}, model.vocab_size is "
                         f"{vocab_size}: set --config.model.vocab_size={data.vocab_size} or more")
 
 
@@ -166,7 +166,7 @@ def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None =
     # grain draws epoch e from seed + e; hashing keeps neighbouring seeds from sharing their orders.
     drawn = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")
     sequences = grain.MapDataset.range(len(source)).shuffle(seed=drawn).repeat()[position:]
-    # There is no remainder, but grain rounds the endless length up, past what len() may say, to keep one.
+    # There is no remainder, but to keep one grain would round the endless length up, past what len() may return.
     numbers = sequences.batch(rows, drop_remainder=True)
     return iter(
         numbers.map(lambda batch: _to_batch(source.windows(batch[mine])))
@@ -179,8 +179,8 @@ def heldout_batches(data: Data, *, rows: int, sequences: int | None = None,
     """Returns an iterator that gives every held-out token as a target once, in order.
 
     Items are like those of `train_batches`. The last window and the last batch are padded with targets of
-    `IGNORE`; every process gets equally many batches. With `sequences`, only that many
-    windows from the first on, the same ones however they are cut into batches.
+    `IGNORE`; every process gets the same number of batches. With `sequences`, only the first so many windows, the
+    same ones however they are split into batches.
     """
     mine, source = _own_rows(rows, row_slices), data.heldout
     count = len(source) if sequences is None else min(sequences, len(source))
@@ -201,8 +201,8 @@ def _own_rows(rows: int, row_slices: Sequence[slice] | None) -> np.ndarray:
 
 
 def _read_options(workers: int, prefetch: int) -> grain.ReadOptions:
-    # A thread reads a whole batch, so more threads than batches ahead would be idle; no threads at all
-    # means that the caller reads.
+    # A thread reads a whole batch, so threads beyond the batches read ahead would be idle. Without threads the caller
+    # reads.
     return grain.ReadOptions(num_threads=min(workers, prefetch), prefetch_buffer_size=prefetch)
 
 
@@ -217,13 +217,13 @@ def _find(source: str, dtype: str, key: str) -> Text | Shards:
 
 
 def _choose_tokenizer(name: str, sources: Sequence[Text | Shards]) -> Tokenizer:
-    """Returns the tokenizer that prepared shards were made with, if there are any, else the one named."""
+    """Returns the tokenizer that prepared shards were made with, if there are any, else the one of this name."""
     recorded = [found.recorded_tokenizer for found in sources if found.recorded_tokenizer]
     asked = name != ByteTokenizer.name or not recorded
     tokenizer = load_tokenizer(name if asked else recorded[0][0])
     for path, identity in recorded:
         if identity != tokenizer.identity:
-            raise UserError(f"shards were prepared with {path} ({identity}), the tokenizer here is "
+            raise UserError(f"shards were prepared with {path} ({identity}), but the tokenizer of this run is "
                             f"{tokenizer.name} ({tokenizer.identity}): leave data.tokenizer at 'bytes' to "
                             "use theirs, or prepare them again")
     return tokenizer
@@ -232,7 +232,7 @@ def _choose_tokenizer(name: str, sources: Sequence[Text | Shards]) -> Tokenizer:
 def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource) -> None:
     if not len(train):
         raise UserError(f"data.source={config.source!r} holds {train.tokens:,} tokens to train on, a window "
-                        f"takes data.seq_len + 1 = {config.seq_len + 1:,}: give more or lower data.seq_len")
+                        f"needs data.seq_len + 1 = {config.seq_len + 1:,}: give more text or lower data.seq_len")
     if not len(heldout):
         raise UserError(f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
                         "than 2: give more data, or set data.eval_source")
@@ -245,6 +245,6 @@ def _describe(parts, train: TokenSource, heldout: TokenSource, tokenizer: Tokeni
     if tokenizer.separator is None and any(isinstance(part, Text) for part in parts):
         notes.append("no separator between documents (the tokenizer has no end-of-text token)")
     if skipped := sum({part.title: part.skipped for part in parts}.values()):
-        notes.append(f"{skipped:,} binary file{'s' * (skipped != 1)} left out")
+        notes.append(f"{skipped:,} binary {'file' if skipped == 1 else 'files'} left out")
     return (f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
             f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}")

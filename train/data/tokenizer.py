@@ -12,19 +12,19 @@ import numpy as np
 
 from bytescope.train.errors import UserError
 
-# The names under which published tokenizers keep the token that ends a text; a token that only
-# begins one also parts two documents, so those come last.
+# Names of the token that ends a text in published tokenizers. A token that begins one separates documents as well, so
+# those come last.
 SEPARATORS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]",
     "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]",
 )  # fmt: skip
 
-# Characters tokenised at a time: enough to keep every core of the tokenizer busy, little enough to stream.
+# Characters tokenized at a time: enough to keep every core of the tokenizer busy, few enough to stream.
 GROUP_CHARS = 1 << 22
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; byte 0, which text does not use, parts documents."""
+    """One token per byte of UTF-8; byte 0, which text does not use, separates documents."""
 
     name = identity = "bytes"
     vocab_size = 256
@@ -35,17 +35,17 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text."""
+        """Returns the ids of each text, uint8 [n] each."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text; bytes that are not UTF-8, and ids that are no byte, become U+FFFD."""
+        """Returns the text; bytes that are not UTF-8, and ids that are not a byte, become U+FFFD."""
         # 255 occurs nowhere in UTF-8, so it stands for whatever is not a byte.
         return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 class IdTokenizer(ByteTokenizer):
-    """For shards that do not say how they were made: tokens are shown as the numbers they are."""
+    """For shards of an unknown tokenizer: tokens are shown as numbers."""
 
     name = identity = "ids"
     separator = None
@@ -59,7 +59,7 @@ class IdTokenizer(ByteTokenizer):
         return np.array(ids or [0], np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the numbers, parted by spaces."""
+        """Returns the ids as decimal numbers, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
 
 
@@ -81,7 +81,7 @@ class JsonTokenizer:
                 f"{setting} cannot be read as a tokenizer.json ({reason}): "
                 "give the file saved by Hugging Face tokenizers, or 'bytes'"
             ) from None
-        # A file made for inference may cut or pad every text; documents must come through whole.
+        # A file made for inference may truncate or pad every text; documents must stay complete.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = path.name
@@ -90,7 +90,7 @@ class JsonTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"{setting} has an empty vocabulary: give a trained tokenizer.json")
-        # Ids may have gaps, so their number would be too small.
+        # Ids may have gaps, so the number of ids would be too small.
         self.vocab_size = max(vocabulary.values()) + 1
         self.separator = next((vocabulary[token] for token in SEPARATORS if token in vocabulary), None)
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
@@ -100,7 +100,7 @@ class JsonTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text; the texts are tokenised in parallel."""
+        """Returns the ids of each text; the texts are tokenized in parallel."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
@@ -123,7 +123,7 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
-    """Returns the tokenizer that `name` ("bytes", or the path of a tokenizer.json) stands for.
+    """Returns the tokenizer of `name`: "bytes", or the path of a tokenizer.json.
 
     `key` names the setting in messages. Raises UserError if the file is missing or unreadable, or the
     tokenizers package is not installed.
@@ -134,7 +134,7 @@ def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     if not name or not path.is_file():
-        raise UserError(f"{setting} is no file: give 'bytes' or the path of a tokenizer.json")
+        raise UserError(f"{setting} is not a file: give 'bytes' or the path of a tokenizer.json")
     return JsonTokenizer(path, setting)
 
 

@@ -39,7 +39,7 @@ def test_stdlib_is_the_library_without_tests_and_additions():
 
 def test_stdlib_absent_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UserError, match=r"keeps no source of its standard library.*: give text of your own"):
+    with pytest.raises(UserError, match=r"has no source files of its standard library.*: give text of your own"):
         find("stdlib")
 
 
@@ -117,7 +117,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
     with pytest.raises(UserError, match="ends at byte 6, before 10: it changed while it was read"):
         content(text)
     path.unlink()
-    with pytest.raises(UserError, match=r"a.txt cannot be read \(No such file or directory\): mend it"):
+    with pytest.raises(UserError, match=r"a.txt cannot be read \(No such file or directory\): repair it"):
         content(text)
 
 
@@ -143,11 +143,11 @@ def test_shards_are_told_from_text(tmp_path):
 
 
 @pytest.mark.parametrize("name, remedy", [
-    ("none.txt", "is no file or folder: give one that exists, a glob, or 'stdlib'"),
-    ("empty", "holds no text: name UTF-8 text files, or .bin or .npy shards"),
-    ("empty.txt", "holds no text: name UTF-8 text files"),
-    ("*.rst", "holds no text: name UTF-8 text files"),
-    ("binary", "holds no text, and binary files (1): name UTF-8 text files"),
+    ("none.txt", "is not a file or folder: give one that exists, a glob, or 'stdlib'"),
+    ("empty", "holds no text: give UTF-8 text files, or .bin or .npy shards"),
+    ("empty.txt", "holds no text: give UTF-8 text files"),
+    ("*.rst", "holds no text: give UTF-8 text files"),
+    ("binary", "holds no text, only binary files (1): give UTF-8 text files"),
 ])
 def test_nothing_to_read(tmp_path, name, remedy):
     write(tmp_path, {"empty.txt": "", "binary/a.png": b"\0\1"})
@@ -157,5 +157,5 @@ def test_nothing_to_read(tmp_path, name, remedy):
 
 
 def test_an_empty_name_is_not_the_current_folder():
-    with pytest.raises(UserError, match=r"data.source='' is no file or folder"):
+    with pytest.raises(UserError, match=r"data.source='' is not a file or folder"):
         find("")

@@ -63,7 +63,7 @@ def test_a_prepared_folder_brings_its_tokenizer_along(text, tmp_path):
     assert_same(data, plain)
     assert data.decode(data.encode("def x")) == "def x"
     save_tokenizer(tmp_path / "other.json", words=("other",))
-    with pytest.raises(UserError, match=r"prepared with .*tokenizer.json .*, the tokenizer here is other"):
+    with pytest.raises(UserError, match=r"prepared with .*tokenizer.json .*, but the tokenizer of this run is other"):
         open_data(config(source=str(tmp_path / "moved"), tokenizer=str(tmp_path / "other.json")))
 
 
@@ -128,20 +128,20 @@ def damage_index(**changes):
 
 
 @pytest.mark.parametrize("damage, message", [
-    (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are no whole number of uint16"),
+    (lambda out: os.truncate(out / "train_00000.bin", 101), "101 bytes are not a multiple of uint16"),
     (lambda out: os.truncate(out / "train_00000.bin", 100), "holds 50 tokens, index.json says"),
     (lambda out: os.truncate(out / "train_00000.bin", 0), "train_00000.bin is empty: leave it out"),
     (lambda out: os.remove(out / "heldout_00000.bin"), "heldout_00000.bin cannot be read (No such file"),
     (lambda out: (out / "index.json").write_text("{"), "index.json cannot be used (Expecting"),
     (lambda out: (out / "index.json").write_text("[]"), "index.json cannot be used (list indices"),
     (damage_index(dtype=None), "index.json cannot be used (no key 'dtype'): prepare the folder again"),
-    (damage_index(dtype="int8"), "index.json cannot be used (no shards, or a dtype that is not known)"),
+    (damage_index(dtype="int8"), "index.json cannot be used (no shards, or an unknown dtype)"),
     (damage_index(vocab_size="256"), "index.json cannot be used (wrong 'vocab_size')"),
     (damage_index(shards=[]), "index.json cannot be used (no shards"),
     (damage_index(shards=[{"file": "a.txt", "tokens": 1, "split": "train"}]), "(wrong 'a.txt')"),
     (damage_index(shards=[{"file": "a.bin", "tokens": 1, "split": "x"}]), "cannot be used (wrong 'x')"),
-    (damage_index(tokenizer="gone.json"), "gone.json' is no file: give 'bytes'"),
-    (damage_index(tokenizer_hash="0"), "prepared with bytes (0), the tokenizer here is bytes (bytes)"),
+    (damage_index(tokenizer="gone.json"), "gone.json' is not a file: give 'bytes'"),
+    (damage_index(tokenizer_hash="0"), "prepared with bytes (0), but the tokenizer of this run is bytes (bytes)"),
 ])
 def test_a_damaged_folder_is_refused(text, tmp_path, damage, message):
     out = tmp_path / "out"
@@ -158,13 +158,14 @@ def truncated_npy(path):
 
 
 @pytest.mark.parametrize("make, message", [
-    (truncated_npy, "a.npy of 500 bytes is truncated or no .npy file ("),
-    (lambda path: path.write_bytes(b"no array"), "a.npy of 8 bytes is truncated or no .npy file ("),
+    (truncated_npy, "a.npy of 500 bytes is truncated or not a .npy file ("),
+    (lambda path: path.write_bytes(b"no array"), "a.npy of 8 bytes is truncated or not a .npy file ("),
     (lambda path: path.write_bytes(b""), "a.npy is empty: leave it out"),
     (lambda path: np.save(path, np.array([], np.uint16)), "a.npy is empty: leave it out"),
-    (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy holds float32 [9]: save one axis"),
-    (lambda path: np.save(path, np.zeros((3, 3), np.uint16)), "a.npy holds uint16 [3, 3]: save one axis"),
-    (lambda path: np.save(path, np.array([None] * 9)), "no .npy file (Array can't be memory-mapped"),
+    (lambda path: np.save(path, np.zeros(9, np.float32)), "a.npy holds float32 [9]: save a one-dimensional array"),
+    (lambda path: np.save(path, np.zeros((3, 3), np.uint16)),
+     "a.npy holds uint16 [3, 3]: save a one-dimensional array"),
+    (lambda path: np.save(path, np.array([None] * 9)), "not a .npy file (Array can't be memory-mapped"),
     (lambda path: np.save(path, np.arange(-1, 99)), "a.npy holds the token -1: token ids start at 0"),
 ])
 def test_a_damaged_npy_is_refused(tmp_path, make, message):
@@ -175,7 +176,7 @@ def test_a_damaged_npy_is_refused(tmp_path, make, message):
 
 def test_a_bin_of_half_a_token_is_refused(tmp_path):
     write(tmp_path, {"a.bin": b"\1\0\0\0\1\0"})
-    with pytest.raises(UserError, match="truncated: 6 bytes are no whole number of uint32 tokens; copy"):
+    with pytest.raises(UserError, match="truncated: 6 bytes are not a multiple of uint32 tokens; copy"):
         open_data(config(source=str(tmp_path), dtype="uint32"))
 
 
@@ -184,14 +185,14 @@ def test_a_bin_of_half_a_token_is_refused(tmp_path):
     (["--source={text}"], "the following arguments are required: --out"),
     (["--source={text}", "--out={tmp}/o", "--shard=3"], "unrecognized arguments: --shard=3"),
     (["--source={text}", "--out={tmp}/o", "--shard-tokens=x"], "--shard-tokens: invalid int value: 'x'"),
-    (["--source={text}", "--out={tmp}/o", "--shard-tokens=0"], "--shard-tokens=0 is not positive"),
-    (["--source={tmp}/none", "--out={tmp}/o"], "none' is no file or folder: give one that exists"),
-    (["--source={text}", "--out={tmp}/o", "--tokenizer=none"], "--tokenizer='none' is no file: give 'bytes'"),
-    (["--source={text}", "--out={text}/o"], "lies within the source: give a folder outside of"),
+    (["--source={text}", "--out={tmp}/o", "--shard-tokens=0"], "--shard-tokens=0: give 1 or more"),
+    (["--source={tmp}/none", "--out={tmp}/o"], "none' is not a file or folder: give one that exists"),
+    (["--source={text}", "--out={tmp}/o", "--tokenizer=none"], "--tokenizer='none' is not a file: give 'bytes'"),
+    (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),
     (["--source={text}", "--out={tmp}/file"], "file is a file: give a folder"),
     (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): make room, or"),
-    (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on and to hold out"),
-    (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards: give text, or train on it"),
+    (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on one part and hold out another"),
+    (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards already: give text, or train on these"),
 ])
 def test_mistakes_are_one_line_and_exit_2(text, tmp_path, arguments, message, capsys):
     write(tmp_path, {"file": "x", "shards/a.bin": "aa"})

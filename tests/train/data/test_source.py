@@ -119,7 +119,7 @@ def test_a_slow_source_loses_and_reorders_nothing():
 def test_a_failing_reader_stops_the_run_with_its_own_message():
     damaged = TokenSource([np.full(100, 300, np.uint16)], 4, 256, keep_tail=False)
     data = Data(damaged, DATA.heldout, 256, "", "", ByteTokenizer())
-    with pytest.raises(UserError, match=r"hold the id 300, outside the vocabulary of 256: a shard is"):
+    with pytest.raises(UserError, match=r"contain the id 300, outside the vocabulary of 256: a shard is"):
         next(train_batches(data, rows=2, seed=0, position=0, config=config()))
 
 
@@ -226,13 +226,13 @@ def test_eval_source_leaves_all_of_the_source_to_train_on(tmp_path):
     assert f"held out 1 document of {tmp_path / 'eval'}, 31 tokens" in data.description
     with pytest.raises(UserError, match=r"data.eval_source=.* holds b.txt, which the run trains on"):
         open_data(config(**both | {"eval_source": str(tmp_path / "train" / "b.txt")}))
-    with pytest.raises(UserError, match=r"data.eval_source='none' is no file or folder"):
+    with pytest.raises(UserError, match=r"data.eval_source='none' is not a file or folder"):
         open_data(config(**both | {"eval_source": "none"}))
 
 
 @pytest.mark.parametrize("files, seq_len, message", [
-    ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window takes data.seq_len + 1 = 9"),
-    ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window takes data.seq_len + 1 = 2: give"),
+    ({"a.txt": "ab", "b.txt": "cd"}, 8, "holds 3 tokens to train on, a window needs data.seq_len + 1 = 9"),
+    ({"a.txt": "a"}, 1, "holds 0 tokens to train on, a window needs data.seq_len + 1 = 2: give"),
     ({"train.bin": b"\1\0" * 50, "val.bin": b"\1\0"}, 8, "leaves 1 tokens to hold out, fewer than 2"),
 ])
 def test_too_little_data(tmp_path, files, seq_len, message):
@@ -242,10 +242,10 @@ def test_too_little_data(tmp_path, files, seq_len, message):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"dtype": "int16"}, "data.dtype='int16' is not known: one of uint16, uint32"),
-    ({"seq_len": 0}, "data.seq_len=0 is too small: 1 or more"),
-    ({"prefetch": -1}, "data.prefetch=-1 is too small: 0 or more"),
-    ({"workers": -2}, "data.workers=-2 is too small: 0 or more"),
+    ({"dtype": "int16"}, "data.dtype='int16' is not known: choose one of uint16, uint32"),
+    ({"seq_len": 0}, "data.seq_len=0 is too small: give 1 or more"),
+    ({"prefetch": -1}, "data.prefetch=-1 is too small: give 0 or more"),
+    ({"workers": -2}, "data.workers=-2 is too small: give 0 or more"),
 ])
 def test_settings_out_of_range(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):

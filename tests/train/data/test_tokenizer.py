@@ -79,7 +79,7 @@ def test_unreadable_tokenizers_are_refused(tmp_path, monkeypatch):
             load_tokenizer(str(broken))
         assert "\n" not in str(error.value)
     for missing in (str(tmp_path / "none.json"), "", "byte"):
-        with pytest.raises(UserError, match=re.escape(f"data.tokenizer={missing!r} is no file: give")):
+        with pytest.raises(UserError, match=re.escape(f"data.tokenizer={missing!r} is not a file: give")):
             load_tokenizer(missing)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"broken.json' needs the tokenizers package: pip"):
