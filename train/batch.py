@@ -14,9 +14,12 @@ IGNORE = -1  # a target position that carries no loss
 class BatchAlgebra:
     """Sequences and tokens of one optimizer update.
 
-    `micro`: sequences per data-parallel rank and micro-step; `accumulation`: micro-steps per update, with a schedule
-    the most of any; `ranks`: data-parallel ranks (data x fsdp); `seq_len`: tokens per sequence; `schedule`: pairs
-    (update, its micro-steps and those of the updates after it), () for `accumulation` throughout.
+    micro: sequences per data-parallel rank and micro-step. accumulation: micro-steps per update, with a schedule the
+    largest number of any update. ranks: data-parallel ranks (data x fsdp). seq_len: tokens per sequence. schedule:
+    pairs (first update, micro-steps from it on), () for `accumulation` throughout.
+
+    Raises:
+      ValueError: a number below 1.
     """
 
     micro: int
@@ -34,11 +37,11 @@ class BatchAlgebra:
 
     @classmethod
     def of(cls, config: ConfigDict, ranks: int, seq_len: int) -> "BatchAlgebra":
-        """From `config.batch`: the accumulation as it is, by `tokens`, or by `accumulation_schedule`.
+        """From `config.batch`: the accumulation as given, or from `tokens` or `accumulation_schedule`.
 
         Raises:
-          ValueError: two of these are given, the tokens do not divide over ranks and micro-batches, or the schedule is
-            none, or cannot be had in this mode.
+          ValueError: two of these are given, the tokens are not a multiple of those of one micro-step, or the schedule
+            is not valid, or not possible in this mode.
         """
         given = [f"batch.{name}={config[name]}" for name, default in
                  (("tokens", 0), ("accumulation_schedule", ()), ("accumulation", 1)) if config[name] != default]
@@ -49,10 +52,10 @@ class BatchAlgebra:
             return cls(config.micro, _divide(config.tokens, cls(config.micro, 1, ranks, seq_len)), ranks, seq_len)
         schedule = _parse(config.accumulation_schedule)
         if schedule and config.mode == "scan":
-            raise ValueError(f"{given[0]} with batch.mode=scan: that compiles one number of micro-steps into the step; "
-                             "set batch.mode=multisteps")
-        most = max((count for _, count in schedule), default=config.accumulation)
-        return cls(config.micro, most, ranks, seq_len, schedule)
+            raise ValueError(f"{given[0]} with batch.mode=scan: that compiles one number of micro-steps into the "
+                             "step; set batch.mode=multisteps")
+        largest = max((count for _, count in schedule), default=config.accumulation)
+        return cls(config.micro, largest, ranks, seq_len, schedule)
 
     @property
     def rows(self) -> int:
@@ -61,23 +64,24 @@ class BatchAlgebra:
 
     @property
     def global_rows(self) -> int:
-        """Sequences of one optimizer update, with a schedule the most."""
+        """Sequences of one optimizer update, with a schedule of the largest."""
         return self.rows * self.accumulation
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer update, with a schedule the most."""
+        """Tokens of one optimizer update, with a schedule of the largest."""
         return self.global_rows * self.seq_len
 
     def at(self, update: int) -> int:
-        """Micro-steps of update number `update`, counted from 0."""
+        """Micro-steps of update number `update`; updates count from 0."""
         return next((count for start, count in reversed(self.schedule) if update >= start), self.accumulation)
 
     def traced_at(self, update: jax.Array) -> jax.Array:
-        """The same for a traced number, int32: what `optax.MultiSteps` asks."""
+        """`at` of a traced number, int32 of its shape: for `optax.MultiSteps`."""
         if not self.schedule:
             return jnp.full_like(update, self.accumulation)
-        starts, counts = (jnp.asarray(column, jnp.int32) for column in zip(*self.schedule))
+        starts = jnp.asarray([start for start, _ in self.schedule], jnp.int32)
+        counts = jnp.asarray([count for _, count in self.schedule], jnp.int32)
         return counts[jnp.searchsorted(starts, update, side="right") - 1]
 
     def tokens_at(self, update: int) -> int:
@@ -92,32 +96,32 @@ class BatchAlgebra:
 
     @property
     def read_steps(self) -> int:
-        """Micro-steps whose sequences are read at once: an update's, or one where updates differ."""
+        """Micro-steps whose sequences are read together: those of an update, or one where updates differ in number."""
         return 1 if self.schedule else self.accumulation
 
     def __str__(self) -> str:
         if self.schedule:
             counts = [count for _, count in self.schedule]
-            told = ", ".join(f"{count} from update {start:,}" for start, count in self.schedule)
-            least = self.tokens // self.accumulation * min(counts)
-            return (f"{self.micro} micro-batch x accumulation {told} x {self.ranks} data-parallel, sequences of "
-                    f"{self.seq_len:,} = {least:,} to {self.tokens:,} tokens an update")
+            steps = ", ".join(f"{count} from update {start:,}" for start, count in self.schedule)
+            fewest = self.tokens // self.accumulation * min(counts)
+            return (f"{self.micro} micro-batch x accumulation {steps} x {self.ranks} data-parallel, sequences of "
+                    f"{self.seq_len:,} = {fewest:,} to {self.tokens:,} tokens per update")
         return (f"{self.micro} micro-batch x {self.accumulation} accumulation x {self.ranks} data-parallel "
-                f"= {self.global_rows:,} sequences of {self.seq_len:,} = {self.tokens:,} tokens an update")
+                f"= {self.global_rows:,} sequences of {self.seq_len:,} = {self.tokens:,} tokens per update")
 
 
 def _divide(tokens: int, one: BatchAlgebra) -> int:
-    """Micro-steps that make `tokens`, from the batch of one."""
+    """Micro-steps of an update of `tokens`; `one`: the batch of one micro-step."""
     if tokens % one.tokens:
         below = tokens // one.tokens * one.tokens
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)
-        raise ValueError(f"batch.tokens={tokens} does not divide by {one.tokens:,} tokens, {one.micro} micro-batch x "
-                         f"{one.ranks} data-parallel x {one.seq_len:,}: the nearest that do are {near}")
+        raise ValueError(f"batch.tokens={tokens} is not a multiple of {one.tokens:,} tokens, {one.micro} micro-batch x "
+                         f"{one.ranks} data-parallel x {one.seq_len:,}: the nearest multiples are {near}")
     return tokens // one.tokens
 
 
 def _parse(texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """`("0:1", "1000:4")` as pairs of numbers. Raises ValueError for anything that is no schedule."""
+    """`("0:1", "1000:4")` as pairs of numbers. Raises ValueError for what is not a valid schedule."""
     matches = [re.fullmatch(r"(\d+):(\d+)", str(text)) for text in texts]
     pairs = tuple((int(match[1]), int(match[2])) for match in matches if match)
     starts = [start for start, _ in pairs]

@@ -1,4 +1,4 @@
-"""What a config may say: the rows of tables, least values, and what has to fit together."""
+"""What a config may contain: values of tables, least values, and what has to fit together."""
 
 import math
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step import ACCUMULATION
 
-# Every key that names a row of a table: a typo fails here, with the rows.
+# Every key that names a row of a table: a typo fails here, with the valid names.
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
     "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
     "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES,
 }
 
-# key -> least value; what other checks say better (sizes of the model, batch and mesh) is not repeated here.
+# key -> least value. Sizes of the model, batch and mesh have checks of their own.
 LEAST = {
     "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
@@ -39,39 +39,47 @@ LEAST = {
 }
 
 
+def _value(config: ConfigDict, key: str) -> Any:
+    """The value of the dotted `key`."""
+    group, name = key.split(".")
+    return config[group][name]
+
+
 def check_values(config: ConfigDict) -> None:
-    """Raises ValueError for a value that is no row of its table, or below the least that makes sense."""
+    """Raises ValueError for a value that is not in its table, or below the least valid one."""
     for key, least in LEAST.items():
-        group, name = key.split(".")
-        if not config[group][name] >= least:
-            raise ValueError(f"{key}={config[group][name]}: give {least} or more")
+        if not (value := _value(config, key)) >= least:  # so that nan is refused
+            raise ValueError(f"{key}={value}: give {least} or more")
     for key, table in CHOICES.items():
-        group, name = key.split(".")
-        if config[group][name] not in table:
-            raise ValueError(f"{key}={config[group][name]!r}: choose one of {', '.join(table)}")
+        if (value := _value(config, key)) not in table:
+            raise ValueError(f"{key}={value!r}: choose one of {', '.join(table)}")
 
 
 def check_sequence(config: ConfigDict, layout: Layout) -> None:
-    """Raises ValueError where the sequence does not divide over the devices that share it."""
+    """Raises ValueError where the sequence is not divisible by the number of devices that share it, or by their chunks,
+    and for what ring attention does not have."""
     context, tensor = layout.context, layout.mesh.shape["tensor"]
     if context > 1 and config.model.dropout:
         raise ValueError(f"model.dropout={config.model.dropout} with mesh.context={context}: ring attention has no "
-                         "dropout; set one of them to 0 or 1")
+                         "dropout; set model.dropout=0 or mesh.context=1")
     if context > 1 and config.model.attention not in ("auto", "chunked"):
-        raise ValueError(f"model.attention={config.model.attention} with mesh.context={context}: ring attention has "
-                         "the chunked kernel; set model.attention=auto")
-    parts = 2 * context if context > 1 else 1
-    why = f"2 x mesh.context {context}" if context > 1 else ""
+        raise ValueError(f"model.attention={config.model.attention} with mesh.context={context}: ring attention "
+                         "runs the chunked kernel only; set model.attention=auto")
+    parts, shown = 1, []
+    if context > 1:
+        parts = 2 * context
+        shown.append(f"2 x mesh.context {context}")
     if config.mesh.sequence_parallel:
         parts = math.lcm(parts, context * tensor)
-        why = " and ".join(filter(None, (why, f"tensor {tensor}")))
+        shown.append(f"tensor {tensor}")
     if config.data.seq_len % parts:
-        raise ValueError(f"data.seq_len={config.data.seq_len} does not divide over {why}: make it a multiple of "
-                         f"{parts}, or change the mesh")
+        raise ValueError(f"data.seq_len={config.data.seq_len} is not divisible by {' and '.join(shown)}: make it a "
+                         f"multiple of {parts}, or change the mesh")
 
 
 def check_tiles(config: ConfigDict, layout: Layout) -> None:
-    """Raises ValueError where `model.mlp_chunk` does not divide a device's positions, or hides a name of `custom`."""
+    """Raises ValueError where `model.mlp_chunk` does not divide a device's positions, or recomputes a tensor that
+    `custom` wants to keep."""
     chunk, here = config.model.mlp_chunk, config.data.seq_len // layout.stream_parts
     if not chunk:
         return
@@ -80,8 +88,8 @@ def check_tiles(config: ConfigDict, layout: Layout) -> None:
         raise ValueError(f"model.mlp_chunk={chunk} does not divide the {here} positions that a device has of "
                          f"data.seq_len={config.data.seq_len}: {near} does")
     if hidden := sorted({*config.remat.save, *config.remat.offload}.intersection(TILED)):
-        raise ValueError(f"checkpoint name {hidden[0]!r} is never kept with model.mlp_chunk={chunk}, which makes "
-                         "the MLP again: leave it out, or set model.mlp_chunk=0")
+        raise ValueError(f"checkpoint name {hidden[0]!r} is never kept with model.mlp_chunk={chunk}, which recomputes "
+                         "the MLP: leave it out, or set model.mlp_chunk=0")
 
 
 def check_unroll(model: ModelConfig, remat: RematPlan) -> None:
@@ -91,54 +99,55 @@ def check_unroll(model: ModelConfig, remat: RematPlan) -> None:
         if model.unroll < count and count % model.unroll:
             near = max(size for size in range(1, model.unroll) if count % size == 0)
             raise ValueError(f"model.unroll={model.unroll} does not divide the {count} layers of a loop "
-                             f"(remat.policy={segment.name}): {near} does, and {count} is no loop at all")
+                             f"(remat.policy={segment.name}): {near} does; {count} unrolls them all")
 
 
 def check_effort(config: ConfigDict, kernel: str, layout: Layout) -> None:
-    """Raises ValueError for what XLA's compiler (0.10 to 0.12) aborts the process on instead of refusing it."""
+    """Raises ValueError for an effort level at which XLA's compiler (0.10 to 0.12) would abort the process."""
     level = config.xla.optimization_level
     if level not in ("", "O0") and kernel == "chunked" and layout.mesh.size > 1:
-        raise ValueError(f"xla.optimization_level={level}: XLA aborts on it with the chunked attention over several "
-                         "devices; set model.attention=cudnn or naive, or leave the level empty")
+        raise ValueError(f"xla.optimization_level={level}: XLA aborts on chunked attention over several devices at "
+                         "this level; set model.attention=cudnn or naive, or leave the level empty")
 
 
 def check_offload(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> None:
-    """Raises ValueError for state in host memory where there is none, or where it cannot be streamed."""
+    """Raises ValueError for state in host memory where there is no such memory, or where it cannot be streamed."""
     asked = next((f"offload.{name}=true" for name in ("params", "optimizer") if config.offload[name]), "")
     if asked and not has_host_memory(layout.mesh.devices.flat[0]):
         raise ValueError(f"{asked}: {layout.mesh.devices.flat[0].device_kind} has no pinned host memory; set it false")
     if not config.offload.params:
         return
     if batch.accumulation > 1:
-        raise ValueError(f"{asked} with {batch.accumulation} micro-steps an update (batch.accumulation): gradients of "
-                         "parameters in host memory go there too, and nothing adds them up there; raise batch.micro, "
+        raise ValueError(f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): gradients of "
+                         "parameters in host memory go there too, and nothing can sum them there; raise batch.micro, "
                          "with a remat policy, or set offload.params=false")
     if layout.strategy.stored and not layout.strategy.by_layer:
-        raise ValueError(f"{asked} with mesh.strategy={config.mesh.strategy}: it copies all parameters to the device "
-                         "at once; choose zero3 or ddp, or set offload.params=false")
+        raise ValueError(f"{asked} with mesh.strategy={config.mesh.strategy}: that strategy copies all parameters to "
+                         "the device at once; choose zero3 or ddp, or set offload.params=false")
 
 
-# What makes the update go layer by layer.
+# The keys, with their values, that need the update layer by layer.
 PARTWISE = (("optimizer.fused_backward", True), ("offload.optimizer", True), ("offload.params", True),
             ("optimizer.clip", "layer"))
 
 
 def check_partwise(config: ConfigDict, precision: Precision) -> str:
-    """What of PARTWISE is asked for, as key=value, "" for nothing.
+    """The first row of PARTWISE that the config asks for, as key=value; "" if there is none.
 
     Raises:
-      ValueError: something else is that takes the update whole.
+      ValueError: there is one, and something else needs the update of all layers together.
     """
-    found = [(key, value) for key, value in PARTWISE if config[(path := key.split("."))[0]][path[1]] == value]
+    found = [(key, value) for key, value in PARTWISE if _value(config, key) == value]
     if not found:
         return ""
-    asked = f"{found[0][0]}={str(found[0][1]).lower()}"
+    key, value = found[0]
+    asked = f"{key}={str(value).lower()}"
     if precision.loss_scale == "dynamic":
-        raise ValueError(f"{asked} with precision.preset={config.precision.preset}: an overflow found in one layer has "
-                         "to undo the update of all; choose bf16, which needs no loss scale")
+        raise ValueError(f"{asked} with precision.preset={config.precision.preset}: an overflow in one layer would "
+                         "have to undo the update of all layers; choose bf16, which needs no loss scale")
     if config.batch.accumulation_schedule:
-        raise ValueError(f"{asked} with batch.accumulation_schedule: parts count to one number of micro-batches; set "
-                         "batch.accumulation")
+        raise ValueError(f"{asked} with batch.accumulation_schedule: an update layer by layer takes one number of "
+                         "micro-batches; set batch.accumulation")
     return asked
 
 
@@ -146,11 +155,11 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> No
     """Raises ValueError for what an update inside the backward pass cannot be combined with."""
     asked = "optimizer.fused_backward=true"
     if batch.accumulation > 1:
-        raise ValueError(f"{asked} with {batch.accumulation} micro-steps an update (batch.accumulation): a layer is "
+        raise ValueError(f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): a layer is "
                          "updated before the next micro-batch is read; raise batch.micro instead")
     if config.optimizer.clip_norm and config.optimizer.clip == "global":
         raise ValueError(f"{asked} with optimizer.clip_norm={config.optimizer.clip_norm}: the norm of all gradients is "
-                         "known when all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0")
+                         "known only after all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0")
     if not config.model.scan:
         raise ValueError(f"{asked} with model.scan=false: the update is part of the loop over layers; set "
                          "model.scan=true")
@@ -161,15 +170,18 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> No
 
 
 def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
-    """Raises ValueError for a name that was asked for and is never made: JAX would ignore it in silence."""
+    """Raises ValueError for a checkpoint name that the config gives and the program lacks: JAX would ignore it.
+
+    `loss`: (params, batch, dropout_key_B) -> scalar; `params`: abstract, as `loss` takes them.
+    """
     asked = remat.asked
     if not asked:
         return
     array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
-    # Some names are born only where a custom gradient keeps them, so the gradient is traced.
+    # Some names exist only where a custom gradient keeps them, so the gradient is traced.
     traced = jax.make_jaxpr(jax.grad(loss))(params, {"inputs": array, "targets": array}, keys)
     made = names_in(traced.jaxpr)
     if missing := asked - made:
-        raise ValueError(f"checkpoint name {min(missing)!r} is never traced here: choose from "
+        raise ValueError(f"checkpoint name {min(missing)!r} does not occur in this program: choose from "
                          f"{', '.join(sorted(made))}")

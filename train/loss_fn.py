@@ -15,7 +15,10 @@ from bytescope.train.parallel.layout import Layout
 
 def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
                        micro: int) -> Callable[..., jax.Array]:
-    """cross_entropy(x_BLD, w_head, targets_BL) -> sum over counted tokens, float32 nats."""
+    """The function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum over counted tokens, in nats.
+
+    `micro`: sequences per data-parallel rank, over which the `loss.chunk` tokens of a chunk are spread.
+    """
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
     settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits,
                             config.model.tie_embeddings)
@@ -24,7 +27,10 @@ def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
 
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
               micro: int) -> Callable[..., jax.Array]:
-    """loss(params, batch, dropout_key_B) -> sum over counted tokens, float32 nats."""
+    """The function loss(params, batch, dropout_key_B) -> float32 sum over counted tokens, in nats.
+
+    `batch`: {"inputs", "targets"}, int32 [B, L]; `dropout_key_B`: None for no dropout. `micro`: as above.
+    """
     cross_entropy = make_cross_entropy(config, layout, precision, micro)
 
     def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:

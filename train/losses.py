@@ -1,10 +1,10 @@
-"""Cross-entropy over the vocabulary, rows of one table. Each returns the sum over counted positions.
+"""Cross-entropy over the vocabulary, one row per way to compute it. Each returns the sum over counted positions.
 
     loss(x_BLD, w_head, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
 
-Targets equal to IGNORE carry no loss. The head comes as stored, [D, V], or [V, D] where it is the token table: its
-gradient is accumulated and returned in the parameter dtype, and nothing is transposed but inside of products. (XLA
-would make the transposed table before a loop over micro-batches and keep it through all of them.)
+Targets equal to IGNORE carry no loss. The head comes as stored, [D, V], or [V, D] where it is the token table. Its
+gradient is accumulated and returned in the parameter dtype, and nothing is transposed outside of products: XLA would
+make the transposed table before a loop over micro-batches and keep it through all of them.
 """
 
 import dataclasses
@@ -20,11 +20,15 @@ from bytescope.train.parallel.layout import Layout
 
 T = TypeVar("T")
 
+
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """`positions`: positions of every sequence whose logits exist at once; `compute`: dtype of the products;
-    `vocabulary`: columns of the head that are tokens, the rest is padding and never predicted; None for all.
-    `logits`: dtype that logits are held in; sums over them are float32. `tied`: the head is the token table."""
+    """What every loss needs to know besides its arrays.
+
+    positions: positions of every sequence whose logits exist at once. compute: dtype of the products.
+    vocabulary: columns of the head that are tokens, None for all; the rest is padding and never predicted.
+    logits: dtype in which logits are held; sums over them are float32. tied: whether the head is the token table.
+    """
 
     layout: Layout
     compute: DTypeLike
@@ -39,12 +43,12 @@ class LossSettings:
         return "vd" if self.tied else "dv"
 
     def along(self, d: T, v: T) -> tuple[T, T]:
-        """What belongs to its two axes, in their order."""
+        """The values `d` and `v` for the head's two axes, in the order of the axes."""
         return (v, d) if self.tied else (d, v)
 
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
-    """Counted positions, int32."""
+    """The number of positions that carry a loss, int32."""
     return (targets_BL != IGNORE).sum(dtype=jnp.int32)
 
 
@@ -78,14 +82,15 @@ def _logits_backward(settings, residuals, d_BLV):
             jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV))
 
 
-# The same, their gradient in the compute dtype, as that of a chunk is. With autodiff's products the gradient of the
-# head has the logits' dtype, and devices sum it so.
+# The same with the gradient in the compute dtype, as that of a chunk. By autodiff the gradient of the head would have
+# the logits' dtype, and devices would sum it in that.
 _narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
 _narrow_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """All logits at once: 4 bytes x B x L x V, several times over in the backward pass."""
+    """The sum over counted positions from all logits at once: 4 bytes x B x L x V, and several such arrays in the
+    backward pass."""
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
     made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
     logits_BLV = made(x_BLD, w_head, settings)
@@ -94,7 +99,7 @@ def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: L
 
 
 def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
-    """[B, L, ...] -> [n, R, B/R, positions, ...]: chunks of positions, the ranks that hold the tokens apart."""
+    """[B, L, ...] -> [n, R, B/R, positions, ...]: n chunks of positions, R ranks that hold different tokens."""
     ranks, context, positions = settings.layout.ranks, settings.layout.context, settings.positions
     x = x.reshape(ranks, x.shape[0] // ranks, context, -1, *x.shape[2:])
     if pad := -x.shape[3] % positions:
@@ -105,7 +110,7 @@ def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
 
 
 def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
-    """The inverse of `_chunks`, padding cut off: [n, R, B/R, positions, ...] -> the shape of `like`."""
+    """The inverse of `_chunks`, without its padding: [n, R, B/R, positions, ...] -> the shape of `like`."""
     ranks, context = settings.layout.ranks, settings.layout.context
     x = x.reshape(x.shape[0], ranks, context, *x.shape[2:])
     x = jnp.moveaxis(x, (0, 2), (3, 2))
@@ -121,11 +126,11 @@ def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
-    """The logits of a few positions at a time, forward and backward; sums in float32.
+    """The sum over counted positions from the logits of a few positions at a time, forward and backward.
 
-    Under differentiation the gradients are made in the same pass as the loss, while the logits of
-    a chunk are at hand: three matrix products, none of them twice. (The idea of fused linear
-    cross-entropy, Hsu et al. 2024, arXiv 2410.10989.)
+    Under differentiation the gradients are computed in the same pass as the loss, while the logits of a chunk exist:
+    three matrix products, none of them twice (as in fused linear cross-entropy, Hsu et al. 2024, arXiv 2410.10989).
+    Sums are float32.
     """
     w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
 
@@ -151,7 +156,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
         d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
         d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
-        # One accumulator a rank: summing over ranks here would be a collective in every chunk.
+        # One accumulator per rank: summing over ranks here would be a collective in every chunk.
         dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits, x_RBCD, preferred_element_type=jnp.float32)
         return (total + nll.sum(), layout(dw, sums)), dx_RBCD
 
@@ -160,12 +165,12 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
     (total, dw), dx = jax.lax.scan(chunk, start, xs)
     dx_BLD = _joined(dx, x_BLD, settings)
-    # Added with the dtype that devices add in; jnp.sum would widen it.
+    # Summed in the dtype in which devices sum; jnp.sum would widen it.
     dw = layout.reduced(dw)
     dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
     dw = layout.gradient(dw, settings.along("d_model", "vocab")).astype(w_head.dtype)
-    # The backward pass of the blocks waits for the head's gradient to be reduced: left to itself the
-    # scheduler keeps the unreduced D x V on every device until the optimizer.
+    # The backward pass of the blocks waits until the head's gradient is reduced. Without the barrier the scheduler
+    # keeps the unreduced D x V on every device until the optimizer runs.
     return total, jax.lax.optimization_barrier((dx_BLD, dw))
 
 

@@ -31,7 +31,7 @@ def test_four_million_tokens():
     batch = BatchAlgebra.of(config, 8, 4000)
     assert (batch.accumulation, batch.tokens, batch.rows) == (125, 4_000_000, 8)
     assert str(batch) == ("1 micro-batch x 125 accumulation x 8 data-parallel = 1,000 sequences of 4,000 = "
-                          "4,000,000 tokens an update")
+                          "4,000,000 tokens per update")
 
 
 def test_the_program_accumulates_what_the_tokens_ask_for():
@@ -44,9 +44,9 @@ def test_the_program_accumulates_what_the_tokens_ask_for():
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"micro": 2, "tokens": 2000}, "batch.tokens=2000 does not divide by 512 tokens, .* nearest that do are "
+    ({"micro": 2, "tokens": 2000}, "batch.tokens=2000 is not a multiple of 512 tokens, .* nearest multiples are "
      "1536 and 2048"),
-    ({"micro": 2, "tokens": 100}, "nearest that do are 512$"),
+    ({"micro": 2, "tokens": 100}, "nearest multiples are 512$"),
     ({"micro": 2, "tokens": 2048, "accumulation": 4}, "batch.tokens=2048 and batch.accumulation=4: give one"),
     ({"micro": 2, "tokens": -1}, "batch.tokens=-1: give 0 or more")])
 def test_a_batch_that_cannot_be(keys, message):
@@ -59,7 +59,7 @@ def test_the_report_shows_the_algebra(capsys):
     assert command.main(words) == 0
     assert "16 micro-batch x 2 accumulation x 1 data-parallel = 32 sequences" in capsys.readouterr().out
     assert command.main([*words[:-1], "--config.batch.tokens=4097"]) == 2
-    assert "nearest that do are 4096 and 6144" in capsys.readouterr().err
+    assert "nearest multiples are 4096 and 6144" in capsys.readouterr().err
 
 
 # ---- an accumulation that changes -------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_the_schedule_counts_updates_tokens_and_sequences():
     assert batch.tokens_at(3) == 8 * 32 and batch.tokens == batch.tokens_at(19) == 4 * 8 * 32
     assert batch_of(micro=4, accumulation=3).rows_before(5) == 5 * 3 * 32
     assert str(batch) == ("4 micro-batch x accumulation 1 from update 0, 2 from update 4, 4 from update 9 x 2 "
-                          "data-parallel, sequences of 32 = 256 to 1,024 tokens an update")
+                          "data-parallel, sequences of 32 = 256 to 1,024 tokens per update")
     assert accumulation({"batch.accumulation_schedule": ("0:1", "4:2")}, 8) == 2
 
 

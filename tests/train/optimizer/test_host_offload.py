@@ -78,7 +78,7 @@ def test_sums_of_multisteps_stay_on_the_device():
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
-    ({"batch.accumulation": 2}, "nothing adds them up there"),
+    ({"batch.accumulation": 2}, "nothing can sum them there"),
     ({"mesh.strategy": "zero1"}, "choose zero3 or ddp"),
     ({"mesh.strategy": "zero2"}, "choose zero3 or ddp")])
 def test_what_parameters_in_host_memory_cannot_be_combined_with(overrides, words):
