@@ -14,15 +14,18 @@ GB = 10**9
 T = 1e12  # TFLOP/s, TB/s
 
 # What CUDA takes of a card before the first buffer: context, kernels and their local memory, handles of cuBLAS and
-# cuDNN. For CUDA 13 on Hopper; NVML's used bytes less the allocator's pool, after the first jitted call. An estimate
-# that has not met a card: `python tests/gpu/accuracy.py --calibrate` prints the line to put here.
+# cuDNN. For CUDA 13 on Hopper; NVML's used bytes less the allocator's pool, after the first jitted call. An estimate,
+# not measured on a card yet: `python tests/gpu/accuracy.py --calibrate` prints the line to put here.
 CONTEXT_BYTES = 500 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuShape:
-    """What XLA's compiler asks about a GPU. Source: CUDA C++ Programming Guide, table of technical
-    specifications per compute capability; core count, L2 and boost clock from the card's data sheet."""
+    """What XLA's compiler asks about a GPU: sizes in bytes, the clock in GHz.
+
+    Source: CUDA C++ Programming Guide, table of technical specifications per compute capability; core count, L2 and
+    boost clock from the card's data sheet.
+    """
 
     capability: tuple[int, int]
     feature_extension: str  # "" before Hopper
@@ -43,8 +46,10 @@ class Chip:
         kind: what jax calls `device_kind`.
         device_memory_bytes: what the driver reports in total (less than the name says: the driver and error
             correction keep a part). reserved_bytes: what the runtime keeps for itself before any program.
-        devices_per_host, host_memory_bytes: of a whole host.
-        host_link: device to host. in_host, between_hosts: interconnect, per device.
+        devices_per_host, host_memory_bytes: of one host with all its devices.
+        hbm: bytes per second of the device's memory; host_link: from device to host; in_host, between_hosts:
+            interconnect, per device and direction.
+        peak_flops: dtype -> dense FLOP per second.
         max_shape: the largest slice a TPU comes in, () for GPUs.
         sources: figure -> where it was read.
     """
@@ -138,14 +143,14 @@ CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
-    """XLA's description of a GPU (GpuTargetConfigProto) as text: what compiles without the card.
+    """XLA's description of a GPU (GpuTargetConfigProto) as text: it lets XLA compile without the card.
 
     Only fields that older versions of jax know are used. `runtime` is the CUDA version (major, minor). Raises
-    ValueError for a chip that is no GPU.
+    ValueError for a chip that is not a GPU.
     """
     gpu = chip.gpu
     if gpu is None:
-        raise ValueError(f"{chip.name} is no GPU: it has no target configuration")
+        raise ValueError(f"{chip.name} is not a GPU: it has no target configuration")
     extension = f"feature_extension: {gpu.feature_extension}" if gpu.feature_extension else ""
     info = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * 1024,

@@ -1,4 +1,4 @@
-"""Compiling with the buffer assignment kept: the one place of the package that drives jax.
+"""Compiling with the buffer assignment kept: the one place of the package that makes jax compile.
 
 XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only when it really compiles: an
 executable from the persistent cache has none. The dump goes to a folder that is gone afterwards.
@@ -25,14 +25,14 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "j
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """A compiled program and what the compiler left of its buffers.
+    """A compiled program and what the compiler tells of its buffers.
 
     Fields:
         proto: a serialized HloProto with the buffer assignment, b"" if there is none.
         module, assignment: else the serialized HloModuleProto and BufferAssignmentProto (may be b"").
         compiled: the executable, None when only a proto was given.
         stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
-        local: it was compiled for devices that are here.
+        local: it was compiled for devices that are here. versions: package -> version of what compiled it.
     """
 
     proto: bytes = b""
@@ -67,12 +67,16 @@ def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True
 
 
 def read_compiled(compiled: Any) -> Compilation:
-    """What a finished `jax.stages.Compiled` still tells: its module, and on some backends its buffers."""
+    """What a finished `jax.stages.Compiled` still tells: its module, and on some backends its buffers.
+
+    Raises ReportError for an executable that keeps no module.
+    """
     try:
         modules = compiled.runtime_executable().hlo_modules()
         module = modules[0].as_serialized_hlo_module_proto()
     except Exception as error:  # a runtime without HLO raises errors of its own kinds
-        raise ReportError("an executable without its program in it: give the Lowered it is of") from error
+        raise ReportError("an executable that does not keep its program: give the Lowered that it was compiled "
+                          "from") from error
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", None) or b""
     return Compilation(module=module, assignment=assignment, compiled=compiled, stats=stats_of(compiled),
@@ -96,7 +100,7 @@ def stats_of(compiled: Any) -> XlaStats | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a program's memory."""
+    """Package -> version of what decides a program's memory, python among them."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -117,6 +121,7 @@ def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bytes]:
 
 
 def _has_buffers(proto: bytes) -> bool:
+    """Whether an HloProto holds a buffer assignment that is not empty."""
     from bytescope.memory.hlo import wire
 
     return any(field == 3 and not isinstance(value, int) and value[1] > value[0]
@@ -131,7 +136,7 @@ def _is_described(lowered: Any) -> bool:
 
 @contextlib.contextmanager
 def _no_cache() -> Iterator[None]:
-    """No persistent compilation cache inside. jax looks at the setting once, so the look is reset."""
+    """No persistent compilation cache inside. jax reads the setting once, so what it has read is reset."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

@@ -1,4 +1,4 @@
-"""How much memory the host has, and how much of it this process may still take: /proc and cgroup limits."""
+"""How much memory the host has, and how much of it is still available to this process: /proc and cgroup limits."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _CGROUP_FILES = {
 
 
 def free_host_bytes(root: str = "/") -> int:
-    """Bytes this process may still take of the host: the least of the free memory and each cgroup's room.
+    """Bytes of host memory still available to this process: the least of the free memory and each cgroup's room.
 
     `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
     """
@@ -54,8 +54,9 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _room(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
+    """Bytes left in one cgroup, cache that the kernel drops on demand counted as free; None without a limit."""
     limit, use = _number(group / limit_name), _number(group / use_name)
-    if limit is None or use is None:  # "max" is no number: no limit
+    if limit is None or use is None:  # "max" is not a number: no limit
         return None
     return limit - use + (_proc_value(group / "memory.stat", cache_key) or 0)
 

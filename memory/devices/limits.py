@@ -1,4 +1,4 @@
-"""How many bytes a device's runtime may hand out: what a program is judged against."""
+"""How many bytes are available to programs on a device: what a program is judged against."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from bytescope.memory.units import human, parse_bytes
 def budget_of(text: str, limit: int, what: str) -> int:
     """The bytes of a budget as people write it, all of `limit` for "". `what`: the flag or key that gives it.
 
-    Raises ReportError for what is not a valid size, nothing, or more than the limit.
+    Raises ReportError for what is not a valid size, for 0, and for more than the limit.
     """
     if not text:
         return limit
@@ -21,13 +21,13 @@ def budget_of(text: str, limit: int, what: str) -> int:
     except ReportError as error:
         raise ReportError(f"{what}: {error}") from error
     if not 0 < size <= limit:
-        raise ReportError(f"{what}={text}: a device has {human(limit)} available; give more than nothing and no more than that, "
+        raise ReportError(f"{what}={text}: a device has {human(limit)} available; give more than 0 and at most that, "
                           "or leave it out")
     return size
 
 
 def limit_bytes(device: Any) -> int:
-    """Bytes that one device may hand out to programs; `device` is a Target or a jax device.
+    """Bytes that are available to programs on one device; `device` is a Target or a jax device.
 
     - A device that is here: what its allocator says (`memory_stats()["bytes_limit"]`).
     - A described GPU: (memory - context) x fraction; the fraction is the user's
@@ -35,9 +35,9 @@ def limit_bytes(device: Any) -> int:
       fraction x context (some 460 MiB) more.
     - A described TPU: what libtpu leaves of the HBM; there is no fraction.
     - The CPU: free host memory, cgroup limits included, divided by the number of local devices, since
-      simulated devices share the host. It moves with what else the machine does.
+      simulated devices share the host. It changes with what else the machine does.
 
-    Raises ReportError for a device without statistics that the table of targets does not know.
+    Raises ReportError for a device without statistics that the table of chips does not know.
     """
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
@@ -63,5 +63,5 @@ def _device_limit(device: Any) -> int:
     for chip in CHIPS.values():  # compile-only, or an allocator without a pool
         if chip.kind == device.device_kind:
             return _described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
-    raise ReportError(f"nothing says how much memory {device.device_kind} has: name a target it resembles")
+    raise ReportError(f"the memory of {device.device_kind} is not known: name a target that resembles it")
 

@@ -1,4 +1,4 @@
-"""What a device really holds right now, and how that compares with what was predicted.
+"""What a device holds right now, and how that compares with what was predicted.
 
 `sample()` is cheap (a quarter of a millisecond on the CPU, most of it reading /proc), waits for no
 computation and never raises: what a backend does not tell is None.
@@ -13,20 +13,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.devices.host_memory import free_host_bytes
-
-GIB = 2**30
+from bytescope.memory.units import human
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveMemory:
-    """Memory of one device at one moment, in bytes; None for what nobody tells.
+    """Memory of one device at one moment, in bytes; None for what is not known.
 
     Fields:
         device: jax' device_kind. source: "allocator" (memory_stats) or "host" (a CPU device: the figures in
             use, peak and limit are those of the whole process, which its simulated devices share).
         sharing: how many local devices the figures are shared by; 1 on an accelerator.
         in_use_bytes, peak_bytes: of the allocator now, and the most since the process began.
-        limit_bytes: what it may hand out. largest_free_block_bytes: the largest buffer that still fits.
+        limit_bytes: what is available to programs. largest_free_block_bytes: the largest buffer that still fits.
         fragmentation: 1 - largest free block / free bytes of the pool, 0.0 to 1.0.
         card_used_bytes, card_total_bytes: NVML's account of the whole card: context, other processes and all.
         host_rss_bytes, host_peak_rss_bytes: resident memory of this process.
@@ -76,7 +75,7 @@ def sample(device: Any) -> LiveMemory | None:
 
 
 def predicted_against_measured(report: Any, live: LiveMemory | None) -> str:
-    """One line: the bytes a report says the runtime will take, beside the peak it really took.
+    """One line: the bytes that a report predicts, compared with the measured peak.
 
     `report` is a `memory.records.Report`, or anything with its `predicted_bytes` (bytes on one device). On
     the CPU the prediction is multiplied by the simulated devices, and the measured figure also holds Python
@@ -84,26 +83,22 @@ def predicted_against_measured(report: Any, live: LiveMemory | None) -> str:
     """
     predicted = int(report.predicted_bytes)
     if live is None or live.peak_bytes is None:
-        return f"memory: predicted {_gib(predicted)} a device, nothing measured (it keeps no statistics)"
+        return f"memory: predicted {human(predicted)} per device, nothing measured (the device keeps no statistics)"
     if live.source == "host":
-        devices = f"{live.sharing} CPU device{'s' * (live.sharing != 1)}"
-        return (f"memory: predicted {_gib(predicted * live.sharing)} on {devices}, process "
-                f"peaked at {_gib(live.peak_bytes)} (Python and its libraries included)")
+        devices = "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
+        return (f"memory: predicted {human(predicted * live.sharing)} on {devices}, process "
+                f"peaked at {human(live.peak_bytes)} (Python and its libraries included)")
     error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
-    limit = f", limit {_gib(live.limit_bytes)}" if live.limit_bytes else ""
+    limit = f", limit {human(live.limit_bytes)}" if live.limit_bytes else ""
     card = ""
     if live.card_used_bytes is not None and live.card_total_bytes is not None:
-        card = f", card {_gib(live.card_used_bytes)} of {_gib(live.card_total_bytes)} in use"
-    return (f"memory: predicted {_gib(predicted)}, measured {_gib(live.peak_bytes)} on {live.device} "
+        card = f", card {human(live.card_used_bytes)} of {human(live.card_total_bytes)} in use"
+    return (f"memory: predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
             f"(prediction {error:+.1f} %){limit}{card}")
 
 
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"
-
-
 def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
-    """The fields that XLA's allocator tells; the free part of the pool is what fragmentation is about."""
+    """The fields that XLA's allocator tells; fragmentation is that of the pool's free part."""
     in_use, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
     block = stats.get("largest_free_block_bytes")
     pool = stats.get("pool_bytes") or limit
@@ -116,7 +111,7 @@ def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _resident() -> tuple[int | None, int | None]:
-    """Resident bytes of this process: now and at most. /proc on Linux; elsewhere only the most is known.
+    """Resident bytes of this process: now, and the most so far. /proc on Linux; elsewhere only the latter is known.
 
     Not `ru_maxrss` on Linux: it survives exec, so a process would report the peak of the one that started it.
     """

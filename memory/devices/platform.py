@@ -11,6 +11,7 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from bytescope.memory.devices.host_memory import free_host_bytes
+from bytescope.memory.units import GIB
 
 # What a GPU's preallocation takes of the card when the user names no fraction: jax's own 0.75 leaves
 # a quarter of the card idle, and 0.92 leaves NCCL, cuDNN and the CUDA context their share.
@@ -21,7 +22,7 @@ FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION
 
 # XLA pins no more than 64 GiB of host memory for a GPU's buffers unless this says otherwise (gpu_helpers.cc,
 # GetGpuHostAllocator): too little for the state of a large model or the activations of a long sequence. Its pool
-# grows by regions of twice the size each, so it may pin up to twice what is used; a tenth is left to everybody else.
+# grows by regions of twice the size each, so it may pin up to twice what is used; a tenth is left to other processes.
 HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_SHARE = 0.9
 
@@ -54,7 +55,7 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | None = None) -> None:
     """Gives the process as many CPU devices as the largest of `targets` like cpu:8 asks for, unless the user set
-    a count. Before jax starts; the simulated devices share the host.
+    a count. To be called before jax starts; the simulated devices share the host.
     """
     env = os.environ if env is None else env
     counts = [int(count) for name, _, count in (target.partition(":") for target in targets)
@@ -83,15 +84,15 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
     if platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
     if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):
-        env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / 2**30), 1))
+        env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / GIB), 1))
     return platform
 
 
 def memory_fraction(env: MutableMapping[str, str] | None = None) -> float:
     """The share of a GPU that jax's allocator may take: the user's fraction, else 0.92.
 
-    1.0 for the `platform` allocator, which asks CUDA for each buffer and keeps no pool. A value that is no
-    number is jax's error to raise; here it reads as unset.
+    1.0 for the `platform` allocator, which asks CUDA for each buffer and keeps no pool. A value that is not a number is
+    jax's error to raise; here it reads as unset.
     """
     env = os.environ if env is None else env
     if env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":

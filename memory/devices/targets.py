@@ -37,8 +37,9 @@ class Target:
         name: as the user gave it. platform: "cpu", "cuda", "rocm" or "tpu". kind: jax' device_kind.
         shape: (hosts, devices per host) of GPUs, chips along each axis of a TPU, (devices,) otherwise.
         device_memory_bytes: of one device. reserved_bytes: what the runtime keeps of it for itself.
-        host_memory_bytes: of one host, the share that goes with the devices taken of it (one GPU of a host of
+        host_memory_bytes: of one host, the share that goes with the devices used on it (one GPU of a host of
             eight comes with an eighth).
+        hbm_bytes_per_s: of the device's memory. host_link_bytes_per_s: between device and host.
         interconnect_bytes_per_s: "in_host" and "between_hosts".
         peak_flops: dtype (fp32, tf32, bf16, fp16, fp8) -> dense FLOP/s; a dtype that is missing has no unit.
         sources: figure -> where it was read.
@@ -63,12 +64,12 @@ class Target:
 
     @property
     def limit_bytes(self) -> int:
-        """What the runtime may hand out on one device, in bytes: see `memory.devices.limits.limit_bytes`."""
+        """Bytes that are available to programs on one device: see `memory.devices.limits.limit_bytes`."""
         return limit_bytes(self)
 
     @property
     def host_bytes_per_device(self) -> float:
-        """Host memory that goes with one device, in bytes; infinite where nothing is known of it."""
+        """Host memory that goes with one device, in bytes; infinite where it is not known."""
         return self.host_memory_bytes / max(self.devices_per_host, 1) or math.inf
 
     def devices(self) -> list[Any]:
@@ -142,7 +143,7 @@ def to_compile_for(name: str) -> Target:
     kind, count = topologies.local_gpus()
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip is None:
-        raise ReportError(f"nothing is known of {kind}: give --target, one of {', '.join(names())}")
+        raise ReportError(f"{kind} is not in the table of chips: give --target, one of {', '.join(names())}")
     return parse(f"{chip.name}:{count}")
 
 
@@ -160,9 +161,9 @@ def of(devices: Sequence[Any]) -> Target:
         return _local()
     chip = next((chip for chip in CHIPS.values() if chip.kind == first.device_kind), None)
     if chip is None:
-        raise ReportError(f"nothing is known of {first.device_kind}: compile for one of {', '.join(names())}")
+        raise ReportError(f"{first.device_kind} is not in the table of chips: compile for one of {', '.join(names())}")
     if chip.platform == "tpu":
-        shape = tuple(max(places) + 1 for places in zip(*(d.coords[:len(chip.max_shape)] for d in devices)))
+        shape = tuple(max(axis) + 1 for axis in zip(*(d.coords[:len(chip.max_shape)] for d in devices)))
     else:
         hosts = len({device.process_index for device in devices})
         shape = (hosts, len(devices) // hosts)
@@ -170,7 +171,7 @@ def of(devices: Sequence[Any]) -> Target:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """`2x8` -> (2, 8); () for what is no shape of positive numbers."""
+    """`2x8` -> (2, 8); () for what is not a shape of positive numbers."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", text):
         return ()
     return tuple(int(part) for part in text.split("x"))
@@ -195,8 +196,8 @@ def _tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
     full = shape or smallest
     fits = len(full) == rank and all(n <= most for n, most in zip(full, chip.max_shape, strict=True))
     if not fits or not (full == smallest or (full[0] % 2 == 0 and full[1] % 2 == 0)):
-        least, largest = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
-        raise ReportError(f"target {name!r}: a {chip.name} slice has {rank} axes: {least}, or even numbers "
+        smallest, largest = ("x".join(map(str, bound)) for bound in (smallest, chip.max_shape))
+        raise ReportError(f"target {name!r}: a {chip.name} slice has {rank} axes: {smallest}, or even numbers "
                           f"of chips on the first two, up to {largest}")
     return full
 
@@ -238,7 +239,10 @@ def _local() -> Target:
     chip = next((c for c in CHIPS.values() if c.kind == first.device_kind), None)
     platform = _platform(first)
     host = physical_bytes()
-    memory = host if platform == "cpu" else chip.device_memory_bytes if chip else limit_bytes(first)
+    if platform == "cpu":
+        memory = host
+    else:
+        memory = chip.device_memory_bytes if chip else limit_bytes(first)
     return Target("local", platform, first.device_kind, (len(devices),), len(devices), per_host, memory,
                   host_memory_bytes=host, **(_figures(chip) if chip else {}))
 

@@ -26,7 +26,10 @@ _LIBTPU_QUIET = {
 
 
 def local_gpus() -> tuple[str, int]:
-    """Kind and number of this machine's NVIDIA GPUs, by NVML; a machine has one kind."""
+    """(device_kind, number) of this machine's NVIDIA GPUs, by NVML; a machine has one kind.
+
+    Raises pynvml's errors without a driver.
+    """
     import pynvml
 
     pynvml.nvmlInit()
@@ -35,7 +38,10 @@ def local_gpus() -> tuple[str, int]:
 
 
 def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
-    """GPUs: `shape` is (hosts, devices per host). Raises ReportError without the extra that compiles for them."""
+    """Described GPUs, compile-only jax devices: `shape` is (hosts, devices per host).
+
+    Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
+    """
     found = [plugin for plugin in CUDA_PLUGINS if installed(f"jax_plugins.{plugin}")]
     if not found:
         raise ReportError(f"target {name}: no CUDA compiler here; "
@@ -46,7 +52,10 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
 
 
 def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
-    """TPUs: `shape` is chips along each axis. Raises ReportError without the extra that compiles for them."""
+    """Described TPUs, compile-only jax devices: `shape` is chips along each axis.
+
+    Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
+    """
     if not installed("libtpu"):
         raise ReportError(f"target {name}: no TPU compiler here; "
                           "pip install 'bytescope[tpu]' (it needs no TPU)")

@@ -20,7 +20,7 @@ SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=3
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--budget=0"], "--budget=0: a device has 72.32 GiB available; give more than nothing"),
+    (["--budget=0"], "--budget=0: a device has 72.32 GiB available; give more than 0"),
     (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
     (["--budget=x"], "--budget: 'x' is not a valid size"),
     (["--budget=100GiB"], "--budget=100GiB: a device has 72.32 GiB available"),

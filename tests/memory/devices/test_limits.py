@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bytescope.memory.devices import limits, platform
+from bytescope.memory.devices import host_memory, limits, platform
 from bytescope.memory.errors import ReportError
 
 GIB = 2**30
@@ -23,8 +23,8 @@ def _root(tmp_path, files):
 
 def test_free_memory_without_a_cgroup_is_what_the_kernel_calls_available(tmp_path):
     root = _root(tmp_path, {})
-    assert limits.free_host_bytes(root) == 8 * GIB
-    assert limits.physical_bytes(root) == 16 * GIB
+    assert host_memory.free_host_bytes(root) == 8 * GIB
+    assert host_memory.physical_bytes(root) == 16 * GIB
 
 
 def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(tmp_path):
@@ -34,7 +34,7 @@ def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(
         "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {GIB}\n",
         "sys/fs/cgroup/job/step/memory.max": "max\n", "sys/fs/cgroup/job/step/memory.current": "17\n",
     })
-    assert limits.free_host_bytes(root) == 2 * GIB
+    assert host_memory.free_host_bytes(root) == 2 * GIB
 
 
 def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
@@ -43,18 +43,18 @@ def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
     })
-    assert limits.free_host_bytes(root) == GIB
+    assert host_memory.free_host_bytes(root) == GIB
 
 
 def test_a_cgroup_over_its_limit_leaves_nothing_rather_than_less(tmp_path):
     root = _root(tmp_path, {
         "proc/self/cgroup": "0::/\n",
         "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "200"})
-    assert limits.free_host_bytes(root) == 0
+    assert host_memory.free_host_bytes(root) == 0
 
 
 def test_without_proc_the_physical_memory_stands_in(tmp_path):
-    assert limits.free_host_bytes(str(tmp_path)) == limits.physical_bytes(str(tmp_path)) > 0
+    assert host_memory.free_host_bytes(str(tmp_path)) == host_memory.physical_bytes(str(tmp_path)) > 0
 
 
 class Device:
@@ -116,7 +116,8 @@ def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env
 @pytest.mark.skipif(platform.accelerator() != "cpu", reason="this machine has an accelerator")
 @pytest.mark.parametrize("order", ["import jax; choose()", "choose(); import jax"])
 def test_no_traceback_on_a_machine_without_accelerator(order):
-    code = f"from memory.devices.platform import choose_platform as choose\n{order}\nprint(jax.devices()[0].platform)"
+    code = ("from bytescope.memory.devices.platform import choose_platform as choose\n"
+            f"{order}\nprint(jax.devices()[0].platform)")
     env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "cpu\n" and "Traceback" not in done.stderr and "cuPTI" not in done.stderr

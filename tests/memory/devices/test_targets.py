@@ -143,6 +143,6 @@ def test_a_gpu_description_names_its_chip_and_a_tpu_has_none():
 
 
 def test_names_are_checked_without_importing_jax():
-    code = ("import sys; from memory import platform, targets; targets.parse('h200:8').limit_bytes; "
+    code = ("import sys; from bytescope.memory.devices import platform, targets; targets.parse('h200:8').limit_bytes; "
             "platform.choose_platform(); sys.exit('jax' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
