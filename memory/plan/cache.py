@@ -1,7 +1,7 @@
-"""Finished rows on disk, by program, target and versions: what makes a comparison resumable.
+"""Finished rows on disk, by program, target and versions, so that a search can be resumed.
 
-A row is one small file under $XDG_CACHE_HOME/bytescope/compare; its name is a digest of all that decides the
-figures. Files are written whole or not at all, and a damaged one counts as absent.
+A row is one small file under $XDG_CACHE_HOME/bytescope/compare; its name is a digest of everything that decides its
+figures. Files are written completely or not at all, and a damaged one counts as absent.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 # Rises when a cached answer changes its meaning.
 LAYOUT = 3
 
-# Variables that change what is compiled, or what a device may hand out.
+# Variables that change what is compiled, or what a device has available.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
-# Rooms of memory/ that search or show results: a change there leaves rows valid.
+# Folders of memory/ that search or show results: a change there leaves rows valid.
 _SHOWING = ("commands", "formulas", "pages", "text")
-# Of these rooms, only the modules that make a row; the others choose what is compiled.
+# Of these folders only the modules that make a row count; the others choose what is compiled.
 _MAKING = {"plan": ("cache", "worker"), "remat": ("block_graph",)}
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
-    """Where rows are kept."""
+    """The folder of rows; `env` stands for this process's environment."""
     env = os.environ if env is None else env
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
 
 
 def source_digest(packages: Iterable[Path]) -> str:
-    """A digest of this package's analysis and of every .py file under `packages`, names included."""
+    """A digest, in hex, of this package's analysis and of every .py file under `packages`, names included."""
     memory = Path(__file__).parents[1]
     own = [path for path in memory.rglob("*.py") if (room := path.parent.name) not in _SHOWING
            and path.stem in _MAKING.get(room, (path.stem,))]
@@ -48,18 +48,21 @@ def source_digest(packages: Iterable[Path]) -> str:
 
 def key(config: Mapping[str, Any], target: str, versions: Mapping[str, str], sources: str, measure: bool,
         env: Mapping[str, str] | None = None) -> str:
-    """The name of a row: a digest of the resolved config, the target, versions, sources and environment."""
+    """The name of a row: a digest, in hex, of the resolved config, the target, versions, sources and environment.
+
+    Rows that are measured, or compiled for this machine's devices, carry its name too.
+    """
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items()
                 if name in _VARIABLES or name.startswith(_PREFIXES)}
-    # What is local here is another machine's elsewhere, where a home may be shared.
+    # A home folder may be shared by machines, and `local` is other devices on each.
     machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
     parts = [LAYOUT, dict(config), target, dict(versions), sources, measure, settings, machine]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read(place: Path, name: str) -> dict[str, Any] | None:
-    """A finished row's answer, None when there is none that can be read."""
+    """The answer of a finished row in the folder `place`, None when there is none that can be read."""
     try:
         value = json.loads((place / f"{name}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -68,21 +71,21 @@ def read(place: Path, name: str) -> dict[str, Any] | None:
 
 
 def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
-    """Keeps an answer. A cache that cannot be written is no reason to fail."""
+    """Keeps an answer in the folder `place`. Where that cannot be written, nothing is kept and nothing raised."""
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
         write_whole(place / f"{name}.json", json.dumps(answer))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader finds all of it or the one before. Raises OSError."""
+    """Writes a file in one move: a reader finds all of it or the one before. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's are for the owner alone
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Two reports against each other: which categories and buffers grew or shrank."""
+"""Two reports compared: which categories and buffers grew or shrank. Pure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Change:
 
     @property
     def growth(self) -> int:
-        """Bytes gained; negative for bytes saved."""
+        """Bytes gained, negative for bytes saved."""
         return self.after - self.before
 
     @property
     def percent(self) -> float:
-        """Growth in per cent of the first report; infinite for what was not there."""
+        """Growth in per cent of the first report; infinite for what it did not hold."""
         if not self.before:
             return float("inf") if self.after else 0.0
         return 100.0 * self.growth / self.before
 
 
 def diff(before: Report, after: Report) -> tuple[Change, ...]:
-    """Totals first, then what changed: categories, residuals by name, buffers at the peak, largest first.
+    """The totals, then what changed: categories, residuals by name, buffers at the peak; the largest change first.
 
     Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
     compiler's names for them change from one compile to the next.
@@ -47,12 +47,12 @@ def diff(before: Report, after: Report) -> tuple[Change, ...]:
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
-    """The totals that grew by more than `percent` per cent, peak and allocated bytes."""
+    """Of the totals peak and allocated bytes, those that grew by more than `percent` per cent."""
     return tuple(c for c in changes if c.kind == "total" and c.name != "host_bytes" and c.percent > percent)
 
 
 def version_changes(before: Report, after: Report) -> tuple[tuple[str, str, str], ...]:
-    """(package, version before, version after) of what differs."""
+    """(package, version before, version after) of each package whose version differs; "none" for a missing one."""
     names = dict.fromkeys((*before.versions, *after.versions))
     pairs = ((name, before.versions.get(name, "none"), after.versions.get(name, "none")) for name in names)
     return tuple(pair for pair in pairs if pair[1] != pair[2])

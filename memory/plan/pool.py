@@ -1,7 +1,7 @@
-"""Running a comparison's combinations in worker processes, with a cache, a progress bar, and survival.
+"""Jobs compiled by worker processes: in parallel, out of a cache where they can be, through crashes and Ctrl-C.
 
-Workers are subprocesses that speak JSON lines (`memory.plan.worker`); a thread each feeds them. A worker
-that dies costs the row it was at, and is replaced. Ctrl-C stops the workers; finished rows are kept.
+Workers are subprocesses that speak JSON lines (`memory.plan.worker`), each fed by a thread. A worker that dies fails
+the job it was at, and is replaced. Ctrl-C stops the workers; finished rows are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bytescope.memory.plan import cache as row_cache
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-# What all workers together may hold, and what one compile takes at most in our configs (bytes).
+# Bytes that all workers together may hold, and that one compile takes at most in the shipped configs.
 CEILING = 20 * 2**30
 PER_WORKER = 3 * 2**30
 
@@ -70,7 +70,7 @@ class Worker:
             stderr=self._errors, env=dict(env), text=True, encoding="utf-8", start_new_session=True)
 
     def ask(self, message: str) -> dict[str, Any]:
-        """The answer to a job; `{"status": why, "dead": True}` when the process ends first."""
+        """The answer to a job's message; `{"status": why, "dead": True}` when the process ends first."""
         try:
             self._process.stdin.write(message)
             self._process.stdin.flush()
@@ -79,7 +79,7 @@ class Worker:
             line = ""
         if line.endswith("\n"):
             return json.loads(line)
-        return {"status": self._epitaph(), "dead": True}
+        return {"status": self._last_words(), "dead": True}
 
     def kill(self) -> None:
         """Ends the process at once."""
@@ -87,14 +87,15 @@ class Worker:
             self._process.kill()
 
     def close(self) -> None:
-        """Ends the process and gives back what belongs to it."""
+        """Ends the process and closes its streams."""
         self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             with contextlib.suppress(OSError):
                 stream.close()
 
-    def _epitaph(self) -> str:
+    def _last_words(self) -> str:
+        """Why the process ended: its signal or exit code, and the last line that it wrote to stderr."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -108,16 +109,19 @@ class Worker:
         return " ".join(["the worker died", f"({how}):", *last])[:300]
 
 
-# Is told the labels of jobs under way and how many are done.
+# Called with the labels of the jobs under way and the number of finished ones.
 Progress = Callable[[Sequence[str], int], None]
 
 
 class Pool:
-    """Threads that each drive a worker, and the queue their answers come by. Workers wait for more jobs until `stop`.
+    """Threads that each drive a worker, and the queue of their answers. Workers wait for more jobs until `stop`.
 
     Args:
-        count: how many workers at most; one is hired with its first job. env: their environment.
+        count: at most so many workers; one starts with its first job. env: their environment.
         measure: whether each step is run too, in a process of its own.
+
+    Attributes:
+        answers: (job, None) when a job begins, (job, answer) when it ends.
     """
 
     def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
@@ -130,7 +134,7 @@ class Pool:
             thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Adds jobs; what comes of them is put into `answers`."""
+        """Adds jobs; `answers` gets what becomes of them."""
         for job in jobs:
             self._waiting.put(job)
 
@@ -166,7 +170,7 @@ class Pool:
             if self._stopped.is_set():
                 break
             self.answers.put((job, answer))
-            # A measured peak is the process' own: each needs a fresh one. A grown worker gives its memory back.
+            # A measured peak is one of the whole process: each needs a fresh one. So does a worker that grew too large.
             if answer.get("dead") or self._measure or answer.get("rss_bytes", 0) > self._most:
                 self._dismiss(worker)
                 worker = None
@@ -190,20 +194,24 @@ class Pool:
 def run(jobs: Sequence[Job], *, workers: int, env: Mapping[str, str], measure: bool = False,
         cache: Path | None = None, progress: Progress = lambda labels, done: None,
         ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """As `ask`, by workers of its own: `workers` of them at most, with the environment `env`."""
+    """As `ask`, in a pool of its own of at most `workers` workers, with the environment `env`."""
     with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
         return ask(pool, jobs, cache=cache, progress=progress)
 
 
 def ask(pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None,
         progress: Progress = lambda labels, done: None) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Answers by `Job.name`, and whether Ctrl-C came first.
+    """Answers by `Job.name`, and whether Ctrl-C came before the last of them.
 
     Args:
-        cache: the folder of finished rows, None for no reading and no writing.
-        progress: is told the labels of jobs under way and how many are done.
+        jobs: with different names. cache: the folder of finished rows, None for no reading and no writing.
+        progress: called with the labels of the jobs under way and the number of finished ones.
     """
-    answers = {job.name: found for job in jobs if cache and (found := row_cache.read(cache, job.name))}
+    answers = {}
+    for job in jobs:
+        found = row_cache.read(cache, job.name) if cache else None
+        if found:
+            answers[job.name] = found
     left, begun = [job for job in jobs if job.name not in answers], {}
     progress((), len(answers))
     pool.submit(left)
@@ -230,7 +238,8 @@ def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:
 
 
 def worker_count(jobs: int, asked: int | None = None) -> int:
-    """How many workers: as asked, else one per core that is ours, within the ceiling and the free memory."""
+    """How many workers for so many jobs: as many as `asked`, else one per core of this process, as far as CEILING and
+    the free host memory allow."""
     if asked:
         return max(1, min(asked, jobs))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -238,7 +247,8 @@ def worker_count(jobs: int, asked: int | None = None) -> int:
 
 
 def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The workers' environment: as many simulated CPU devices as the targets name, and no idle accelerator.
+    """The workers' environment: `env` (this process's by default) with as many simulated CPU devices as the targets
+    name, and without the accelerator where no target is `local`.
 
     Compiling for described devices needs no card; workers that all opened one would fight for its memory.
     """
@@ -250,5 +260,8 @@ def environment(targets: Sequence[str], env: Mapping[str, str] | None = None) ->
 
 
 def environment_for(target: Target) -> dict[str, str]:
-    """The environment of workers that compile for one target; a described one's open no card of this machine."""
-    return environment([target.name]) | ({"JAX_PLATFORMS": "cpu"} if target.is_described else {})
+    """The environment of workers that compile for one target; for a described one they open no card of this machine."""
+    found = environment([target.name])
+    if target.is_described:
+        found["JAX_PLATFORMS"] = "cpu"
+    return found

@@ -1,9 +1,9 @@
-"""Combinations of a config's keys against each other: expansion, rows, Pareto front and the best row. Pure.
+"""Combinations of a config's keys compared: grids, rows, the Pareto-optimal rows and the best one. Pure.
 
 The JSON of a comparison has these keys (sizes are bytes on ONE device, null where nothing is known):
 
 - `rows`: one object per combination, the fields of `Row`.
-- `best`: the best row that fits with `flags`, what to add to the command line to use it; null for none.
+- `best`: the best row that fits, with `flags`, what to add to the command line to use it; null for none.
 - `target`: what it was compiled for; `versions`: name -> version of what compiled it.
 - `interrupted`: whether combinations are missing because the run was stopped.
 """
@@ -31,15 +31,13 @@ from bytescope.memory.config_keys import (
 )
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
+from bytescope.memory.units import column_unit
 
-# Keys of a grid that are no keys of the config: which config file, and what to compile for.
+# Keys of a grid that are not config keys: which config file, and what to compile for.
 CONFIG, TARGET = "config", "target"
 POLICY, SAVE, OFFLOAD = REMAT_POLICY, REMAT_SAVE, REMAT_OFFLOAD
 
-# GiB is the unit of plans: a terabyte's digits would hide what a policy saves.
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-
-# Keys that say how a program runs, not what it trains: rows that differ in nothing else are rivals.
+# Keys that say how a program runs, not what it trains: rows that differ in nothing else compete.
 _HOW = (REMAT, MESH, LOSS, PRECISION, MODEL_SCAN, MODEL_ATTENTION)
 
 
@@ -52,14 +50,15 @@ class Row:
         status: "ok", or in one line why there are no figures.
         peak_bytes, allocated_bytes, temp_bytes, host_bytes, to_host_bytes, to_device_bytes, breakdown: as in a report.
         residual_bytes: of `breakdown`; where the peak holds none, residuals at the highest point that does.
-        recompute_flops_fraction: FLOPs that jax.checkpoint runs again over model FLOPs.
-        kernel_recompute_flops: run again inside the gradients of attention and loss kernels.
-        model_flops, hardware_flops: without and with all that is recomputed.
-        compile_seconds: tracing to executable, while the other workers compile too.
-        tokens_per_update: of one optimizer update, over all devices.
-        predicted_step_seconds: of one update, calls of the step and all, by the roofline (`memory.costs.roofline`).
-        limit_bytes: what the device may hand out; fits: whether the allocated bytes are within it.
-        pareto: no rival has fewer bytes at no more recomputation (step time where that was measured).
+        recompute_flops_fraction: FLOPs recomputed by jax.checkpoint, over model FLOPs.
+        kernel_recompute_flops: FLOPs recomputed inside the gradients of attention and loss kernels.
+        model_flops, hardware_flops: without and with everything that is recomputed.
+        compile_seconds: from tracing to the executable, while other workers compile too.
+        tokens_per_update: per optimizer update, over all devices.
+        predicted_step_seconds: per update, all its calls of the step, by the roofline (`memory.costs.roofline`).
+        limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
+        pareto: Pareto-optimal: no row of the same workload has fewer bytes at no more recomputation (or step time,
+            where that was measured).
         formula: the same by the published formulas, a `formulas.reconcile.Formula` as JSON; None without --formulas, or
             where there are none.
         measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
@@ -90,22 +89,23 @@ class Row:
 
     @property
     def ok(self) -> bool:
+        """Whether the row has figures."""
         return self.status == "ok"
 
     @property
     def hfu_over_mfu(self) -> float | None:
-        """Hardware over model FLOPs: by how much HFU stands above MFU."""
+        """Hardware FLOPs over model FLOPs, which is HFU over MFU; None where either is not known."""
         return self.hardware_flops / self.model_flops if self.hardware_flops and self.model_flops else None
 
     @property
     def formula_hfu_over_mfu(self) -> float | None:
-        """The same by formula."""
+        """The same by the published formulas."""
         found = self.formula or {}
         return found["hardware_flops"] / found["model_flops"] if found.get("hardware_flops") else None
 
     @classmethod
     def of(cls, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> Row:
-        """A row of a worker's answer or a cached one; keys it does not know are left out."""
+        """The row of a worker's answer, fresh or cached; keys that are not fields are left out."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
         once = roofline.of_answer(values)
@@ -129,14 +129,15 @@ def split_values(text: str) -> list[str]:
 def parse_grid(text: str) -> tuple[str, list[str]]:
     """`KEY=V1,V2` -> (key, values). Raises ReportError for anything else."""
     key, equals, values = text.partition("=")
-    key, split = key.strip().removeprefix("--").removeprefix("config."), split_values(values)
+    key = key.strip().removeprefix("--").removeprefix("config.")
+    split = split_values(values)
     if not key or not equals or not all(split):
         raise ReportError(f"--grid={text}: write --grid=KEY=V1,V2, such as --grid=data.seq_len=1024,2048")
     return key, split
 
 
 def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
-    """Every combination of the grids' values; a key that comes twice has the values of both."""
+    """Every combination of the values of (key, values); a key that comes twice has the values of both."""
     values: dict[str, list[str]] = {}
     for key, texts in grids:
         values[key] = list(dict.fromkeys([*values.get(key, ()), *texts]))
@@ -144,17 +145,17 @@ def expand(grids: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:
 
 
 def policy_keys(text: str) -> dict[str, str]:
-    """A policy of a list as keys: `custom(a,b)+offload(c)` names what it saves and what it offloads.
+    """A policy of --remat as config keys: `custom(a,b)+offload(c)` names what it saves and what it offloads.
 
-    Anything without parentheses is a policy's name; a bare `custom` has the names that its config gives it.
+    Anything without parentheses is the name of a policy; `custom` alone takes its names from the config.
     Raises ReportError for parentheses anywhere else.
     """
     if "(" not in text and ")" not in text:
         return {POLICY: text}
     names = r"\(([\w\s,]*)\)"
     match = re.fullmatch(rf"custom(?:{names})?(?:\s*\+\s*offload{names})?", text.strip())
-    save, offload = ([name.strip() for name in (group or "").split(",") if name.strip()]
-                     for group in (match.groups() if match else ("", "")))
+    groups = match.groups(default="") if match else ("", "")
+    save, offload = ([name.strip() for name in group.split(",") if name.strip()] for group in groups)
     if not save and not offload:
         raise ReportError(f"{text}: write custom(NAME,NAME), custom(NAME)+offload(NAME) or custom+offload(NAME); "
                           "bytescope names lists the names")
@@ -162,16 +163,21 @@ def policy_keys(text: str) -> dict[str, str]:
 
 
 def value_text(row: Row, key: str) -> str:
-    """A row's value of a grid key as people read it; a policy stands with its own names."""
+    """A row's value of a grid key as people read it; `custom` stands with the names that it saves and offloads."""
     text = as_text(row.overrides.get(key, ""))
     if key != POLICY or text != "custom":
         return text
     save, offload = (as_text(row.overrides.get(name, ()))[1:-1] for name in (SAVE, OFFLOAD))
-    return "custom" + (f"({save})" if save else "") + (f"+offload({offload})" if offload else "")
+    if save:
+        text += f"({save})"
+    if offload:
+        text += f"+offload({offload})"
+    return text
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Override keys with more than one value; the policy when nothing varies. Its names are part of a policy."""
+    """Override keys with more than one value; the policy when nothing varies. The names that a custom policy saves and
+    offloads are part of the policy, not keys of their own."""
     keys = dict.fromkeys(key for row in rows for key in row.overrides)
     if POLICY in keys:
         keys = [key for key in keys if key not in (SAVE, OFFLOAD)]
@@ -180,16 +186,17 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
-    """(name, bytes) of the unit that a comparison is written in: the largest of which every row has a tenth."""
-    least = min([row.allocated_bytes for row in rows if row.allocated_bytes], default=0)
-    return next(((name, size) for name, size in UNITS if least >= size / 10), UNITS[-1])
+    """(name, bytes) of the unit for the bytes of these rows: the largest of which every row has a tenth."""
+    return column_unit(min((row.allocated_bytes for row in rows if row.allocated_bytes), default=0))
 
 
 def label(row: Row, keys: Sequence[str]) -> str:
-    """What tells a row from the others: "full, seq_len=4096"."""
-    return ", ".join(value_text(row, key) if key in (POLICY, CONFIG, TARGET)
-                     else f"{key.rsplit('.', 1)[-1]}={value_text(row, key)}"
-                     for key in keys if key in row.overrides) or "as configured"
+    """What distinguishes a row from the others: "full, seq_len=4096"."""
+    parts = []
+    for key in (key for key in keys if key in row.overrides):
+        name = "" if key in (POLICY, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
+        parts.append(name + value_text(row, key))
+    return ", ".join(parts) or "as configured"
 
 
 def as_text(value: Any) -> str:
@@ -200,22 +207,26 @@ def as_text(value: Any) -> str:
 
 
 def mark_pareto(rows: Sequence[Row]) -> list[Row]:
-    """The rows with `pareto` set: among rivals, nobody is as good in both bytes and time and better in one."""
+    """The rows with `pareto` set: no other of the same workload is as good in both bytes and cost and better in one.
+
+    The cost is seconds per token where rows of the workload were measured, else the recomputed share of FLOPs.
+    """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         if row.ok and row.allocated_bytes is not None:
             groups.setdefault(workload(row), []).append(row)
-    front = set()
-    for rivals in groups.values():
-        timed = any(row.measured for row in rivals)
-        points = {id(row): (row.allocated_bytes, _cost(row, timed)) for row in rivals}
-        front |= {one for one, (size, cost) in points.items()
-                  if not any(s <= size and c <= cost and (s, c) != (size, cost) for s, c in points.values())}
-    return [dataclasses.replace(row, pareto=id(row) in front) for row in rows]
+    optimal = set()
+    for group in groups.values():
+        timed = any(row.measured for row in group)
+        points = {id(row): (row.allocated_bytes, _cost(row, timed)) for row in group}
+        optimal |= {one for one, (size, cost) in points.items()
+                    if not any(s <= size and c <= cost and (s, c) != (size, cost) for s, c in points.values())}
+    return [dataclasses.replace(row, pareto=id(row) in optimal) for row in rows]
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The row that fits and is fastest as measured, else recomputes least, then holds the fewest bytes."""
+    """Of the rows that fit, the one that is fastest as measured, or else recomputes least; of equals the smallest.
+    None where none fits."""
     fitting = [row for row in rows if row.ok and row.fits and row.allocated_bytes is not None]
     if any(row.measured for row in fitting):
         return max(fitting, key=lambda row: ((row.measured or {}).get("tokens_per_s") or 0.0, -row.allocated_bytes))
@@ -223,18 +234,18 @@ def best(rows: Sequence[Row]) -> Row | None:
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
-    """The best row of every task, where one fits; only rows of one task can be judged against each other."""
-    tasks: dict[str, list[Row]] = {}
+    """The best row of every workload, where one fits; only rows of one workload can be compared."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        tasks.setdefault(workload(row), []).append(row)
-    return [winner for rivals in tasks.values() if (winner := best(rivals))]
+        groups.setdefault(workload(row), []).append(row)
+    return [winner for group in groups.values() if (winner := best(group))]
 
 
 def flags(row: Row) -> str:
     """What to add to a command to run this row, quoted for a shell."""
     words = []
     for key, value in row.overrides.items():
-        if key != TARGET:  # where it runs is not for the trainer to choose
+        if key != TARGET:  # the trainer runs on the devices that it finds
             words.append(f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}")
     return shlex.join(words)
 
@@ -252,17 +263,17 @@ def to_json(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[st
 
 
 def workload(row: Row) -> str:
-    """What a row trains, and where: the overrides that make another task of it, in one string."""
+    """What a row trains, and where: the overrides that change its task, in one string."""
     return repr(sorted((key, as_text(value)) for key, value in row.overrides.items() if not is_how(key)))
 
 
 def is_how(key: str) -> bool:
-    """Whether a key says how a program runs: rows that differ in such keys alone are rivals."""
+    """Whether a key says how a program runs, not what it trains: rows that differ in such keys alone compete."""
     return key.startswith(_HOW)
 
 
 def _cost(row: Row, timed: bool) -> float:
-    """Seconds per token where rows were timed, else the share recomputed; infinite where it is not known."""
+    """Seconds per token where rows were timed, else the recomputed share of FLOPs; infinite where not known."""
     if timed:
         speed = (row.measured or {}).get("tokens_per_s")
         return 1 / speed if speed else math.inf

@@ -1,7 +1,7 @@
-"""What this package asks of a trainer: the Protocol by which commands and workers meet one.
+"""What this package asks of a trainer: the Protocol that commands and workers are written for.
 
-The trainer of this repository implements it in train/planning/adapter.py. Another trainer that gives the same answers
-gets compare, levers, fit, front, names and report over its own configs.
+The trainer of this repository implements it in train/planning/adapter.py. Another trainer that implements it gets
+compare, levers, fit, front, names and report for its own configs.
 """
 
 from __future__ import annotations
@@ -36,42 +36,43 @@ class Trainer(Protocol):
         """
 
     def settled(self, program: Any) -> dict[str, Any]:
-        """What a program made of its config: the kernel under `model.attention`, the mesh without -1, `batch`, its
-        algebra in words, and `segments`: for each range of layers its {"layers", "policy", "groups", "save",
-        "offload"}, the last two names of tensors."""
+        """What a program made of its config: the kernel under `model.attention`, the mesh's axes without -1, `batch` in
+        words, and `segments`: for each range of layers {"layers", "policy", "groups", "save", "offload"}, the last two
+        the names of tensors."""
 
     def describe(self, name: str, overrides: Overrides, target: Target) -> dict[str, Any]:
-        """What the search for the least recomputation has to know of a config on a target, nothing compiled.
+        """What the search for the least recomputation needs of a config on a target; nothing is compiled.
 
-        `block`: a `memory.remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches per call;
-        `policies`: policy -> names that it keeps, null where that is the compiler's to say, and `moving`: the same of
-        those that move tensors to host memory; `tokens_per_update`.
+        `block`: a `memory.remat.block_graph.Block` as JSON, of one micro-batch; `micro_steps`: micro-batches per call
+        of the step; `policies`: policy -> names that it keeps, null where only the compiler knows, and `moving`: the
+        same for policies that move tensors to host memory; `tokens_per_update`: over all devices.
         """
 
     def choices(self, program: Any) -> str:
-        """What a program chose for its devices, and why, a line each."""
+        """What a program chose for its devices, and why, one choice per line."""
 
     def loop_overhead(self, program: Any) -> LoopOverhead:
-        """What the trainer's loop keeps on a device beside a program's arguments."""
+        """What the trainer's loop keeps on a device besides a program's arguments, in bytes."""
 
     def run_peaks(self, program: Any) -> dict[str, int]:
-        """Bytes on a device at the peak of each other program of a run, by name; compiles them."""
+        """Bytes on one device at the peak of each other program of a run, by name; compiles them."""
 
     def vocabulary(self) -> tuple[str, ...]:
         """Every checkpoint name of the trainer's model."""
 
     def names(self, name: str, overrides: Overrides,
               target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
-        """(ClosedJaxpr of a config's gradient, name of a tensor -> (its sharding as text, parts it is cut into))."""
+        """(ClosedJaxpr of a config's gradient, a function from the name of a tensor to its sharding: as text, and the
+        number of shards)."""
 
     def configs(self) -> Mapping[str, str]:
-        """Shipped config -> its purpose in a line."""
+        """Shipped config -> its purpose in one line."""
 
     def keys(self) -> Sequence[tuple[str, str, str]]:
         """(dotted key, default as the command line takes it, meaning) of every config key, in order."""
 
     def policies(self) -> Mapping[str, str]:
-        """Remat policy -> what a block keeps under it, in a line."""
+        """Remat policy -> what a block keeps under it, in one line."""
 
     def sources(self) -> list[Path]:
-        """Folders whose .py files decide what the step is."""
+        """Folders whose .py files decide what the step computes: a change there makes cached rows stale."""

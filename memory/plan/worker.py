@@ -27,7 +27,7 @@ _WARM_UP, _LEAST, _MOST, _SECONDS = 2, 5, 50, 4.0
 
 
 def main(trainer: Trainer) -> None:
-    """Answers until standard input ends."""
+    """Answers the jobs on standard input until it ends; a job that fails is answered with the error as its status."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from bytescope.memory.devices.platform import choose_platform
@@ -47,9 +47,9 @@ def main(trainer: Trainer) -> None:
 
 
 def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """The figures of one combination: `{"config", "overrides", "target", "measure"}` -> the fields of a row.
+    """The figures of one job, `{"config", "overrides", "target", "measure", "describe"}`: the fields of a row.
 
-    With `"describe"`: what `Trainer.describe` tells, nothing compiled.
+    With `describe` nothing is compiled, and the answer is that of `Trainer.describe`. Raises the trainer's errors.
     """
     from bytescope.memory.analyze import report_of
     from bytescope.memory.devices import targets
@@ -79,7 +79,8 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
 
 
 def residuals_of(report: Report) -> int:
-    """Bytes of residuals at the highest point that holds any: the peak may lie in the update, when all are freed."""
+    """Bytes of residuals at the highest point of the timeline that holds any: at the peak itself, which may lie in the
+    update, they may all be freed."""
     steps: Counter[int] = Counter()
     for buffer in report.buffers:
         if buffer.category == "residuals" and buffer.memory == "device":
@@ -90,7 +91,7 @@ def residuals_of(report: Report) -> int:
 
 
 def flops_of(jaxpr: Any) -> dict[str, float | None]:
-    """The FLOPs of one call of the step over all devices, {} where the program was not traced."""
+    """FLOPs of one call of the step over all devices, as fields of a row; {} where the program was not traced."""
     try:
         from bytescope.memory.costs.flops import count
     except ModuleNotFoundError:
@@ -103,14 +104,15 @@ def flops_of(jaxpr: Any) -> dict[str, float | None]:
 
 
 def tokens_of(program: Any) -> int:
-    """Tokens of one optimizer update, over all devices."""
+    """Tokens per optimizer update, over all devices."""
     import jax
 
     return jax.tree.leaves(program.batch_shapes)[0].size * program.calls_per_update
 
 
 def measure(program: Any, compiled: Any) -> dict[str, float | None]:
-    """Runs the executable on zeros: median seconds of one update, tokens/s, the devices' highest peak in bytes."""
+    """Runs the executable on zeros: median seconds per update, tokens/s over all devices, and the highest peak of a
+    device in bytes, None where the backend does not say."""
     import jax
     import jax.numpy as jnp
 
@@ -135,21 +137,21 @@ def measure(program: Any, compiled: Any) -> dict[str, float | None]:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An error as a row's status."""
+    """An error as a row's status: one line of at most `most` characters, with its type unless a user can mend it."""
     text = " ".join(str(error).split()) or type(error).__name__
     named = text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}"
     return named if len(named) <= most else named[:most - 1] + "…"
 
 
 def _forget() -> None:
-    """Lets go of the last combination's traces and executables."""
+    """Frees the last job's traces and executables."""
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
 
 
 def _resident() -> int:
-    """Bytes of memory this process holds, 0 where the system does not say."""
+    """Bytes of host memory that this process holds, 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -57,8 +57,8 @@ def test_stages_that_cannot_be_are_left_out_and_the_next_go_on_without_them():
     made, left_out = levers.climb(["bf16", "fused_backward", "full", "selective", "adamw_8bit"], lacking,
                                   ["optimizer.name"], {"full": "no room"})
     assert [one.stage for one in made] == ["bf16", "selective"] and "optimizer.name" not in made[0].keys
-    assert left_out == {"fused_backward": "there is no key optimizer.fused_backward", "full": "no room",
-                        "adamw_8bit": "--config.optimizer.name is given, and holds everywhere"}
+    assert left_out == {"fused_backward": "the config has no key optimizer.fused_backward", "full": "no room",
+                        "adamw_8bit": "--config.optimizer.name is given, and no stage changes it"}
     assert made[0].keys["precision.preset"] == "bf16" and made[1].keys["remat.policy"] == "selective"
 
 
