@@ -18,18 +18,19 @@ from bytescope.memory.records import CATEGORIES, Buffer, Report, TimelinePoint
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    """An allocation held through the step, as a buffer."""
+class _HeldBuffer:
+    """An allocation that is held through the step, as a buffer with the number of its values."""
 
-    allocation: Allocation
     buffer: Buffer
     elements: int
 
 
 def attribution_of(program: Program, extra: Iterable[tuple[str, str]] = (), names: Names | None = None) -> Attribution:
-    """What there is to ask about the buffers and operations of a program.
+    """The attribution of a program's buffers and operations.
 
-    `extra` are (pattern, role) pairs tried before the default table of argument paths.
+    `extra` are (pattern, role) pairs tried before the default table of argument paths; `names`: checkpoint names.
+
+    Raises ValueError for a role or a pattern that is not valid.
     """
     numbers = roles.of_parameters(program, tuple(extra))
     return Attribution(program, Flow(program.module), flatten(program.module), numbers, names or Names())
@@ -45,7 +46,7 @@ def report(look: Attribution, method: str = "heap_trace") -> Report:
     last = len(curve.points) - 1
     traced = {event[1] for trace in program.traces for event in trace.events}
     held = [_held(look, allocation, last) for allocation in program.allocations
-            if not allocation.thread_local and (allocation.indefinite or _loose(allocation, traced))]
+            if not allocation.thread_local and (allocation.indefinite or _untraced(allocation, traced))]
     base = sum(item.buffer.bytes for item in held if item.buffer.memory == "device")
     points = _points(program, curve, look, base)
     temps = [_temporary(look, life, curve, points) for life in curve.lives if life.bytes]
@@ -61,9 +62,10 @@ def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...],
     live = [b for b in buffers if b.at_peak and b.memory == "device"]
     breakdown = {row: sum(b.bytes for b in live if b.category == row) for row in CATEGORIES}
     breakdown["fragmentation"] = allocated - peak
-    others = {memory: sum(a.size for a in program.allocations
-                          if not a.thread_local and _memory(a.color) == memory)
-              for memory in ("host", "on_chip")}
+    elsewhere = {"host": 0, "on_chip": 0, "device": 0}
+    for allocation in program.allocations:
+        if not allocation.thread_local:
+            elsewhere[_memory(allocation.color)] += allocation.size
     return Report(
         peak_bytes=peak, allocated_bytes=allocated, breakdown=breakdown, method=method,
         timeline=points, buffers=buffers, ledger=ledger_rows(buffers, elements),
@@ -71,7 +73,7 @@ def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...],
                                 for b in live if b.category == "residuals"),
         workspace_by_scope=_sums((f"{b.phase}/{b.component}", b.bytes)
                                  for b in live if b.category == "workspace"),
-        host_bytes=others["host"], on_chip_bytes=others["on_chip"], peak_index=curve.peak_index,
+        host_bytes=elsewhere["host"], on_chip_bytes=elsewhere["on_chip"], peak_index=curve.peak_index,
         program=program.module.name)
 
 
@@ -94,12 +96,12 @@ def _memory(color: int) -> str:
     return {0: "device", HOST_COLOR: "host"}.get(color, "on_chip")
 
 
-def _loose(allocation: Allocation, traced: set[int]) -> bool:
-    """Whether no heap trace speaks of this temporary memory: it is taken as held through the step."""
+def _untraced(allocation: Allocation, traced: set[int]) -> bool:
+    """Whether no heap trace mentions this temporary memory: it is taken as held through the step."""
     return not any(id in traced for id, _, _ in allocation.assigned)
 
 
-def _held(look: Attribution, allocation: Allocation, last: int) -> _Held:
+def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
     """An argument, output, constant or untraced allocation as a buffer alive at every point."""
     module = look.module
     values = [buffer_of(look.program, id) for id, _, _ in allocation.assigned]
@@ -113,31 +115,38 @@ def _held(look: Attribution, allocation: Allocation, last: int) -> _Held:
         if parameter is not None:
             shape = module.shape(parameter).leaf(allocation.parameter_index)
             path = module.metadata(parameter).op_name or parameter.name
-            return _Held(allocation, Buffer(name=path, shape=shape.dims, dtype=shape.dtype, phase="argument",
-                                            category=look.roles.get(allocation.parameter, "batch"),
-                                            module=path, **common), shape.elements)
-        return _Held(allocation, Buffer(name=f"argument {allocation.parameter}", category="batch",
-                                        phase="argument", **common), 0)
+            return _HeldBuffer(Buffer(name=path, shape=shape.dims, dtype=shape.dtype, phase="argument",
+                                      category=look.roles.get(allocation.parameter, "batch"),
+                                      module=path, **common), shape.elements)
+        return _HeldBuffer(Buffer(name=f"argument {allocation.parameter}", category="batch", phase="argument",
+                                  **common), 0)
     if not values:
-        kind = "outputs" if allocation.live_out else "workspace" if allocation.constant else "unattributed"
-        return _Held(allocation, Buffer(name=f"allocation {allocation.index}", category=kind, **common), 0)
+        return _HeldBuffer(Buffer(name=f"allocation {allocation.index}", category=_category_of(allocation),
+                                  **common), 0)
     logical, instruction = values[0]
-    told = _told(look, instruction, logical.index)
+    description = _describe(look, instruction, logical.index)
     if allocation.live_out:
-        told.update(category="outputs", phase="output", checkpoint_name="")
+        description.update(category="outputs", phase="output", checkpoint_name="")
     elif allocation.constant:
-        told.update(category="workspace", component="constants", checkpoint_name="")
+        description.update(category="workspace", component="constants", checkpoint_name="")
     shape = look.flow.shape(instruction, logical.index)
-    return _Held(allocation, Buffer(**told, **common), shape.elements)
+    return _HeldBuffer(Buffer(**description, **common), shape.elements)
 
 
-def _told(look: Attribution, instruction: Instruction, index: tuple[int, ...], nearby: str = "") -> dict:
+def _category_of(allocation: Allocation) -> str:
+    """The row of an allocation of which no value is known."""
+    if allocation.live_out:
+        return "outputs"
+    return "workspace" if allocation.constant else "unattributed"
+
+
+def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...], nearby: str = "") -> dict:
     """Everything but size and life that a report says about a value; `nearby` is the phase it appears in."""
     fact = look.fact(instruction, index)
-    teller, metadata, scope = look.teller(instruction, index)
+    named, metadata, scope = look.best_named(instruction, index)
     category = categorize(fact)
-    phase = look.phase(Scope(fact.phase, scope.path, scope.component), teller or instruction)
-    if teller is None and nearby:
+    phase = look.phase(Scope(fact.phase, scope.path, scope.component), named or instruction)
+    if named is None and nearby:
         phase = nearby
     if category == "gradients" and phase not in ("recompute", "backward"):
         phase = "backward"
@@ -161,15 +170,15 @@ def _container(scope: Scope) -> str:
 
 def _temporary(look: Attribution, life: Life, curve: Curve,
                points: tuple[TimelinePoint, ...]) -> tuple[Buffer, int]:
-    """A stretch of temporary memory as a buffer, told by the value it holds at the peak, and its elements."""
+    """A stretch of temporary memory as a buffer, described by the value it holds at the peak, and its elements."""
     at_peak = life.start <= curve.peak_index <= life.end
     value = _representative(look.program, life, curve.peak_index if at_peak else None)
     common = {"bytes": life.bytes, "start": life.start, "end": life.end, "at_peak": at_peak}
     logical, instruction = buffer_of(look.program, value.buffer)
     if logical is None or instruction is None:
         return Buffer(name=f"buffer {value.buffer}", **common), 0
-    told = _told(look, instruction, logical.index, points[value.start].phase)
-    return Buffer(**told, **common), look.flow.shape(instruction, logical.index).elements
+    description = _describe(look, instruction, logical.index, points[value.start].phase)
+    return Buffer(**description, **common), look.flow.shape(instruction, logical.index).elements
 
 
 def _representative(program: Program, life: Life, point: int | None) -> Value:

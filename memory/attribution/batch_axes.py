@@ -1,8 +1,8 @@
 """Which dimensions of activations carry the batch, in the global program as its jaxpr tells it.
 
 The compiled module has the shapes of one device, the jaxpr those of all. Dimensions of the batch arguments that the
-mesh divides are followed through the equations of the forward pass; an array that is compiled with more values than
-its share of such a dimension has lost that sharding.
+mesh shards are followed through the equations of the forward pass; an array that is compiled with more values than
+its shard of such a dimension has lost that sharding.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from bytescope.memory.attribution.checkpoint_names import Place
 
-# Dimension -> mesh axes that should divide it.
+# Dimension -> mesh axes that should shard it.
 Labels = dict[int, tuple[str, ...]]
-# Loops that tell nothing of their state, and bodies whose arrays are parts already.
+# Loops that tell nothing of their state, and bodies whose arrays are shards already.
 _OPAQUE = frozenset(("while", "shard_map", "pallas_call"))
 
 
@@ -26,7 +26,7 @@ class Activation:
 
     Fields:
         place: file, line and column of the equation; suffix: how the op_name of what is compiled from it ends.
-        dims, dtype: of the global array; labels: dimension -> mesh axes that should divide it.
+        dims, dtype: of the global array; labels: dimension -> mesh axes that should shard it.
         name: its checkpoint name, "" for none.
     """
 
@@ -41,7 +41,7 @@ class Activation:
 def activations_of(jaxpr: Any, arguments: Mapping[int, Labels]) -> tuple[Activation, ...]:
     """Activations that carry a batch dimension, in the order of the equations.
 
-    `arguments`: position of an argument of the ClosedJaxpr -> its divided dimensions.
+    `arguments`: position of an argument of the ClosedJaxpr -> its sharded dimensions.
     """
     inner = jaxpr.jaxpr
     known = {inner.invars[at]: labels for at, labels in arguments.items() if at < len(inner.invars)}
@@ -155,7 +155,7 @@ def _reduce(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labe
 
 
 def _reshape(equation: Any, labels: list[Labels], shape: tuple[int, ...]) -> Labels:
-    """The most significant of the dimensions that are merged, or made of one, is the one that is divided."""
+    """The most significant of the dimensions that are merged, or made of one, is the one that is sharded."""
     out: Labels = {}
     dims = equation.invars[0].aval.shape
     for dim, axes in labels[0].items():

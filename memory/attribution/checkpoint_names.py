@@ -61,8 +61,12 @@ class Names:
     def of(self, makers: Iterable[Metadata]) -> str:
         """The checkpoint name of a value, from the metadata of what made it, nearest first; "" for none."""
         metadata = [item for item in makers if item.op_name]
-        looks = (self._by_word, *((_call, _around) if self._in_source else (self._by_place,)))
-        return next((name for look in looks for item in metadata if (name := look(item))), "")
+        by_place = (_call, _around) if self._in_source else (self._by_place,)
+        for lookup in (self._by_word, *by_place):
+            for item in metadata:
+                if name := lookup(item):
+                    return name
+        return ""
 
     def _by_word(self, metadata: Metadata) -> str:
         words = reversed(metadata.op_name.split("/"))
@@ -159,7 +163,7 @@ def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
 
 
 def _tagged(equation: Any, name: str) -> list[Tagged]:
-    """What is compiled from an equation is called for it, or for the mark that JAX puts on what is saved."""
+    """The places of an equation: what is compiled from it is called for it, or for JAX's mark on what is saved."""
     chain, end, stack, primitive = _where(equation)
     return [Tagged(chain, end, f"{stack}/{operation}", name) for operation in (primitive, MARK)]
 

@@ -39,9 +39,9 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
     stored: dict[tuple[int, ...], int] = {}
     for position, buffer in enumerate(buffers):
         if buffer.phase == "argument" and buffer.category == "params":
-            stored[_core(buffer.shape)] = stored.get(_core(buffer.shape), 0) + elements.get(position, 0)
+            stored[_without_ones(buffer.shape)] = stored.get(_without_ones(buffer.shape), 0) + elements.get(position, 0)
     state: dict[tuple[str, str], list[int]] = {}
-    passing: dict[str, list[tuple[Buffer, int]]] = {}
+    temporary: dict[str, list[tuple[Buffer, int]]] = {}
     parameters = 0
     for position, buffer in enumerate(buffers):
         count = elements.get(position, 0)
@@ -50,35 +50,35 @@ def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow
             total[0] += count
             total[1] += buffer.bytes
             parameters += count if buffer.category == "params" else 0
-        elif (role := _passing(buffer)) and _core(buffer.shape) in stored:
-            passing.setdefault(role, []).append((buffer, count))
-    for role, items in passing.items():
-        for buffer, count in _together(items, stored):
+        elif (role := _temporary_role(buffer)) and _without_ones(buffer.shape) in stored:
+            temporary.setdefault(role, []).append((buffer, count))
+    for role, items in temporary.items():
+        for buffer, count in _alive_together(items, stored):
             total = state.setdefault((role, buffer.dtype), [0, 0])
             total[0] += count
             total[1] += buffer.bytes
-    out = [LedgerRow(role, dtype, count, size, _per(size, parameters))
-           for (role, dtype), (count, size) in sorted(state.items(), key=_place)]
+    out = [LedgerRow(role, dtype, count, size, _per_parameter(size, parameters))
+           for (role, dtype), (count, size) in sorted(state.items(), key=_row_order)]
     size = sum(row.bytes for row in out)
-    return (*out, LedgerRow("total", "", sum(row.elements for row in out), size, _per(size, parameters)))
+    return (*out, LedgerRow("total", "", sum(row.elements for row in out), size, _per_parameter(size, parameters)))
 
 
-def _passing(buffer: Buffer) -> str:
-    """The role of what a step makes and drops again, "" for none."""
+def _temporary_role(buffer: Buffer) -> str:
+    """The role of what a step makes and frees again, "" for none."""
     if buffer.memory != "device" or buffer.phase in ("argument", "output"):
         return ""
     if buffer.category in ("gradients", "accumulator"):
         return buffer.category
-    # The named scope around the cast of all of them; single ones that a layer casts for itself are workspace.
+    # The named scope around the cast of all of them; what a layer casts for itself is workspace.
     return "copies" if buffer.category == "workspace" and COPY in buffer.module.split("/") else ""
 
 
-def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Dimensions without ones, in no order."""
     return tuple(sorted(dim for dim in shape if dim != 1))
 
 
-def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], int]) -> list[tuple[Buffer, int]]:
+def _alive_together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], int]) -> list[tuple[Buffer, int]]:
     """Those alive at the last point where most parameters have one.
 
     What is being narrowed counts as what it becomes, from when it is made; and where a shape has more values than
@@ -88,8 +88,8 @@ def _together(items: list[tuple[Buffer, int]], stored: Mapping[tuple[int, ...], 
     for point in sorted({buffer.start for buffer, _ in items}):
         alive, left = [], dict(stored)
         for buffer, count in sorted(items, key=lambda item: item[0].bytes / max(item[1], 1)):
-            if buffer.start <= point <= buffer.end and left[_core(buffer.shape)] >= count:
-                left[_core(buffer.shape)] -= count
+            if buffer.start <= point <= buffer.end and left[_without_ones(buffer.shape)] >= count:
+                left[_without_ones(buffer.shape)] -= count
                 alive.append((buffer, count))
         values = sum(count for _, count in alive)
         if values >= most:
@@ -101,8 +101,9 @@ def _narrowed(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
     """`items`, each wide one that a narrower one of its shape is made from left out: that one stands for both."""
     left = sorted(items, key=lambda item: item[0].start)
     for narrow, count in sorted(items, key=lambda item: item[0].start):
+        dims = _without_ones(narrow.shape)
         wides = [other for other, values in left if values == count and other.bytes > narrow.bytes
-                 and _core(other.shape) == _core(narrow.shape) and other.start <= narrow.start <= other.end]
+                 and _without_ones(other.shape) == dims and other.start <= narrow.start <= other.end]
         if wides:
             wide = min(wides, key=lambda other: other.end)  # the one that is read for the last time
             left = [(dataclasses.replace(buffer, start=wide.start) if buffer is narrow else buffer, values)
@@ -110,12 +111,13 @@ def _narrowed(items: list[tuple[Buffer, int]]) -> list[tuple[Buffer, int]]:
     return left
 
 
-def _place(item: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
+def _row_order(item: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
+    """Rows in the order of ROLES, then by dtype."""
     (role, dtype), _ = item
     return ROLES.index(role), dtype
 
 
-def _per(size: int, parameters: int) -> float:
+def _per_parameter(size: int, parameters: int) -> float:
     return size / parameters if parameters else 0.0
 
 

@@ -38,19 +38,19 @@ class Life:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """Temporary memory over the step: (bytes, (computation, instruction)) per point, and every life in it."""
+    """Temporary memory over the step: (live bytes, (computation, instruction)) per point, and every life in it."""
 
     points: tuple[tuple[int, Name], ...]
     lives: tuple[Life, ...]
 
     @property
     def peak_index(self) -> int:
-        """The first point at which most is alive."""
+        """The first point at which the most bytes are live."""
         return max(range(len(self.points)), key=lambda i: (self.points[i][0], -i))
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes alive at the peak."""
+        """Bytes live at the peak."""
         return self.points[self.peak_index][0]
 
 
@@ -69,7 +69,7 @@ def walk(program: Program, order: Mapping[int, int], color: int = MAIN) -> Curve
 
 
 def color_of(trace: Trace, program: Program) -> int:
-    """The memory a trace speaks of. Its allocation's number does not tell: they are renumbered later."""
+    """The memory that a trace is of. Its allocation's number does not tell: they are renumbered later."""
     known = (program.buffers[event[1]].color for event in trace.events if event[1] in program.buffers)
     return next(known, MAIN)
 

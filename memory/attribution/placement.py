@@ -1,4 +1,4 @@
-"""How the arrays of a program lie on its devices: a frozen record beside the parsed program, which stays as it was read."""
+"""How the arrays of a program lie on its devices: a frozen record that leaves the parsed program as it was read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class PlacedProgram:
     """A parsed program with its mesh.
 
     Fields:
+        program: as it was read.
         mesh: names and sizes of the mesh axes, () when unknown.
         layouts: entry parameter number -> how it lies on the mesh, {} when unknown.
-        replicated: numbers of the entry parameters that every device of several holds whole; None when unknown.
+        replicated: numbers of the entry parameters that are replicated on every device; None when unknown.
         activations: the global arrays of the forward pass that carry the batch, None without a jaxpr.
     """
 
@@ -39,7 +40,7 @@ class PlacedProgram:
 
     @property
     def allocations(self) -> list[Allocation]:
-        """What the runtime takes."""
+        """The stretches of memory that the runtime takes."""
         return self.program.allocations
 
 

@@ -1,4 +1,4 @@
-"""Activations that every device holds in full although the mesh divides the batch, in the order of the schedule."""
+"""Activations that every device holds in full although the mesh shards the batch, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAKING = frozenset(("dot", "convolution", "custom-call", "fusion", *COLLECTIVES
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
+class ReplicatedArray:
     """An array that lost its sharding.
 
     Fields:
         name: of the instruction; what: its checkpoint name, else scopes and operation, with its source line.
-        dims, dtype, bytes: of what each device holds; axes: the mesh axes that should divide it and do not.
+        dims, dtype, bytes: of what each device holds; axes: the mesh axes that should shard it and do not.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Whole:
     axes: tuple[str, ...]
 
 
-def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[Whole]:
+def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[ReplicatedArray]:
     """Arrays of the forward pass that lost the sharding of the batch, the first of the schedule first.
 
     `batch`: numbers of the entry parameters that are the batch. With the activations of a jaxpr each array is
     compared with its global shape. Without one, arrays are searched for whose dimensions are those of the global
-    batch. An axis that divides another dimension of an array in the batch's place is not seen as lost.
+    batch. An axis that shards another dimension of an array in the batch's place is not seen as lost.
     """
     module, sizes = program.module, dict(program.mesh)
     if module.devices < 2 or not sizes:
@@ -66,8 +66,8 @@ def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[
             scope = scopes.parse(metadata.op_name)
             where = source_line(metadata).rsplit("/", 1)[-1]
             what = name or "/".join((*scope.path, scope.operation))
-            yield Whole(instruction.name, f"{what} at {where}" if where else what, shape.dims, shape.dtype, shape.bytes,
-                        lost)
+            yield ReplicatedArray(instruction.name, f"{what} at {where}" if where else what, shape.dims, shape.dtype,
+                                  shape.bytes, lost)
 
 
 class _ByJaxpr:
@@ -84,7 +84,7 @@ class _ByJaxpr:
 
     def __call__(self, instruction: Instruction, shape: Shape,
                  sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
-        """(mesh axes that the array should be divided over and is not, its checkpoint name)."""
+        """(mesh axes that should shard the array and do not, its checkpoint name)."""
         metadata = self.module.metadata(instruction)
         place = metadata.frames[0][:3] if metadata.frames else None
         found = [a for a in self.places.get(place, ()) if metadata.op_name.endswith(a.suffix)]
@@ -94,7 +94,7 @@ class _ByJaxpr:
 
 
 class _ByShape:
-    """Without a jaxpr: products with a dimension as large as the global batch, and none as large as its part."""
+    """Without a jaxpr: products with a dimension as large as the global batch, and none as large as its shard."""
 
     def __init__(self, program: PlacedProgram, batch: Iterable[int]):
         self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
@@ -120,10 +120,11 @@ class _ByShape:
 
 
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes of `labels` that do not divide an array of global `dims` of which a device holds `local`.
+    """Mesh axes of `labels` that do not shard an array of global `dims` of which a device holds `local`.
 
-    () where another dimension is divided in their place (a lookup in a table that is split along its width), and
-    where the local array is none of the global one's: merged, padded or split otherwise.
+    `sizes`: mesh axis -> devices. () where another dimension is sharded in their place (a lookup in a table that is
+    sharded along its width), and where the local array is not a shard of the global one: merged, padded or split
+    otherwise.
     """
     parts = {dim: math.prod(sizes[axis] for axis in axes) for dim, axes in labels.items()}
     if len(dims) == len(local) and all(n and g % n == 0 for g, n in zip(dims, local)):

@@ -30,7 +30,7 @@ def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
     """The role of the argument at `path`, as in `state.params['blocks']['wq']`; UNKNOWN when nothing matches.
 
     `extra` are (regular expression, role) pairs that go before the table.
-    Raises ValueError for a role that is none of the breakdown's rows, or a pattern that is none.
+    Raises ValueError for a role that is not one of the breakdown's rows, or a pattern that is not a regular expression.
     """
     root = path.split("[")[0].split(".")[0]
     for pattern, name in extra:
@@ -56,11 +56,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"role pattern {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"role pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def of_parameters(program: Program, extra: tuple[tuple[str, str], ...] = ()) -> dict[int, str]:
-    """Entry parameter number -> role; `extra` as for `role`."""
+    """Entry parameter number -> role; `extra` and errors as for `role`."""
     module = program.module
     entry = module.computations.get(module.entry)
     out = {}

@@ -29,7 +29,7 @@ _COMPOSITE = frozenset(("tuple", "get-tuple-element", "while", "bitcast", "copy"
 _TUPLES = frozenset(("tuple", "get-tuple-element"))
 # Operations through which a value is still itself.
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
-_FAR = 2000
+_MOST_VALUES = 2000
 # What says how a value was kept, not what it is.
 _BOOKKEEPING = scopes.NOISE | {"reduce_precision"}
 _SITE = ("/site-packages/", "/dist-packages/", "<frozen", "/jax/_src/")
@@ -41,7 +41,8 @@ class Fact:
 
     `phase` is the phase of what computed it; `read_later`: the backward pass reads it; `weight_like`: it
     has the dimensions of a parameter, of its gathered form or of one layer of it; `feeds_update`: it reaches
-    the optimizer with those dimensions; `of_parameter`: it is a parameter cast, moved or sliced.
+    the optimizer with those dimensions; `of_parameter`: it is a parameter cast, moved or sliced; `known`: some
+    instruction has a name that says what it is.
     """
 
     shape: Shape
@@ -60,7 +61,7 @@ class Fact:
 RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
     ("accumulator", lambda f: f.origin.looped and f.weight_like and f.phase == "" and not f.of_parameter
         and f.scope.operation in _SUMMING and f.scope.component != "optimizer"),
-    # A loss that makes its gradients in the forward pass (a chunked one) has them there.
+    # A loss that computes its gradients in the forward pass (a chunked one) has them there.
     ("gradients", lambda f: f.weight_like and f.feeds_update and f.scope.component != "optimizer"
         and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)),
     ("collectives", lambda f: is_collective(f.opcode)),
@@ -90,13 +91,13 @@ class Attribution:
         self.weights = _weight_dims(self)
 
     def scope(self, instruction: Instruction) -> Scope:
-        """The scope of an instruction as its op_name, else the code it was written in, tells it."""
+        """The scope of an instruction by its op_name, else by the code it was written in."""
         if instruction.id not in self._scopes:
             metadata = self.module.metadata(instruction)
             scope = scopes.parse(metadata.op_name)
             if metadata.op_name and not scope.path:
-                told = scopes.component_of_code(metadata.frames)
-                scope = dataclasses.replace(scope, component=told or scope.component)
+                by_code = scopes.component_of_code(metadata.frames)
+                scope = dataclasses.replace(scope, component=by_code or scope.component)
             self._scopes[instruction.id] = scope
         return self._scopes[instruction.id]
 
@@ -108,8 +109,8 @@ class Attribution:
             return "optimizer"
         return "optimizer" if instruction.id in self.after_backward else "forward"
 
-    def teller(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """The instruction that says best what a value is, with its metadata and scope.
+    def best_named(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
+        """The instruction whose name says best what a value is, with its metadata and scope; None for none.
 
         The nearest maker that names a part of the model; a loop's own bookkeeping only when nothing else
         does; the nearest reader when no maker is named.
@@ -135,18 +136,18 @@ class Attribution:
     def fact(self, instruction: Instruction, index: Index) -> Fact:
         """The evidence for the value at `index` of an instruction."""
         origin = self.flow.origin(instruction, index)
-        teller, _, scope = self.teller(instruction, index)
+        named, _, scope = self.best_named(instruction, index)
         phase = scope.phase
         if origin.stack is not None:
             phase = self.scope(origin.stack).phase or phase  # the loop it is filled in
         shape = self.flow.shape(instruction, index)
-        weight_like = _core(shape.dims) in self.weights
+        weight_like = _without_ones(shape.dims) in self.weights
         if origin.stack is not None:
             instruction = self._loop_of(instruction)
         return Fact(shape, scope, phase, origin, origin.instruction.opcode if origin.instruction else "",
                     phase == "forward" and self.read_later(instruction, index), weight_like,
                     weight_like and self.feeds(instruction, index),
-                    self.is_parameter(origin), teller is not None)
+                    self.is_parameter(origin), named is not None)
 
     def _loop_of(self, instruction: Instruction) -> Instruction:
         """The loop whose state a body's parameter is, where both share a buffer; else the instruction itself."""
@@ -179,7 +180,7 @@ class Attribution:
     def _reached(self, instruction: Instruction, index: Index, onward: Callable) -> Iterator[Instruction]:
         """The instructions at which a value stands, itself first, as `onward` carries it through its readers."""
         pending, seen = [(instruction, index)], set()
-        while pending and len(seen) < _FAR:
+        while pending and len(seen) < _MOST_VALUES:
             instruction, index = pending.pop()
             if (instruction.id, index) in seen:
                 continue
@@ -206,7 +207,7 @@ class Attribution:
         if user.opcode in ("dot", "convolution", "gather", "custom-call", "dynamic-slice"):
             return []
         shape = self.module.shape(user)
-        return [(user, at) for at, leaf in leaves(shape) if any_shape or _core(leaf.dims) in self.weights]
+        return [(user, at) for at, leaf in leaves(shape) if any_shape or _without_ones(leaf.dims) in self.weights]
 
     def is_parameter(self, origin: Origin) -> bool:
         """Whether a value is a parameter of the model but for casts, moves, slices and gathers."""
@@ -236,7 +237,7 @@ def source_line(metadata: Metadata) -> str:
     return f"{frames[0].file}:{frames[0].line}" if frames and frames[0].file else ""
 
 
-def _core(dims: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
     """Dimensions without ones, in no order: a transposed or squeezed weight is still that weight."""
     return tuple(sorted(dim for dim in dims if dim != 1))
 
@@ -249,8 +250,8 @@ def _weight_dims(self: Attribution) -> frozenset[tuple[int, ...]]:
         shape = self.module.shape(self.module.instructions[id])
         for leaf in [shape] if shape.parts is None else shape.parts:
             if self.roles.get(number) == "params" and leaf.elements > 1:
-                found.add(_core(leaf.dims))
-                found.add(_core(leaf.dims[1:]))
+                found.add(_without_ones(leaf.dims))
+                found.add(_without_ones(leaf.dims[1:]))
     for instruction in self.module.instructions.values():
         if instruction.opcode not in ("all-gather", "all-gather-start"):
             continue
@@ -258,7 +259,7 @@ def _weight_dims(self: Attribution) -> frozenset[tuple[int, ...]]:
             if self.is_parameter(self.flow.origin(self.module.instructions.get(operand))):
                 shape = self.module.shape(instruction)
                 gathered = shape.leaf((1,)) if instruction.opcode == "all-gather-start" else shape
-                found.add(_core((gathered.leaf((i,)) if gathered.parts is not None else gathered).dims))
+                found.add(_without_ones((gathered.leaf((i,)) if gathered.parts is not None else gathered).dims))
     found.discard(())
     return frozenset(found)
 

@@ -1,19 +1,19 @@
-"""What a runtime takes beside a program's own buffers: every item that the compiler does not count, in one table.
+"""What a runtime takes in addition to a program's own buffers: every item that the compiler does not count, a table.
 
-Two kinds. In the pool: what the allocator hands out besides, part of its `peak_bytes_in_use`; with the compiler's
-`allocated_bytes` it makes `predicted_bytes`, and that is what is judged against the limit. On the card: what the
-driver and its libraries take outside the allocator's pool; of that part of the card which the pool leaves free.
+Two kinds. In the pool: other requests to the allocator, part of its `peak_bytes_in_use`; with the compiler's
+`allocated_bytes` they make `predicted_bytes`, which is judged against the limit. On the card: what the driver and its
+libraries take outside the allocator's pool, from the part of the card which the pool leaves free.
 
-Looked at and found in the compiler's own figures, so no row here: cuDNN's workspace (a u8 result of its calls), the
-states of random numbers, the holes between packed temporaries (the report's row fragmentation). Found nothing:
-programs that run before or after the step (their peaks are compared, not added: `train.planning.run_peak`), and the
-autotuner, which takes the operands of one product at a time before there is any state. Of constants, a few bytes as
-a rule, the compiler counts what the runtime keeps outside the pool. An allocator that finds no free piece but one
-less than twice as large, by less than 128 MiB, hands out the whole (bfc_allocator.cc, ShouldSplitChunk): a pool taken
-in one piece, as by default, has the large free piece for what is large, so nothing is added; a run that grows its
-pool, or frees between steps what is large, may see it.
+Checked and found in the compiler's own figures, so not a row here: cuDNN's workspace (a u8 result of its calls), the
+states of random numbers, the holes between packed temporaries (the report's row fragmentation). Checked and nothing
+found: programs that run before or after the step (their peaks are compared, not added: `train.planning.run_peak`), and
+the autotuner, which takes the operands of one product at a time before there is any state. Of constants, a few bytes as
+a rule, the compiler counts what the runtime keeps outside the pool. An allocator whose only free chunk is less than
+twice as large as the request, by less than 128 MiB, gives all of it (bfc_allocator.cc, ShouldSplitChunk): a pool taken
+in one piece, as by default, keeps a large free chunk for large requests, so nothing is added; a run that grows its
+pool, or frees large buffers between steps, may see it.
 
-Sources named by file are XLA's (openxla/xla). Figures marked "estimate" have not met a card:
+Sources named by file are XLA's (openxla/xla). Figures marked "estimate" have not been measured on a card:
 `python tests/gpu/accuracy.py --calibrate` measures them and prints the line to put here.
 """
 
@@ -36,13 +36,14 @@ ROUNDING = {"cuda": 256}
 # matmul_utils.h, GemmConfig: kHopperWorkspace from compute capability 9 on, kDefaultWorkspace before.
 BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
+
 @dataclasses.dataclass(frozen=True)
 class LoopOverhead:
     """What the loop around a program keeps on the device while it runs.
 
     Fields:
-        waiting: bytes on one device of each array that lies there besides the arguments: batches to come or gone.
-        results: earlier calls whose results, as far as they alias no argument, nobody has read yet.
+        waiting: bytes on one device of each other array: batches of the next and of the last update.
+        results: earlier calls whose results, as far as they alias no argument, have not been read yet.
     """
 
     waiting: tuple[int, ...] = ()
@@ -55,11 +56,11 @@ class Facts:
 
     Fields:
         platform: of the target, "" when unknown. context: what the target's runtime reserves.
-        requests: every piece that the runtime asks its allocator for: arguments, results, temporaries.
-        results: those of them that are arrays the program gives back in memory of their own.
+        requests: every request of the runtime to its allocator: arguments, results, temporaries.
+        results: those of them that are result arrays with memory of their own.
         untuned_product: operands of the largest matrix product of a program whose compiler had no card to try cuBLAS
             on; 0 when it had. hopper: compute capability 9 or more.
-        communicators: groups of devices that talk. code: machine code, as far as the compiler tells.
+        communicators: groups of devices that exchange data. code: machine code, as far as the compiler tells.
     """
 
     platform: str = ""
@@ -75,7 +76,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A row of the table: a name, where the bytes lie, the formula, and what is known of it."""
+    """A row of the table: a name, where the bytes lie (`POOL` or `CARD`), the formula in bytes, and its source."""
 
     name: str
     where: str
@@ -105,7 +106,7 @@ def _nccl(facts: Facts) -> int:
 
 ITEMS = (
     Item("batches waiting", POOL, lambda facts: sum(facts.loop.waiting),
-         "train/data/feed.py: an update's batches are there before the last update is done; counted on the CPU"),
+         "train/data/feed.py: an update's batches arrive before the last update is done; counted on the CPU"),
     Item("results not yet read", POOL, lambda facts: facts.loop.results * sum(facts.results),
          "train/loop.py: metrics are read a step late"),
     Item("rounding", POOL, _rounding, "bfc_allocator.cc, RoundedBytes: 256 bytes a request; from the source"),
@@ -113,7 +114,7 @@ ITEMS = (
          "gemm_workspace_rewriter.cc: a result of the call where a card was there to tune on, and then counted by the "
          "compiler; else at most this; from the source, an upper bound"),
     Item("context", CARD, lambda facts: facts.context, "CONTEXT_BYTES on CUDA, the compiler's own on TPU; estimate"),
-    Item("NCCL", CARD, _nccl, "a ring for each group of devices that talks; estimate"),
+    Item("NCCL", CARD, _nccl, "a ring for each group of devices that exchanges data; estimate"),
     Item("machine code", CARD, lambda facts: facts.code if facts.platform == "cuda" else 0,
          "generated_code_size_in_bytes, loaded by the driver; from the source"),
 )
@@ -123,4 +124,3 @@ def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
     """The items that take bytes, in the order of the table."""
     found = (RuntimeOverhead(item.name, int(item.of(facts)), item.where, item.source) for item in ITEMS)
     return tuple(row for row in found if row.bytes)
-

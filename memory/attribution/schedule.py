@@ -2,8 +2,8 @@
 
 The module says in which order everything runs and which values share memory by rule (tuples, bitcasts, loop
 state, in-place updates). From that follow buffers and a heap trace of our own making, in the records that the
-compiler's would be read into. What XLA decides beyond that (which operand an operation overwrites, padding)
-is guessed at; totals therefore come from its statistics, and `memory.analyze` shows the difference.
+compiler's would be read into. What else XLA decides (which operand an operation overwrites, padding)
+is estimated; totals therefore come from its statistics, and `memory.analyze` shows the difference.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Derivation:
         begin: dict[int, list[int]] = {}
         finish: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
-            id, index = max(group.nodes, key=self._place)
+            id, index = max(group.nodes, key=self._preference)
             color = group.space
             program.buffers[number] = LogicalBuffer(number, group.size, id, index, color)
             if group.kind == "temp":
@@ -232,7 +232,7 @@ class _Derivation:
         program.traces.extend(traces.values())
         return program
 
-    def _place(self, node: Node) -> tuple[bool, bool, int]:
+    def _preference(self, node: Node) -> tuple[bool, bool, int]:
         """Which node tells best what a stretch of memory is: a loop's state, an operation, the earliest."""
         instruction = self.module.instructions[node[0]]
         passing = instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast")

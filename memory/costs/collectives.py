@@ -60,12 +60,12 @@ def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction
     arrays = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
     given = sum(shape.bytes for shape in arrays)
     payload = given * group if kind == "all-gather" else given
-    teller, metadata, scope = look.teller(start, ())
+    named, metadata, scope = look.best_named(start, ())
     hidden = overlap.between(look, start) if start.opcode.endswith("-start") else overlap.Hidden(False)
     yield Collective(
         name=start.name, kind=kind, axes=hlo_mesh.spanned(groups, mesh), group=group,
         dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(share * payload),
-        phase=look.phase(scope, teller or start), component=scope.component, module="/".join(scope.path),
+        phase=look.phase(scope, named or start), component=scope.component, module="/".join(scope.path),
         op_name=metadata.op_name, asynchronous=hidden.asynchronous, overlapped=hidden.instructions,
         overlapped_flops=hidden.flops, in_flight_bytes=given + _given_back(kind, given, group))
 

@@ -64,4 +64,3 @@ def _device_limit(device: Any) -> int:
         if chip.kind == device.device_kind:
             return _described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
     raise ReportError(f"the memory of {device.device_kind} is not known: name a target that resembles it")
-

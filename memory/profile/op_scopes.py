@@ -126,7 +126,7 @@ class _Module:
         scope = look.scope(instruction)
         named = "/" in look.module.metadata(instruction).op_name
         if not named:  # the compiler's own: of what made its operands, or reads it
-            scope = look.teller(instruction, ())[2]
+            scope = look.best_named(instruction, ())[2]
         phase = "optimizer" if "optimizer" in scope.path else look.phase(scope, instruction)
         component = scope.component or OTHER
         if opcode in _ENCLOSING:
@@ -140,7 +140,7 @@ class _Module:
     def op_name(self, instruction: Instruction) -> str:
         """What JAX named an instruction, or else what stands nearest to it."""
         own = self.look.module.metadata(instruction).op_name
-        return own if "/" in own else self.look.teller(instruction, ())[1].op_name
+        return own if "/" in own else self.look.best_named(instruction, ())[1].op_name
 
     def _copies(self, instruction: Instruction) -> bool:
         """Whether an instruction only moves its operand."""

@@ -89,7 +89,7 @@ def test_what_parameters_in_host_memory_cannot_be_combined_with(overrides, words
 def test_the_cpu_says_that_it_has_one_memory():
     report = memory.analyze(small_program({**TINY, **OPTIMIZER}).lower(), config={"offload.optimizer": True})
     assert [finding.message for finding in report.findings if finding.kind == "idle_offload"] == [
-        "offload.optimizer offloads, and nothing is in host memory"]
+        "offload.optimizer asks for offload, but nothing is in host memory"]
     assert report.transfers == ()
 
 
