@@ -1,4 +1,4 @@
-"""What the commands share: the parser, the arguments of those that compile, checks before it and a bar meanwhile."""
+"""What the commands share: the parser, arguments, checks before a compile and a progress bar during it."""
 
 from __future__ import annotations
 
@@ -11,35 +11,46 @@ from typing import NoReturn
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 
-# Exit codes beside 0 (done), 1 (a check failed) and 2 (a mistake). After Ctrl-C as shells have it: 128 and the signal.
+# Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
+SET_KEY = "set a config key; bytescope keys lists them"
 NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors of the command line in one line."""
+    """A parser whose errors are one line, with the exit code of a mistake."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises ReportError with argparse's message and where to look."""
         raise ReportError(f"{message}; see {self.prog} --help")
 
 
-def add_subject(parser: argparse.ArgumentParser, overriding: str, *, source: bool = True) -> None:
-    """The config and the target, by position or by flag. `overriding`: what a key of the command line does;
-    without `source` the command adds its own --config."""
-    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="a config file or shipped name")
-    parser.add_argument("target_here", nargs="?", metavar="TARGET",
-                        help="what to compile for: local, cpu:8, h200:8, h100:2x8, v5e:4x4 ...")
-    if source:
-        parser.add_argument("--config", metavar="FILE", help="the same by flag")
+def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
+    """Adds the config and the target, by position or by flag.
+
+    Args:
+        overriding: the help of --config.KEY.
+    """
+    add_config(parser)
+    parser.add_argument("target_here", nargs="?", metavar="TARGET", help="what to compile for, such as h200:8, "
+                        "h100:2x8 (hosts x devices), v5e:4x4, cpu:8 or local, the devices of this machine (default); "
+                        "bytescope targets lists the chips")
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
-    parser.add_argument("--target", metavar="T", help="the same by flag (default: local)")
+    parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds the config alone, by position or by flag."""
+    parser.add_argument("config_here", nargs="?", metavar="CONFIG",
+                        help="a config file, or a name that bytescope configs lists")
+    parser.add_argument("--config", metavar="CONFIG", help="the config, by flag")
 
 
 def settle_subject(args: argparse.Namespace) -> None:
-    """Makes one of an argument by position and the same by flag.
+    """Merges the config and the target by position with those by flag, into `config` and `target`.
 
     Raises:
-      ReportError: both are given.
+      ReportError: one of them is given twice.
     """
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)
@@ -54,11 +65,12 @@ def settle_subject(args: argparse.Namespace) -> None:
 
 
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
-    """How a command compiles and where its result goes."""
-    parser.add_argument("--no-cache", action="store_true", help="compile again what is in the cache")
-    parser.add_argument("--jobs", metavar="N", type=int, help="compiles at once (default: one per core, 20 GB in all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help=f"write {result}")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
+    """Adds how a command compiles and where its `result`, in words, goes."""
+    parser.add_argument("--no-cache", action="store_true", help="compile everything: neither read nor write the cache")
+    parser.add_argument("--jobs", metavar="N", type=int, help="compile N programs at once (default: one per core, as "
+                        "far as 20 GiB of host memory allow)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help=f"write {result} as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help=f"write {result} as a page that opens offline")
 
 
 def check(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -71,10 +83,10 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
 
     for name in dict.fromkeys(names):
         base = name.partition(":")[0]
-        if base not in ("local", "cpu"):  # those ask jax, which is for the workers to start
+        if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:
-                raise ReportError(f"--measure on {name}, which is not here: leave --target out to run on this machine")
+                raise ReportError(f"--measure on {name}, which is not this machine: leave the target out to run here")
     for path in filter(None, (args.json, args.html)):
         if not path.absolute().parent.is_dir():
             raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
@@ -83,7 +95,8 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def shares_accelerator(names: Sequence[str]) -> bool:
-    """Whether workers would open the accelerator of this machine: one at a time then, it is one memory."""
+    """Whether compiling for these targets opens the accelerator of this machine: then one worker at a time, since all
+    would share its memory."""
     from bytescope.memory.devices.platform import choose_platform
 
     return "local" in names and choose_platform() != "cpu"
@@ -91,8 +104,8 @@ def shares_accelerator(names: Sequence[str]) -> bool:
 
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[Sequence[str], int], None]]:
-    """A bar on stderr, where that is a terminal: how many are done, of how many where that is known, which are under
-    way."""
+    """A progress bar on stderr, where that is a terminal; gives a function to call with the labels of the programs
+    under way and the number of finished ones. total: None where it is not known."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -105,7 +118,7 @@ def progress(total: int | None) -> Iterator[Callable[[Sequence[str], int], None]
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file completely or not at all.
 
     Raises:
       ReportError: it cannot be written.

@@ -1,4 +1,4 @@
-"""bytescope compare: policies and any other keys of a config against each other."""
+"""bytescope compare: remat policies, or any other keys of a config, compared."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remat", metavar="P,P", help="remat policies to compare, short for --grid=remat.policy=P,P; "
                         "policies of your own go in quotes: --remat='none,custom(v,up)+offload(block_in)'")
     parser.add_argument("--grid", metavar="KEY=V,V", action="append", default=[],
-                        help="values of a config key to compare, or of config or target; give it several times to "
-                        "compare every combination")
+                        help="values to compare of a config key, of config or of target; several grids are compared "
+                        "in every combination")
     parser.add_argument("--measure", action="store_true", help="also run each step on this machine's devices, timed")
     parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict")
     add_compiling(parser, "the comparison")
@@ -118,7 +118,11 @@ def row_of(job: worker_pool.Job, answer: Mapping[str, Any], formulas: bool) -> R
 
 def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
            names: Sequence[str], *, cached: int, missing: int, interrupted: bool) -> None:
-    """Prints the rows and writes the files."""
+    """Prints the rows and writes the files asked for.
+
+    Args:
+      names: the targets of all jobs. cached: rows that were in the cache. missing: jobs without an answer.
+    """
     from bytescope.memory.devices.compiler import versions
     from bytescope.memory.text import compare as compare_text
 

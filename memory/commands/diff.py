@@ -1,4 +1,4 @@
-"""bytescope diff: two reports' JSON files against each other."""
+"""bytescope diff: the JSON files of two reports compared."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("before", metavar="A.json", help="a report written with --json")
-    parser.add_argument("after", metavar="B.json", help="the report to compare with it")
+    parser.add_argument("before", metavar="BEFORE.json", help="the report to compare with, written by bytescope report "
+                        "--json")
+    parser.add_argument("after", metavar="AFTER.json", help="the report to compare")
     parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
-                        help="exit 1 when peak or allocated bytes grew by more than this")
+                        help="exit with 1 if peak or allocated bytes grew by more than this")
 
 
 def _percent(text: str) -> float:
@@ -35,7 +36,7 @@ def _percent(text: str) -> float:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
-    """Prints the table; 1 when memory grew above the bound, else 0."""
+    """Prints the table; 1 when memory grew by more than --fail-above, else 0."""
     if overrides:
         raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
     before, after = records.load(args.before), records.load(args.after)
@@ -44,6 +45,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     console.print(diff_text.render(before, after, changes))
     failed = diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     for change in failed:
-        percent = "from nothing" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
+        percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         console.print(f"{change.name} grew {percent}, above {args.fail_above:g} %", style="bold red")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""bytescope estimate: bytes and FLOPs by formula, at once: terminal, JSON, or a page to play with."""
+"""bytescope estimate: memory and FLOPs by published formulas, without compiling; as a page, with inputs to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG
+from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config
 from bytescope.memory.config_keys import (
     BATCH_MICRO,
     DATA_SEQ_LEN,
@@ -30,58 +30,64 @@ if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# What --params leaves open and a config says itself: flag -> (the config's key, what it is).
+# What a config says itself and --params leaves open: flag -> (the config's key, what it is).
 SHAPE = {
-    "layers": (MODEL_N_LAYERS, "layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
-    "heads": (MODEL_N_HEADS, "attention heads"), "kv-heads": (MODEL_N_KV_HEADS, "key/value heads"),
+    "layers": (MODEL_N_LAYERS, "number of layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
+    "heads": (MODEL_N_HEADS, "number of attention heads"),
+    "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
     "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
-    "sequence": (DATA_SEQ_LEN, "tokens of a sequence (default: 2048)"),
-    "batch": (BATCH_MICRO, "sequences of a replica and micro-step (default: 1)"),
+    "sequence": (DATA_SEQ_LEN, "tokens per sequence (default: 2048)"),
+    "batch": (BATCH_MICRO, "sequences per data-parallel rank and micro-batch (default: 1)"),
 }
-# Row -> (title, whether it is one of the parts of the total).
+# Row of the JSON -> its title.
 ROWS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer and master copy",
         "kept": "activations of the layers", "recomputed": "one layer recomputed",
         "outside": "embedding, head and logits", "total": "total", "host": "in host memory"}
 
-# Least total of a unit -> its name and size, and those of its binary neighbour: GB wherever they fit the columns.
+# (least total in bytes, decimal unit, its bytes, binary unit, its bytes); the first that the total reaches is used.
 UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "MB", 1e6, "MiB", 2**20))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="a config file or shipped name")
-    parser.add_argument("--config", metavar="FILE", help="the same by flag")
-    parser.add_argument("--params", metavar="N", help="instead of a config: parameters, 7e9, 7b, 350m; a GPT of about "
-                        "that size is assumed")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a config key")
+    add_config(parser)
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
+    parser.add_argument("--params", metavar="N", help="assume a GPT of about so many parameters instead of a config: "
+                        "7e9, 7b, 350m")
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
     parser.add_argument("--zero", type=int, choices=training_state.ZERO, help="ZeRO stage over the data-parallel ranks")
-    parser.add_argument("--data", type=int, metavar="N", help="data-parallel ranks")
-    parser.add_argument("--tensor", type=int, metavar="N", help="tensor-parallel ranks")
-    parser.add_argument("--sequence-parallel", action="store_true", help="norms and residual stream split as well")
-    parser.add_argument("--optimizer", choices=training_state.OPTIMIZERS)
-    parser.add_argument("--precision", choices=training_state.PRECISIONS)
-    parser.add_argument("--attention", choices=transformer.ATTENTION)
-    parser.add_argument("--offload", choices=training_state.OFFLOAD, help="what lies in host memory")
-    parser.add_argument("--fused", action="store_true", help="layers updated one by one in the backward pass")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with inputs, opens offline")
+    parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
+    parser.add_argument("--tensor", type=int, metavar="N", help="number of tensor-parallel ranks")
+    parser.add_argument("--sequence-parallel", action="store_true",
+                        help="shard norms and the residual stream over the tensor-parallel ranks too")
+    for flag, choices, summary in (
+            ("optimizer", training_state.OPTIMIZERS, "the optimizer"),
+            ("precision", training_state.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
+            ("attention", transformer.ATTENTION, "whether attention scores are kept in memory"),
+            ("offload", training_state.OFFLOAD, "what is kept in host memory")):
+        parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
+    parser.add_argument("--fused", action="store_true", help="update each layer inside the backward pass")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the estimate as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the estimate as a page that opens offline, "
+                        "with inputs to change")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
-    """Prints the estimate and writes the files that were asked for. The trainer's config is read, never compiled."""
+    """Prints the estimate and writes the files that were asked for. A config is read by the trainer, not compiled."""
     notes: tuple[str, ...] = ()
-    if bool(args.params) == bool(args.config):
-        raise ReportError("give either a config or --params" if args.params else f"{NO_CONFIG}, or --params=7e9")
+    if args.params and args.config:
+        raise ReportError("give either a config or --params")
+    if not args.params and not args.config:
+        raise ReportError(f"{NO_CONFIG}, or --params=7e9")
     if args.config:
         config = trainer.config(args.config, overrides)
         question, notes = _configured(args, config), _notes_on(args, config)
     elif overrides:
-        raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --params")
+        raise ReportError(f"--config.{overrides[0][0]} with --params: there is no config to change")
     else:
         question = _assumed(args)
-        notes = ("The shape is assumed from the count: say more with --layers, --width, --heads, ...",)
+        notes = ("The shape is assumed: change it with --layers, --width, --heads, ...",)
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
@@ -90,20 +96,20 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
 
 def parse_count(text: str) -> float:
-    """7e9, 7b, 1.5B, 350m, 7_000_000_000 as a number.
+    """The number that 7e9, 7b, 1.5B, 350m or 7_000_000_000 stands for.
 
     Raises:
-      ReportError: it is none.
+      ReportError: it is not a number.
     """
     match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
     try:
         return float(match[1]) * SUFFIXES[match[2]]
     except (TypeError, ValueError):
-        raise ReportError(f"--params={text}: give a count such as 7e9, 7b or 350m") from None
+        raise ReportError(f"--params={text} is not a number of parameters: write 7e9, 7b or 350m") from None
 
 
 def _assumed(args: argparse.Namespace) -> Question:
-    """The question of --params; what is not given follows from the count."""
+    """The question of --params; what no flag gives follows from the number of parameters."""
     parameters = parse_count(args.params)
     if not 1 <= parameters < 1e18:
         raise ReportError(f"--params={args.params}: give 1 or more, below 1e18")
@@ -119,27 +125,30 @@ def _assumed(args: argparse.Namespace) -> Question:
 
 
 def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
+    """The question of a config; the flags of --params are refused."""
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
-            raise ReportError(f"--{flag} goes with --params: with --config write --config.{key}=...")
+            raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     return question_of(config)
 
 
 def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
     """What the estimate does not know of a config's mesh."""
     notes = []
-    free = [axis for axis in ("data", "fsdp", "tensor") if config[MESH + axis] == -1]
-    if free and not (args.tensor if free[0] == "tensor" else args.data):
-        flag = "--tensor" if free[0] == "tensor" else "--data"
-        notes.append(f"{MESH}{free[0]}=-1 counts as 1 device here: say how many with {flag}=N.")
+    for axis in ("data", "fsdp", "tensor"):
+        flag = "tensor" if axis == "tensor" else "data"
+        if config[MESH + axis] == -1:
+            if not getattr(args, flag):
+                notes.append(f"{MESH}{axis}=-1 counts as 1 device here: give the number with --{flag}=N.")
+            break  # at most one axis may be -1
     if config[MESH_CONTEXT] != 1:
-        notes.append(f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out: each device of a ring has so much less of "
-                     "the activations; report --formulas counts it.")
+        notes.append(f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out, which would divide the activations of a "
+                     "device by it: bytescope report --formulas counts it.")
     return tuple(notes)
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """The question with what the flags say of devices, precision, optimizer and attention."""
+    """The question with what the flags say of devices, precision, optimizer, attention and offload."""
     layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
     if args.sequence_parallel:
         layout["sequence"] = True
@@ -188,6 +197,7 @@ def show(found: Estimate, console: Any = None) -> None:
 
 
 def _write(args: argparse.Namespace, found: Estimate) -> None:
+    """Writes the files asked for."""
     try:
         if args.json:
             args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")

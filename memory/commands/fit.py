@@ -1,4 +1,4 @@
-"""bytescope fit: from a budget to the configuration to run."""
+"""bytescope fit: the fastest configuration within a budget, found by compiling."""
 
 from __future__ import annotations
 
@@ -32,26 +32,29 @@ from bytescope.memory.text import fit as fit_text
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
 
-# Finalists that are run where the device is at hand.
+# So many finalists are run with --measure.
 MOST_MEASURED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_subject(parser, "a key that holds in every variant")
-    parser.add_argument("--budget", metavar="SIZE", default="", help="of a device, such as 72GiB (default: all that it "
-                        "may hand out)")
-    parser.add_argument("--batch-tokens", metavar="N", type=int, help="of one update (default: the config's)")
-    parser.add_argument("--levers", metavar="L,L", help="what may change (default: all): "
-                        + ", ".join(fit_space.LEVERS))
-    parser.add_argument("--max-compiles", metavar="N", type=int, help="programs compiled at most; cached ones are free")
-    parser.add_argument("--timeout", metavar="S", type=float, help="seconds after which nothing more is compiled")
-    parser.add_argument("--measure", action="store_true", help="run the finalists on this machine; the fastest wins")
-    add_compiling(parser, "the fit's JSON, whatever comes of it")
+    add_subject(parser, "set a config key in every variant; no lever changes it")
+    parser.add_argument("--budget", metavar="SIZE", default="", help="bytes per device, such as 72GiB (default: all "
+                        "that the device has available)")
+    parser.add_argument("--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: "
+                        "the config's)")
+    parser.add_argument("--levers", metavar="L,L", help="what may change (default: all of "
+                        f"{', '.join(fit_space.LEVERS)})")
+    parser.add_argument("--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache "
+                        "do not count")
+    parser.add_argument("--timeout", metavar="SECONDS", type=float, help="start no compile after so many seconds")
+    parser.add_argument("--measure", action="store_true", help=f"run the {MOST_MEASURED} fastest on this machine, "
+                        "and choose by what was measured")
+    add_compiling(parser, "the fit, whether anything fits or not,")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
-    """Prints the walk and what it came to; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
+    """Prints the walk and its result; 3 where nothing fits, 130 after Ctrl-C, with the best so far."""
     if not args.config:
         raise ReportError(NO_CONFIG)
     check(args, [args.target.strip().lower()])
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     target = targets.to_compile_for(args.target)
     flat = trainer.config(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
-        raise ReportError(f"--measure on {target.name}, which is not here: leave --target out to run on this machine")
+        raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
     budget = budget_of(args.budget, target.limit_bytes, "--budget")
     space = fit_space.space_of(flat, [key for key, _ in overrides], fit_space.choose(args.levers), target.n_devices,
                                target.devices_per_host, args.batch_tokens, target.platform != "cpu")
@@ -84,7 +87,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _measured(args: argparse.Namespace, walk: fit.Walk, place: Path | None) -> Mapping[str, Any] | None:
-    """Runs the finalists here, one after the other; the fastest becomes the walk's best. What was measured of it."""
+    """Runs the finalists here, one after the other, and makes the fastest the walk's best; its measured figures, None
+    where none could be run."""
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MOST_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
     with progress(len(jobs)) as tell:
@@ -101,7 +105,7 @@ def _measured(args: argparse.Namespace, walk: fit.Walk, place: Path | None) -> M
 
 def _finish(args: argparse.Namespace, walk: fit.Walk, flat: Mapping[str, Any], overrides: Sequence[tuple[str, str]],
             trainer: Trainer, measured: Mapping[str, Any] | None) -> int:
-    """Prints what the walk came to and writes the files."""
+    """Prints the result of the walk and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
 
     def flags(keys: Mapping[str, str]) -> str:

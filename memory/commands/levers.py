@@ -1,4 +1,4 @@
-"""bytescope levers: the staircase of memory savings of a config, each stage compiled with all before it."""
+"""bytescope levers: what each memory lever saves and costs, each compiled on top of all before it."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError(NO_CONFIG)
     stages, target = levers.choose(args.stages), args.target.strip().lower()
     check(args, [target])
-    made, refused = Jobs(trainer), {}
-    config = made.resolve(args.config, overrides)
+    jobs_of, refused = Jobs(trainer), {}
+    config = jobs_of.resolve(args.config, overrides)
     while True:
         levels, left_out = levers.climb(stages, config, (key for key, _ in overrides), refused)
         if not levels:
             raise ReportError(f"no stage is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-        jobs = [made.job(args.config, target, (*overrides, *level.keys.items()), level.title) for level in levels]
+        jobs = [jobs_of.job(args.config, target, (*overrides, *level.keys.items()), level.title) for level in levels]
         levels = [dataclasses.replace(level, flags=levers.differing(level.keys, job.flat, config))
                   for level, job in zip(levels, jobs)]
         answers, interrupted = _compile(args, target, jobs)
-        wrong = next((level for level, job in zip(levels, jobs)
-                      if answers.get(job.name, {"status": "ok"})["status"] != "ok"), None)
-        if wrong is None or interrupted:
+        failed = [(level, answers[job.name]["status"]) for level, job in zip(levels, jobs)
+                  if job.name in answers and answers[job.name]["status"] != "ok"]
+        if not failed or interrupted:
             break
-        why = answers[jobs[levels.index(wrong)].name]["status"]
-        if wrong is levels[0]:  # all others stand on it
-            raise ReportError(f"{wrong.title}, the first stage, does not compile: {why}")
-        refused[wrong.stage] = why
+        level, why = failed[0]
+        if level is levels[0]:  # the others are built on it
+            raise ReportError(f"{level.title}, the first stage, does not compile: {why}")
+        refused[level.stage] = why  # the stages after it were compiled with it: they go again without
     done = [_settled(level, answers[job.name]) for level, job in zip(levels, jobs)
             if answers.get(job.name, {}).get("status") == "ok"]
     _finish(args, done, left_out, target, answers, interrupted)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
 
 def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]) -> tuple[dict[str, Any], bool]:
-    """Answers by name, and whether Ctrl-C came; two stages that make one program are compiled once."""
+    """Answers by name of the job, and whether Ctrl-C came; stages that make the same program are compiled once."""
     once = list({job.name: job for job in jobs}.values())
     workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
     with progress(len(once)) as tell:
@@ -80,14 +80,14 @@ def _compile(args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.J
 
 
 def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
-    """The level with what came of it."""
+    """The level with its figures, out of a worker's answer."""
     keys = {key: text for key, text in level.keys.items() if text not in ("()", "false")}
     return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"][MODEL_ATTENTION])
 
 
 def _finish(args: argparse.Namespace, levels: Sequence[Level], left_out: Mapping[str, str], target: str,
             answers: Mapping[str, Mapping[str, Any]], interrupted: bool) -> None:
-    """Prints the levels and writes the files."""
+    """Prints the levels and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.memory.text import levers as levers_text
 

@@ -1,4 +1,4 @@
-"""bytescope configs | targets | keys | policies: what there is to choose from, without starting jax."""
+"""bytescope configs | targets | keys | policies: the available choices, without starting jax."""
 
 from __future__ import annotations
 
@@ -15,38 +15,41 @@ Rows = Iterable[Sequence[str]]
 
 def add_arguments(parser: Parser) -> None:
     """The command's arguments: --grep=WORD."""
-    parser.add_argument("--grep", metavar="WORD", default="", help="only the lines with this word, in any case")
+    parser.add_argument("--grep", metavar="WORD", default="", help="list only what mentions WORD; case does not matter")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
-    """Prints the listing of `args.command`."""
+    """Prints the listing of `args.command`. Raises ReportError where nothing mentions --grep's word."""
     if overrides:
-        raise ReportError(f"{args.command} takes no --config.{overrides[0][0]}: it lists what there is")
+        raise ReportError(f"{args.command} takes no --config.{overrides[0][0]}: it reads no config")
     headings, rows = LISTINGS[args.command](trainer)
     found = [row for row in rows if args.grep.lower() in " ".join(row).lower()]
     if not found:
-        raise ReportError(f"--grep={args.grep}: no line of {args.command} has it")
+        raise ReportError(f"--grep={args.grep}: nothing in bytescope {args.command} mentions it")
     show(headings, found)
     return 0
 
 
 def configs(trainer: Trainer) -> tuple[Sequence[str], Rows]:
-    """The shipped configs."""
+    """(headings, rows) of the shipped configs."""
     return ("config", "purpose"), trainer.configs().items()
 
 
 def keys(trainer: Trainer) -> tuple[Sequence[str], Rows]:
-    """The config keys."""
+    """(headings, rows) of the config keys."""
     return ("key", "default", "meaning"), trainer.keys()
 
 
 def policies(trainer: Trainer) -> tuple[Sequence[str], Rows]:
-    """The remat policies."""
+    """(headings, rows) of the remat policies."""
     return ("policy", "what a block keeps for its backward pass"), trainer.policies().items()
 
 
 def targets(trainer: Trainer) -> tuple[Sequence[str], Rows]:
-    """The chips that are compiled for by description, and what stands for the devices at hand."""
+    """(headings, rows) of the targets: the devices of this machine, and the chips that are compiled for without one.
+
+    Memory in GiB, bandwidth in TB/s and the compute rate in TFLOP/s are of one device.
+    """
     from bytescope.memory.devices.chips import CHIPS
 
     own = [("local", "the devices of this machine", "", "", ""),
@@ -62,7 +65,7 @@ LISTINGS: Mapping[str, Callable[[Trainer], tuple[Sequence[str], Rows]]] = {
 
 
 def show(headings: Sequence[str], rows: Rows) -> None:
-    """Prints a table: its last column wraps, the others are never cut."""
+    """Prints a table; its last column wraps, the others are never cut."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""bytescope names: every checkpoint name that a policy may save, offload or recompute."""
+"""bytescope names: the checkpoint names that a policy may save, offload or recompute."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_subject(parser, "override a config key")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON")
+    add_subject(parser)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the names as JSON")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -48,11 +48,14 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
 
 def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict[str, Any]:
-    """One name as plain values: shape over all devices; bytes and FLOPs on one device."""
-    text, parts = sharding(tensor.name)
+    """One name as plain values: its shape over all devices; bytes, and the FLOPs to recompute it, on one device.
+
+    sharding: name of a tensor -> (its sharding as text, number of shards).
+    """
+    text, shards = sharding(tensor.name)
     return {**dataclasses.asdict(tensor), "shape": list(tensor.shape), "sharding": text,
-            "bytes_per_layer": tensor.bytes_each // parts, "bytes": tensor.bytes // parts,
-            "flops": tensor.flops * tensor.copies // parts}
+            "bytes_per_layer": tensor.bytes_each // shards, "bytes": tensor.bytes // shards,
+            "flops": tensor.flops * tensor.copies // shards}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
@@ -60,9 +63,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
 
     from bytescope.memory.units import human
 
-    table = Table(title="checkpoint names, in the order in which they are made; bytes and FLOPs on one device",
+    table = Table(title="checkpoint names in the order of computation; bytes and FLOPs on one device",
                   title_justify="left", box=None, padding=(0, 1))
-    for heading in ("name", "tensor", "sharding", "layers", "a layer", "in all", "GFLOP again"):
+    for heading in ("name", "tensor", "sharding", "layers", "per layer", "total", "recompute GFLOP"):
         table.add_column(heading, justify="left" if heading in ("name", "tensor", "sharding") else "right",
                          no_wrap=heading != "sharding")
     for r in rows:

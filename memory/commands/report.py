@@ -1,4 +1,4 @@
-"""bytescope report: one program's report, on the terminal and as JSON, HTML or for other viewers."""
+"""bytescope report: the memory report of one program, on the terminal, as JSON, as a page or for other viewers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    add_subject(parser, "override a config key")
-    parser.add_argument("--hlo", metavar="FILE", help="instead of a config: XLA's dump of any program "
-                        "(*after_optimizations.hlo.pb)")
-    parser.add_argument("--formulas", action="store_true",
-                        help="what the published formulas say beside the compiler, with the gap (needs --config)")
-    parser.add_argument("--run", action="store_true", help="the other programs of a run too: what init, evaluation and "
-                        "the sample at its end come to with the state (needs --config; compiles them)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report's JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page that opens offline")
-    parser.add_argument("--export", metavar="DIR", type=Path,
-                        help="write what XProf, TensorBoard and pprof open")
+    add_subject(parser)
+    parser.add_argument("--hlo", metavar="FILE", help="report on any program instead of a config: XLA's dump of it, "
+                        "*after_optimizations.hlo.pb")
+    parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict, and "
+                        "by how much the compiler differs (needs a config)")
+    parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
+                        "evaluation and the final sample, and show their peaks (needs a config)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as a page that opens offline")
+    parser.add_argument("--export", metavar="DIR", type=Path, help="write files for XProf, TensorBoard and pprof")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -36,45 +35,75 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
-    if bool(args.hlo) == bool(args.config):
-        raise ReportError("give either a config or --hlo" if args.hlo else f"{NO_CONFIG}, or a program as --hlo=FILE")
-    if args.hlo and overrides:
-        raise ReportError(f"--config.{overrides[0][0]} has no config to change: give --config, not --hlo")
-    if args.hlo and args.formulas:
-        raise ReportError("--formulas takes its shapes from a config: give --config, not --hlo")
-    if args.hlo and args.run:
-        raise ReportError("--run compiles the other programs of a config: give --config, not --hlo")
+    _check(args, overrides)
     choose_platform()  # before jax is imported
     simulate_devices([args.target])
     target = targets.parse(args.target)
-    program, config, settled = None, None, {}
     if args.config:
-        program = trainer.program(args.config, overrides, target)
-        compilation, config = program.compile_for_report(exact=True), trainer.config(args.config, overrides)
-        settled = trainer.settled(program)
+        _of_config(args, overrides, trainer, target)
     else:
-        compilation = _of_file(args.hlo)
-
-    from bytescope.memory.analyze import report_of
-
-    known = {"names": trainer.vocabulary(), "loop": trainer.loop_overhead(program)} if program else {}
-    report = report_of(compilation, target=target, config=config, **known)
-    from bytescope.memory.costs import roofline
-    from bytescope.memory.text import report as report_text
-
-    predicted = roofline.of_answer({"work": report.work, "target": report.target})
-    report = dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
-    if program:
-        print(trainer.choices(program))
-    report_text.show(report, batch=settled.get("batch", ""))
-    found = _formulas(report, config, settled, compilation.jaxpr) if args.formulas else {}
-    found |= {"run": _run(report, trainer.run_peaks(program))} if args.run else {}
-    _write(args, report, compilation.proto, ({"batch": settled["batch"]} if settled else {}) | found)
+        _of_file(args, target)
     return 0
 
 
-def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any) -> dict[str, Any]:
-    """Prints the formulas beside the report; {"formula": their figures}, what the JSON holds besides."""
+def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
+    """Raises ReportError unless there is either a config, or a program that no flag asks for a config."""
+    if args.hlo and args.config:
+        raise ReportError("give either a config or --hlo")
+    if not args.hlo and not args.config:
+        raise ReportError(f"{NO_CONFIG}, or a program as --hlo=FILE")
+    if args.hlo and overrides:
+        raise ReportError(f"--config.{overrides[0][0]} with --hlo: there is no config to change")
+    for flag in ("formulas", "run"):
+        if args.hlo and getattr(args, flag):
+            raise ReportError(f"--{flag} with --hlo: it needs a config; give one in the place of --hlo")
+
+
+def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> None:
+    """Reports on the step of a config, compiled by the trainer."""
+    from bytescope.memory.analyze import report_of
+
+    program = trainer.program(args.config, overrides, target)
+    compilation = program.compile_for_report(exact=True)
+    config, settled = trainer.config(args.config, overrides), trainer.settled(program)
+    report = _with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
+                                      loop=trainer.loop_overhead(program)))
+    print(trainer.choices(program))
+    _show(report, batch=settled["batch"])
+    more: dict[str, Any] = {"batch": settled["batch"]}
+    if args.formulas:
+        more["formula"] = _formulas(report, config, settled, compilation.jaxpr)
+    if args.run:
+        more["run"] = _run(report, trainer.run_peaks(program))
+    _write(args, report, compilation.proto, more)
+
+
+def _of_file(args: argparse.Namespace, target: Any) -> None:
+    """Reports on a program that XLA dumped."""
+    from bytescope.memory.analyze import compilation_of, report_of
+
+    compilation = compilation_of(args.hlo)
+    report = _with_roofline(report_of(compilation, target=target))
+    _show(report)
+    _write(args, report, compilation.proto, {})
+
+
+def _with_roofline(report: Any) -> Any:
+    """The report with the roofline's prediction, where enough is known of program and target."""
+    from bytescope.memory.costs import roofline
+
+    predicted = roofline.of_answer({"work": report.work, "target": report.target})
+    return dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
+
+
+def _show(report: Any, batch: str = "") -> None:
+    from bytescope.memory.text import report as report_text
+
+    report_text.show(report, batch=batch)
+
+
+def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any) -> dict[str, Any] | None:
+    """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
     from bytescope.memory.costs import flops
     from bytescope.memory.formulas import reconcile
     from bytescope.memory.text import formulas as formulas_text
@@ -82,35 +111,29 @@ def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any]
     found = reconcile.formula_of(config, settled, report.target.get("platform", ""))
     if isinstance(found, str):
         print(f"\nno formula: {found}")
-        return {"formula": None}
+        return None
     counted = flops.count(jaxpr)
     formulas_text.show_report(found, reconcile.lines(found, report.peak_bytes, report.breakdown, {
         "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops}, report.host_bytes))
-    return {"formula": dataclasses.asdict(found)}
+    return dataclasses.asdict(found)
 
 
 def _run(report: Any, others: Mapping[str, int]) -> dict[str, int]:
-    """Prints what each program of a run comes to and the most; {program: bytes}."""
+    """Prints the peak of each program of a run and the largest of them; returns program -> bytes on one device."""
     from bytescope.memory.units import human
 
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
     parts = ", ".join(f"{name} {human(size)}" for name, size in sizes.items())
-    print(f"a run's programs, with the state: {parts}; the peak is the {most}'s")
+    print(f"peaks of the programs of a run, state included: {parts}; the largest is that of {most}")
     return sizes
 
 
-def _of_file(path: str) -> Any:
-    from bytescope.memory.analyze import compilation_of
-
-    return compilation_of(path)
-
-
-def _write(args: argparse.Namespace, report: Any, proto: bytes, besides: Mapping[str, Any]) -> None:
-    """Writes the files that were asked for; `besides` are keys that a report's reader passes over."""
+def _write(args: argparse.Namespace, report: Any, proto: bytes, more: Mapping[str, Any]) -> None:
+    """Writes the files that were asked for; `more`: keys of the JSON beyond those of a report."""
     try:
         if args.json:
-            args.json.write_text(json.dumps({**report.to_json(), **besides}, indent=1) + "\n", encoding="utf-8")
+            args.json.write_text(json.dumps({**report.to_json(), **more}, indent=1) + "\n", encoding="utf-8")
         if args.html:
             from bytescope.memory.pages import report as report_page
 

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("trace", metavar="DIR", help="what bytescope train --profile or jax.profiler wrote: a folder, "
-                        "of which the newest trace is read, or one *.xplane.pb")
-    parser.add_argument("--report", metavar="FILE", help="the program's report (a run's memory.json): the roofline's "
-                        "prediction beside what was measured")
+    parser.add_argument("trace", metavar="DIR", help="a folder that bytescope train --profile or jax.profiler wrote, "
+                        "whose newest trace is read, or one file *.xplane.pb")
+    parser.add_argument("--report", metavar="FILE", help="the program's report, which a run writes as memory.json: "
+                        "compare the measured time with the roofline's prediction")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the breakdown as JSON")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
-    """Prints the breakdown; starts no jax."""
+    """Prints where the time went, without starting jax, and writes the file asked for."""
     if overrides:
         raise ReportError(f"trace takes no --config.{overrides[0][0]}: it reads a trace")
     found = breakdown.find(xplane.read(xplane.find(args.trace)))
@@ -46,11 +46,11 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
 
 def prediction(report: records.Report) -> dict | None:
-    """The roofline's seconds of one call, as JSON; None for a program or a target of which too little is known."""
+    """The roofline's seconds of one call of the step, as JSON; None where too little is known of program or target."""
     found = roofline.of_answer({"work": report.work, "target": report.target})
     return found.to_json() if found else None
 
 
 def to_json(found: breakdown.Spent, predicted: dict | None) -> dict:
-    """The breakdown as a JSON object, with `predicted_seconds` of one update, null where unknown."""
+    """The breakdown as a JSON object, with `predicted_seconds` per update, null where not known."""
     return {**found.to_json(), "predicted_seconds": predicted["total"] * found.calls if predicted else None}

@@ -1,7 +1,7 @@
-"""Reports for other people's viewers: XProf and TensorBoard (the compiler's own proto), and pprof.
+"""Reports for other viewers: XProf and TensorBoard (the compiler's own proto), and pprof.
 
-The pprof profile is written by hand, field by field, as github.com/google/pprof/proto/profile.proto numbers
-them: a few dozen lines in place of a dependency.
+The pprof profile is encoded here, with the field numbers of github.com/google/pprof/proto/profile.proto: a few dozen
+lines in the place of a dependency.
 """
 
 import gzip
@@ -15,10 +15,10 @@ MODULE = "m"  # the name under which XProf lists the program
 
 
 def export(directory: str | Path, report: Report | None = None, hlo_proto: bytes = b"") -> list[Path]:
-    """Writes what other viewers open into `directory` (made if missing); returns the files.
+    """Writes files for other viewers into `directory`, created if it is missing; returns their paths.
 
-    - `m.hlo_proto.pb` beside an empty `h.xplane.pb`, when there is a serialized HloProto: XProf and
-      TensorBoard's profile plugin show its memory viewer for the pair.
+    - `m.hlo_proto.pb` and an empty `h.xplane.pb`, when there is a serialized HloProto: XProf and TensorBoard's
+      profile plugin show their memory viewer for the pair.
     - `memory.pprof.gz`, when there is a report: one sample per buffer alive at the peak.
 
     Raises ReportError when there is neither, or the directory cannot be written.
@@ -88,7 +88,7 @@ def _comments(report: Report) -> list[str]:
 
 
 class _Table:
-    """Strings, functions and locations of a profile, each written once and referred to by its index."""
+    """Strings, functions and locations of a profile, each stored once and referred to by index."""
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}  # pprof requires the empty string first
@@ -97,11 +97,12 @@ class _Table:
         self._ids: dict[tuple[str, str, int], int] = {}
 
     def string(self, text: str) -> int:
-        # Unpaired surrogates cannot be encoded: they come from names nobody should have given.
+        """The index of a string; 0 is that of ""."""
+        # Unpaired surrogates, which a damaged name may hold, cannot be encoded.
         return self.strings.setdefault(text.encode("utf-8", "replace").decode(), len(self.strings))
 
     def location(self, name: str, file: str, line: int) -> int:
-        """The id of a frame; ids begin at 1."""
+        """The id of a stack frame, from 1 on."""
         key = (name, file, line)
         if key not in self._ids:
             number = self._ids[key] = len(self._ids) + 1

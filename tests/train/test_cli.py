@@ -51,7 +51,8 @@ def test_the_trainers_config_by_position():
     (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
     (["train", "tiny", "--config=char"], "config is given twice"), (["fit"], "no config: give --config=FILE"),
     (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
-    (["keys", "--grep=qqq"], "--grep=qqq: no line of keys has it"), (["configs", "--config.a=1"], "takes no --config.a"),
+    (["keys", "--grep=qqq"], "--grep=qqq: nothing in bytescope keys mentions it"),
+    (["configs", "--config.a=1"], "takes no --config.a"),
     (["prepare"], "required"), (["compare", "--jobs=x"], "--jobs")])
 def test_mistakes_are_one_line(words, message, capsys):
     assert cli.main(words) == 2

@@ -31,7 +31,7 @@ SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=3
     (["--max-compiles=0"], "--max-compiles=0: give 1 or more"),
     (["--timeout=-1"], "--timeout=-1.0: give 0.001 or more"),
     (["--timeout=nan"], "--timeout=nan"),
-    (["--measure"], "--measure on h100, which is not here: leave --target out"),
+    (["--measure"], "--measure on h100, which is not this machine: leave the target out"),
     (["--target=h300"], "h300"),
     (["--jobs=0"], "1 or more"),
     (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),

@@ -99,11 +99,11 @@ def test_a_config_of_unknown_devices_says_so(capsys):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--params=lots"], "--params=lots: give a count"), (["--params=0"], "--params=0: give 1 or more"),
+    (["--params=lots"], "--params=lots is not a number of parameters"), (["--params=0"], "--params=0: give 1 or more"),
     (["--params=7b", "--heads=0"], "--heads=0: give 1 or more"), (["--params=7b", "--tensor=7"], "--tensor=7: give a"),
     (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"), (["--params=7b", "--data=0"], "--data=0: "),
     (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
-    (["--params=7b", "--config.seed=1"], "give --config, not --params"),
+    (["--params=7b", "--config.seed=1"], "there is no config to change"),
     (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."), (["--config=tinny"], "did you mean tiny"),
     (["--params=7b", "--zero=4"], "invalid choice"), ([], "or --params=7e9"),
     (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
