@@ -1,9 +1,9 @@
-"""What a compiled step says to other devices: every collective, how often it runs, what it moves, over which axes.
+"""What a compiled step sends to other devices: every collective, how often it runs, what it moves, over which axes.
 
-Bytes are those of one device and one execution. The payload is the whole array that a collective is about: what an
-all-gather gives, what an all-reduce, reduce-scatter, all-to-all or permutation is given. On the wire a device sends,
-by the ring algorithm over N devices (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2)), the shares of
-`WIRE` of that.
+Bytes are those of one device and one execution. The payload is the unsharded array of a collective: the result of an
+all-gather, the operand of an all-reduce, reduce-scatter, all-to-all or permutation. On the wire a device sends, by the
+ring algorithm over N devices (Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2)), the shares of `WIRE` of
+that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import Shape, leaves
 from bytescope.memory.records import Collective, Communication
 
-# Kind -> bytes a device sends for each byte of payload, over N devices.
+# Kind -> bytes that a device sends per byte of payload, over N devices.
 WIRE: Mapping[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -47,7 +47,9 @@ def find(look: Attribution, mesh: hlo_mesh.Axes = ()) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction, kind: str, times: int) -> Iterator[Collective]:
+def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction, kind: str,
+                times: int) -> Iterator[Collective]:
+    """The record of one instruction that runs `times` in a step; none for a collective that moves nothing."""
     module = look.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
     share, group = _share(kind, groups, module.devices)
@@ -61,17 +63,17 @@ def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction
     given = sum(shape.bytes for shape in arrays)
     payload = given * group if kind == "all-gather" else given
     named, metadata, scope = look.best_named(start, ())
-    hidden = overlap.between(look, start) if start.opcode.endswith("-start") else overlap.Hidden(False)
+    overlapped = overlap.of(look, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
     yield Collective(
         name=start.name, kind=kind, axes=hlo_mesh.spanned(groups, mesh), group=group,
         dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(share * payload),
         phase=look.phase(scope, named or start), component=scope.component, module="/".join(scope.path),
-        op_name=metadata.op_name, asynchronous=hidden.asynchronous, overlapped=hidden.instructions,
-        overlapped_flops=hidden.flops, in_flight_bytes=given + _given_back(kind, given, group))
+        op_name=metadata.op_name, asynchronous=overlapped.asynchronous, overlapped=overlapped.instructions,
+        overlapped_flops=overlapped.flops, in_flight_bytes=given + _result_bytes(kind, given, group))
 
 
 def _share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
-    """(bytes sent for each byte of payload, devices in a group); (0.0, n) for a collective that moves nothing."""
+    """(bytes sent per byte of payload, devices in a group); (0.0, n) for a collective that moves nothing."""
     if kind == "collective-permute":
         moving = [pair for pair in groups if len(pair) == 2 and pair[0] != pair[1]]
         return len(moving) / max(devices, 1), _ring(moving)
@@ -90,8 +92,8 @@ def _ring(pairs: list[list[int]]) -> int:
     return len(seen)
 
 
-def _given_back(kind: str, given: int, group: int) -> int:
-    """Bytes of a collective's result."""
+def _result_bytes(kind: str, given: int, group: int) -> int:
+    """Bytes of a collective's result, of those of its operands."""
     return {"all-gather": given * group, "reduce-scatter": given // group}.get(kind, given)
 
 
@@ -104,7 +106,7 @@ def _dtype(arrays: Iterable[Shape]) -> str:
 
 
 def rows(found: Iterable[Collective], expected: Iterable[Expected] = ()) -> tuple[Communication, ...]:
-    """Bytes per step by kind and axes, most on the wire first, beside what the formulas expect there.
+    """Bytes per step and device by kind and axes, most on the wire first, with what the formulas expect of each.
 
     A formula is a row of its own where the compiler moves nothing of that kind over those axes.
     """

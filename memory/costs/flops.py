@@ -1,8 +1,8 @@
-"""FLOPs of a program, counted from its jaxpr: all of them, and those that are done a second time.
+"""FLOPs of a program, counted from its jaxpr: all of them, and those that are recomputed.
 
-A compiler's own count sees the body of a loop once and has nothing to say for a GPU that is not here; a jaxpr has
-the trip counts, and in its name stacks who asked for an equation: `jax.checkpoint` writes RECOMPUTED on what it
-repeats, a kernel with a gradient of its own writes KERNEL_RECOMPUTED.
+A compiler's own count sees the body of a loop once and gives none for a GPU that is not here; a jaxpr has the trip
+counts, and its name stacks say where an equation is from: `jax.checkpoint` writes RECOMPUTED on what it recomputes, a
+kernel with a gradient of its own writes KERNEL_RECOMPUTED.
 
 Counted are matrix products, convolutions and known attention kernels, a multiply-add as two. Left out are
 elementwise work, reductions and transcendental functions, as MFU does (Chowdhery et al. 2022, arXiv 2204.02311,
@@ -30,8 +30,8 @@ class FlopCount:
 
     Fields:
         total: executed.
-        recomputed: executed again by `jax.checkpoint`.
-        kernel_recomputed: executed again inside the gradient of an attention or loss kernel; none is in `recomputed`.
+        recomputed: by `jax.checkpoint`.
+        kernel_recomputed: inside the gradient of an attention or loss kernel; none is in `recomputed`.
         notes: what could not be counted exactly, a sentence each.
         by: (phase, dtype) -> FLOPs, which add up to `total`; no part of equality. Phases are forward, recompute,
             backward and optimizer; dtypes those of `Target.peak_flops`. A float32 product that may be rounded to
@@ -59,25 +59,25 @@ class FlopCount:
 
     @property
     def model_flops(self) -> int:
-        """What the mathematics asks for: the numerator of MFU."""
+        """FLOPs without any recomputation: the numerator of MFU."""
         return self.total - self.recomputed - self.kernel_recomputed
 
     @property
     def hardware_flops(self) -> int:
-        """What is executed: the numerator of HFU."""
+        """FLOPs that are executed: the numerator of HFU."""
         return self.total
 
     @property
     def recompute_fraction(self) -> float:
-        """FLOPs executed again by `jax.checkpoint` over model FLOPs; 0 for a program without FLOPs."""
+        """FLOPs recomputed by `jax.checkpoint` over model FLOPs; 0 for a program without FLOPs."""
         return self.recomputed / self.model_flops if self.model_flops else 0.0
 
 
 def count(jaxpr: Any) -> FlopCount:
     """Counts a ClosedJaxpr, such as `jax.jit(step).trace(*arguments).jaxpr`. Dead equations are not counted.
 
-    A branch counts as its most expensive one. A `while` loop tells no trip count: its body counts once, with a
-    note. The body of a `shard_map` is one shard's and counts for every device of the axes it is split over.
+    A conditional counts as its most expensive branch. A `while` loop has no known trip count: its body counts once,
+    with a note. The body of a `shard_map` is one shard's and counts for every device of the axes it is sharded over.
     """
     from jax.interpreters import partial_eval
 
@@ -87,7 +87,7 @@ def count(jaxpr: Any) -> FlopCount:
 
 
 def of_equation(equation: Any) -> FlopCount:
-    """Counts one equation, what it calls included."""
+    """Counts one equation of a jaxpr, what it calls included."""
     return _equation(equation, str(equation.source_info.name_stack))
 
 
@@ -100,18 +100,18 @@ def _count(jaxpr: Any, stack: str) -> FlopCount:
 def _equation(equation: Any, stack: str) -> FlopCount:
     name = equation.primitive.name
     if name in KERNELS:
-        flops, again = KERNELS[name](equation)
-        return _marked(flops, again, stack, {(_phase(stack), _dtype(equation)): flops})
+        flops, recomputed = KERNELS[name](equation)
+        return _marked(flops, recomputed, stack, {(_phase(stack), _dtype(equation)): flops})
     if name in OPAQUE:
         return FlopCount(notes=(f"{name}: what a foreign kernel computes is not counted",))
     return CONTROL.get(name, _call)(equation, stack)
 
 
-def _marked(flops: int, again: int, stack: str, by: Mapping[tuple[str, str], int]) -> FlopCount:
-    """`flops` under the marks of `stack`; `again` of them are the kernel's own recomputation whatever it says."""
+def _marked(flops: int, recomputed: int, stack: str, by: Mapping[tuple[str, str], int]) -> FlopCount:
+    """`flops` under the marks of `stack`; `recomputed` of them are the kernel's own recomputation whatever it says."""
     if RECOMPUTED.search(stack):
         return FlopCount(flops, recomputed=flops, by=by)
-    return FlopCount(flops, kernel_recomputed=flops if KERNEL_RECOMPUTED.search(stack) else again, by=by)
+    return FlopCount(flops, kernel_recomputed=flops if KERNEL_RECOMPUTED.search(stack) else recomputed, by=by)
 
 
 def _phase(stack: str) -> str:
@@ -220,7 +220,7 @@ def _scan(equation: Any, stack: str) -> FlopCount:
 
 def _while(equation: Any, stack: str) -> FlopCount:
     once = _call(equation, stack)
-    note = ("a while loop tells no trip count: its body is counted once",) if once.total else ()
+    note = ("a while loop has no known trip count: its body is counted once",) if once.total else ()
     return once + FlopCount(notes=note)
 
 

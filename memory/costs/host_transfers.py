@@ -1,8 +1,8 @@
 """What a compiled step moves between device and host memory: bytes by direction and phase, and the link's seconds.
 
 Read from the scheduled module: every copy, slice and update of a slice whose two ends lie in different memories, times
-the trip counts of the loops around it. What a loop moves that nothing tells the trip count of (state that is updated
-only in some calls) is taken as one pass over the whole array: that of a call that updates.
+the trip counts of the loops around it. What a loop without a known trip count moves (state that is updated only in
+some calls) is taken as one pass over the whole array: that of a call that updates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
 
 
 def _uncounted(module: Module) -> set[int]:
-    """Computations inside loops that nothing tells the trip count of."""
+    """Computations inside loops without a known trip count."""
     pending = [called for instruction in module.instructions.values() if instruction.opcode == "while"
                and not loops.trip_count(module, instruction) for called in instruction.called]
     found: set[int] = set()

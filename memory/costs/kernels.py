@@ -3,8 +3,8 @@
 Each operation of the schedule that is a kernel (a fusion, a product, a reduction, a copy ...) reads its operands and
 writes its results once; one that takes a slice out of an operand reads the slice, one that updates a slice in place
 writes the slice. Loops count by their trips, a conditional by its largest branch. Left out: what caches save, and
-what a kernel reads twice; a loop whose trip count nothing tells counts once. Of what goes to host or on-chip memory,
-or comes from there, the end in device memory counts.
+what a kernel reads twice; a loop without a known trip count counts once. Of what goes to host or on-chip memory, or
+comes from there, the end in device memory counts.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class _Walk:
         return self.known[id, around]
 
     def called(self, call: Instruction, phase: str) -> Sums:
+        """Sums of what an operation calls: of a conditional its largest branch, of a loop all its trips."""
         inner = [self.computation(id, phase) for id in call.called]
         if call.opcode == "conditional":
             return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
@@ -99,7 +100,7 @@ def is_product(module: Module, instruction: Instruction) -> bool:
 
 
 def moved(module: Module, instruction: Instruction) -> int:
-    """Bytes of device memory that one run of an operation reads and writes; 0 for what is no kernel."""
+    """Bytes of device memory that one run of an operation reads and writes; 0 for what is not a kernel."""
     opcode, result = instruction.opcode, module.shape(instruction)
     if opcode == "copy-start":
         return _held(result.leaf((0,))) + _held(result.leaf((1,)))
@@ -112,7 +113,7 @@ def moved(module: Module, instruction: Instruction) -> int:
                if operand.id not in instruction.operands[:i])
     if opcode in _UPDATING:
         return read + _written(module, instruction, result)
-    # A library's product gives its workspace beside the result.
+    # A library's product has its workspace as a second result.
     library = opcode == "custom-call" and result.parts is not None and is_product(module, instruction)
     return read + sum(_held(leaf) for index, leaf in leaves(result)
                       if not (library and index != (0,) and leaf.dtype in _WORKSPACE))
@@ -141,6 +142,7 @@ def _elements(module: Module, instruction: Instruction | None) -> int:
 
 
 def _fusion(module: Module, fusion: Instruction, operands: Iterable[Instruction]) -> int:
+    """Bytes that a fusion reads and writes: of its operands what the fused operations need."""
     inside = module.computations[fusion.called[0]]
     users: dict[int, list[Instruction]] = {}
     for id in inside.instructions:

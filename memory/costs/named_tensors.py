@@ -1,4 +1,4 @@
-"""Every checkpoint name of a traced program: what it names, how large it is, what making it again costs."""
+"""Every checkpoint name of a traced program: what it names, how large it is, what recomputing it costs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bytescope.memory.costs import flops
+from bytescope.memory.units import human
 
 # Equations that hand the same elements on.
 _FORMS = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "sharding_constraint"))
@@ -20,9 +21,9 @@ class NamedTensor:
     Fields:
         name: as `checkpoint_name` got it; shape, dtype: of the tensor.
         copies: how often the program makes it: the lengths of the scans around it, multiplied (its layers).
-        flops: matrix-product FLOPs of making one copy again from the names before it, all of them kept.
+        flops: matrix-product FLOPs of recomputing one copy from the names before it, all of them kept.
         read_as: the dtype to which everything that reads the tensor narrows it first, "" when something reads it as
-            it is: saved under this name it takes more than what is read.
+            it is: saved under this name it takes more bytes than are read.
         autodiff: whether plain autodiff, without any policy, keeps this very tensor for the backward pass.
     """
 
@@ -38,12 +39,12 @@ class NamedTensor:
 
     @property
     def bytes_each(self) -> int:
-        """Bytes of one copy, a layer's."""
+        """Bytes of one copy: per layer, over all devices."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def bytes(self) -> int:
-        """Bytes of all copies."""
+        """Bytes of all copies, over all devices."""
         return self.bytes_each * self.copies
 
     @property
@@ -69,10 +70,10 @@ def named_tensors(jaxpr: Any) -> tuple[NamedTensor, ...]:
 
 
 def too_wide(tensors: Iterable[NamedTensor]) -> tuple[str, ...]:
-    """One sentence for each name that, saved, takes more than what is read of it."""
+    """One sentence for each name that, saved, takes more bytes than are read of it."""
     return tuple(f"{tensor.name} is kept in {tensor.dtype} and read in {tensor.read_as}: "
-                 f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {tensor.excess / 2**20:,.1f} MiB "
-                 "too many over all devices; name it after the cast" for tensor in tensors if tensor.read_as)
+                 f"{tensor.itemsize / tensor.read_itemsize:g} times what is needed, {human(tensor.excess)} "
+                 "too much over all devices; name it after the cast" for tensor in tensors if tensor.read_as)
 
 
 def _walk(jaxpr: Any, copies: int, stacked: frozenset = frozenset()) -> Iterator[NamedTensor]:

@@ -1,4 +1,4 @@
-"""What runs while a collective is under way: the compute between its start and its done in the schedule."""
+"""What overlaps a collective: the compute between its start and its done in the schedule."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DONE = re.compile(r"-(done|update)$")
 _MOST_DEPTH = 24
 
 
-class Hidden(NamedTuple):
-    """How well a collective is hidden.
+class Overlap(NamedTuple):
+    """What overlaps a collective.
 
     asynchronous: it has a start and a done, and the runtime does not wait at the start. instructions: operations
     of compute scheduled between the two. flops: matrix-product FLOPs among them, loops between counted in full.
@@ -33,22 +33,22 @@ class Hidden(NamedTuple):
     flops: int = 0
 
 
-def between(look: Attribution, start: Instruction) -> Hidden:
+def of(look: Attribution, start: Instruction) -> Overlap:
     """What is scheduled between an asynchronous start and its done, on one device."""
     module = look.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:
-        return Hidden(False)
+        return Overlap(False)
     computation = module.computations.get(start.computation)
     order = (computation.schedule if computation else None) or []
-    places = {id: place for place, id in enumerate(order)}
+    positions = {id: position for position, id in enumerate(order)}
     done = _done(look, start)
-    if start.id not in places or done is None or done.id not in places:
-        return Hidden(True)
-    inside = [module.instructions[id] for id in order[places[start.id] + 1:places[done.id]]
+    if start.id not in positions or done is None or done.id not in positions:
+        return Overlap(True)
+    inside = [module.instructions[id] for id in order[positions[start.id] + 1:positions[done.id]]
               if id in module.instructions]
     inside = [item for item in inside if item.opcode not in IDLE and not is_collective(item.opcode)]
-    return Hidden(True, len(inside), sum(flops(module, item) for item in inside))
+    return Overlap(True, len(inside), sum(flops(module, item) for item in inside))
 
 
 def _done(look: Attribution, start: Instruction) -> Instruction | None:
@@ -100,7 +100,8 @@ def _product(module: Module, instruction: Instruction, contracted: list[int]) ->
 
 
 def _call(module: Module, instruction: Instruction) -> int:
-    """GEMM calls tell their contracted axes, attention calls the shape of the scores, in their settings."""
+    """FLOPs of a library's call: a GEMM's settings tell the contracted axes, an attention call's the shape of the
+    scores."""
     config = backend_config(module, instruction)
     gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
     if gemm:

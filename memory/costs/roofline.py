@@ -5,17 +5,17 @@ A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and o
 
 - `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
 - `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
-- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends in collectives which nothing hides;
-  `hidden_collective_bytes`: in those with compute between their start and their done.
+- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends in collectives that are not
+  overlapped; `hidden_collective_bytes`: in those with compute between their start and their done.
 - `to_host_bytes`, `to_device_bytes`: over the host link.
 
 A phase takes, one after the other: its products, FLOPs or bytes whichever take longer; the bytes of its other kernels;
-its collectives. Hidden collectives and transfers run beside all that, each direction of the host link by itself; what
-the longest of them takes beyond is waited for. Recompute and backward share one such window.
+its collectives. Overlapped collectives and transfers run at the same time, each direction of the host link by itself;
+what the longest of them takes longer is waited for. Recompute and backward share one such window.
 
 Left out: the launch of kernels, power limits and clocks below boost, latency, efficiency of kernels below the peak,
 reads that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices.
-Rates are peaks: a prediction ranks configurations of one target, it promises no time.
+Rates are peaks: a prediction is for ranking configurations of one target only; it is not a timing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bytescope.memory.records import STEP_PHASES
 
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
-# Phases in whose time together a transfer is done.
+# Phases that overlap with transfers together.
 _WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
 # Keys of `Target.peak_flops`. Where a chip has no unit for a dtype, the next one computes it.
 UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
-# A chip of bfloat16 units alone makes up float32 of so many passes (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
+# A chip with bfloat16 units alone needs so many passes for float32 (jax.lax.Precision.HIGHEST on a TPU, bf16_6x).
 _PASSES = {"fp32": 6}
 DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
-# Sides of the product and bytes of the copy by which a machine is measured, best of so many.
+# A machine is measured by a product of matrices of this side and a copy of these bytes, the best of so many runs.
 _SIDE, _COPY, _TIMES = 1024, 2**26, 3
 
 
@@ -60,10 +60,11 @@ class Figures:
                  "memory": self.hbm_bytes_per_s, "host link": self.host_link_bytes_per_s}
         wrong = [name for name, rate in rates.items() if not rate > 0]
         if wrong or not any(unit in self.peak_flops for unit in UNITS):
-            raise ValueError(f"figures without a rate of {wrong[0] if wrong else 'any dtype'}: give all of them")
+            raise ValueError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s of products in a dtype: of its own unit, else the next wider one, else passes of bfloat16."""
+        """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else the next wider one, else passes of
+        bfloat16."""
         wider = UNITS[UNITS.index(dtype):]
         unit = next((unit for unit in wider if unit in self.peak_flops), None)
         if unit:
@@ -76,8 +77,8 @@ class Figures:
 class Prediction:
     """Seconds of one call of a step. `by_phase` (`records.STEP_PHASES`) and `by_term` (`TERMS`) each add up to `total`.
 
-    host_link: what is waited for transfers, beyond the compute beside them. bound_by: the term that takes most.
-    source: of the rates.
+    host_link: what is waited for transfers that take longer than the compute that overlaps them. bound_by: the term
+    that takes the most. source: of the rates.
     """
 
     total: float
@@ -92,7 +93,7 @@ class Prediction:
 
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:
-    """What one call of a step takes by its work (see the module) at these rates."""
+    """The seconds of one call of a step by its work (see the module) at these rates."""
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for window in _WINDOWS:
         parts = [work[phase] for phase in window if phase in work]
@@ -100,9 +101,9 @@ def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Predicti
             for term, value in _on_device(work.get(phase, {}), figures).items():
                 by_term[term] += value
                 by_phase[phase] += value
-        beside = _beside(parts, figures)
-        longest = max(beside, key=lambda term: beside[term])
-        wait = max(beside[longest] - sum(by_phase[phase] for phase in window), 0.0)
+        overlapped = _overlapped(parts, figures)
+        longest = max(overlapped, key=lambda term: overlapped[term])
+        wait = max(overlapped[longest] - sum(by_phase[phase] for phase in window), 0.0)
         by_term[longest] += wait
         by_phase[window[-1]] += wait
     return Prediction(sum(by_phase.values()), by_phase, by_term, max(TERMS, key=lambda term: by_term[term]),
@@ -119,8 +120,8 @@ def _on_device(part: Mapping[str, Any], figures: Figures) -> dict[str, float]:
     }
 
 
-def _beside(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
-    """Term -> seconds of what some phases have under way beside their compute."""
+def _overlapped(parts: Collection[Mapping[str, Any]], figures: Figures) -> dict[str, float]:
+    """Term -> seconds of what the compute of some phases overlaps."""
     moved = [sum(part.get(way, 0) for part in parts) for way in ("to_host_bytes", "to_device_bytes")]
     return {"collectives": sum(_sent(part.get("hidden_collective_bytes", {}), figures) for part in parts),
             "host_link": max(moved) / figures.host_link_bytes_per_s}
@@ -133,12 +134,12 @@ def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
 def figures(target: Any) -> Figures | None:
     """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without any.
 
-    A CPU's are measured, once in a process: the devices that it simulates share them, and all they say to each other
-    and to the host is copies of memory.
+    A CPU's are measured, once per process: the devices that it simulates share them, and what they send to each other
+    and to the host are copies of memory.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     if known.get("platform") == "cpu":
-        flops, copied = (rate / max(known.get("n_devices", 1), 1) for rate in machine())
+        flops, copied = (rate / max(known.get("n_devices", 1), 1) for rate in machine_rates())
         return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
     rates = {key: known.get(key) for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s",
                                              "interconnect_bytes_per_s")}
@@ -146,7 +147,7 @@ def figures(target: Any) -> Figures | None:
 
 
 @functools.lru_cache(maxsize=1)
-def machine() -> tuple[float, float]:
+def machine_rates() -> tuple[float, float]:
     """(float32 FLOP/s of a matrix product, bytes per second read and written by a copy) of this machine, by numpy."""
     import numpy as np
 
@@ -172,7 +173,7 @@ def _best(run: Callable[[], Any]) -> float:
 def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
 
-    None where the program was not traced, or nothing is known of the target.
+    None where the program was not traced, or the target's rates are not known.
     """
     if not answer.get("work") or not answer.get("target"):
         return None

@@ -1,6 +1,6 @@
 """The work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
 
-FLOPs are the jaxpr's (`memory.costs.flops`), divided evenly over the devices: what several devices compute alike counts
+FLOPs are the jaxpr's (`memory.costs.flops`), divided evenly by the devices: what several devices compute alike counts
 once. Bytes are the compiled module's. `memory.costs.roofline` tells the keys.
 """
 
@@ -21,7 +21,7 @@ _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCount, devices: int, mesh: Axes,
        per_host: int) -> dict[str, dict[str, Any]]:
-    """The work of a report's program.
+    """The work of a report's program: phase -> what `memory.costs.roofline` reads, of one device and one call.
 
     Args:
         report: its collectives and transfers. kernels: as `memory.costs.kernels.find` gives them.

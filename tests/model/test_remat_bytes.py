@@ -143,7 +143,7 @@ def test_a_name_wider_than_its_readers_is_told():
     assert {name: (tensor.read_as, tensor.excess) for name, tensor in found.items()} == {
         "wide": ("bfloat16", 1024 * 256 * 2), "exact": ("", 0), "both": ("", 0)}
     assert too_wide(found.values()) == (
-        "wide is kept in float32 and read in bfloat16: 2 times what is needed, 0.5 MiB too many over all devices; "
+        "wide is kept in float32 and read in bfloat16: 2 times what is needed, 512.00 KiB too much over all devices; "
         "name it after the cast",)
 
 
