@@ -143,7 +143,7 @@ def chosen(search: Search, budgets: Sequence[float]) -> list[Tried | None]:
     for budget in budgets:
         best = search.best(budget)
         before = out[-1] if out else None
-        if before and best and search.paid(before)[0] < search.paid(best)[0]:
+        if before and best and search.compiled_cost(before)[0] < search.compiled_cost(best)[0]:
             best = before
         out.append(best)
     return out
@@ -158,7 +158,7 @@ def points_of(search: Search, budgets: Sequence[int], programs: Mapping[float, i
     out = []
     for budget, tried in zip(budgets, chosen(search, budgets)):
         if tried is not None:
-            plan, fixed = figures_of(tried), search.least_fixed(budget)
+            plan, fixed = figures_of(tried), search.best_fixed(budget)
             out.append(Point(budget, plan.policy, plan.flags, plan.row, figures_of(fixed) if fixed else None,
                              programs.get(budget, 0)))
     return out

@@ -1,8 +1,8 @@
-"""A block's forward pass as a graph: what its backward pass reads, what is named, what making each value again takes.
+"""A block's forward pass as a graph: what its backward pass reads, what is named, what recomputing each value costs.
 
 Read from the jaxpr of a gradient without any remat policy. Autodiff of a loop over blocks stacks exactly the values
 that the backward loop reads; walked from there to the names and to the block's inputs, the graph tells for every
-choice of names what would be kept and what made again, the way `jax.checkpoint` decides it (remat/patterns.py). The
+choice of names what would be kept and what recomputed, the way `jax.checkpoint` decides it (remat/patterns.py). The
 graph itself is plain data: it crosses processes as JSON.
 """
 
@@ -20,7 +20,7 @@ from bytescope.memory.errors import ReportError
 
 # Calls that are no more than their body.
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
-# The name of what the loop hands a block: it is kept whatever a policy says.
+# The name of the block's input, which its loop hands on: it is kept whatever a policy says.
 CARRY = "block_in"
 # Results of one equation whose FLOPs are told apart, by looking at each set of them.
 MOST_RESULTS = 8
@@ -48,11 +48,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One of `layers` alike blocks.
+    """One of `layers` equal blocks.
 
-    read: values that its backward pass reads. carry_bytes: of its input, on one device; none_bytes: of all that plain
-    autodiff keeps of it. bound: name -> names that are kept with it on the device, in whose place it is kept too: a
-    kernel outside of the checkpoint, whose residuals no name reaches.
+    steps: its equations in order. read: values that its backward pass reads. carry_bytes: of its input, on one device;
+    none_bytes: of all that plain autodiff keeps of it. bound: name -> names that are kept with it on the device, in
+    whose place it is kept too: a kernel outside of the checkpoint, whose residuals no name reaches.
     """
 
     layers: int
@@ -68,7 +68,7 @@ class Block:
         return tuple(dict.fromkeys(step.name for step in self.steps if step.name and step.name != CARRY))
 
     def scaled(self, times: float) -> Block:
-        """The same block with so many times the tokens."""
+        """The same block with `times` as many tokens."""
         def size(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(round(value * times) for value in values)
 
@@ -91,7 +91,7 @@ def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[
 
     Args:
         jaxpr: of the gradient of one micro-batch, nothing recomputed, layers scanned.
-        parts: devices over which the tensor of a name is divided; values without a name lie as the name before them.
+        parts: name -> devices over which its tensor is sharded; values without a name lie as the name before them.
         bound: see `Block`.
 
     Raises ReportError where no loop names a tensor.
@@ -128,7 +128,7 @@ def _loop(jaxpr: Any) -> Any:
 
 
 def _carried(loop: Any) -> int:
-    """How many values a loop hands from one turn to the next: jax says it in other words from version to version."""
+    """How many values a loop carries from one turn to the next: jax's own parameter for it changes between versions."""
     return _alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
 
 
@@ -199,7 +199,7 @@ def _step(equation: Any, outs: Sequence[Any], ins: Sequence[Any], name: str, num
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
     """FLOPs of each result alone, and those that several share, as in `Step`.
 
-    Of more than MOST_RESULTS all that is done is taken as done for each.
+    Of more than MOST_RESULTS results each is taken to need all FLOPs.
     """
     count = len(equation.outvars)
     everything = tuple(range(count))

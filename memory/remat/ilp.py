@@ -3,7 +3,7 @@
 An integer program, solved exactly by HiGHS (Huangfu and Hall 2018, Math. Prog. Comp. 10(1)) through scipy: how many
 blocks keep which tensors (remat/patterns.py) so that all they keep fits the budget, at the least time; few patterns,
 since each becomes a loop of its own. Transfers of offloaded tensors run beside the forward and the backward pass: they
-cost what the passes do not hide.
+cost what the passes do not overlap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FINEST = 10**5
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Seconds of all blocks' forward and backward pass without recomputation; bytes/s to the host, 0 for no link."""
+    """Seconds of all blocks' forward and backward pass for one micro-batch, without recomputation; bytes per second of
+    the host link, 0 for none."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -38,7 +39,7 @@ class Passes:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """(pattern, layers) from the first layer on."""
+    """What the layers keep: (pattern, number of layers) from the first layer on."""
 
     ranges: tuple[tuple[Pattern, int], ...]
 
@@ -47,25 +48,27 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Kept by all blocks on one device."""
+        """Bytes that all blocks keep on one device."""
         return int(self._sum("bytes"))
 
     @property
     def host_bytes(self) -> int:
+        """Bytes that all blocks keep in host memory, for one device."""
         return int(self._sum("host_bytes"))
 
     @property
     def flops(self) -> int:
-        """Recomputed for one micro-batch, over all devices."""
+        """FLOPs recomputed for one micro-batch, over all devices."""
         return int(self._sum("flops"))
 
     def seconds(self, passes: Passes) -> float:
-        """Of a micro-batch's forward and backward pass: what is recomputed and what transfers cannot hide added."""
+        """Seconds of a micro-batch's forward and backward pass, recomputation and transfers that are not overlapped
+        included."""
         link = self.host_bytes / passes.host_link if passes.host_link else 0.0
         return max(passes.forward, link) + max(passes.backward + self._sum("seconds"), link)
 
     def keys(self) -> dict[str, str]:
-        """As keys of a config: one policy, or ranges of layers."""
+        """The plan as keys of a config: one policy, or ranges of layers."""
         if len(self.ranges) == 1 and self.ranges[0][0].policy:
             return remat_keys(self.ranges[0][0].policy)
         stops = list(itertools.accumulate(count for _, count in self.ranges))
@@ -77,12 +80,12 @@ class Plan:
 
 
 def remat_keys(policy: str, layers: str = "") -> dict[str, str]:
-    """A policy, and ranges of layers with others, as keys of a config; what would contradict them is set back."""
+    """A policy, and ranges of layers with others, as keys of a config; keys that would contradict them are reset."""
     return {REMAT_SAVE: "()", REMAT_OFFLOAD: "()", REMAT_POLICY: policy, REMAT_LAYERS: f"({layers})"}
 
 
 def with_name(plan: Plan, name: str, block: Block, rates: Rates) -> Plan:
-    """The plan with one more name kept on the device by every block; ranges that move tensors stay as they are."""
+    """The plan with one more name kept on the device by every block; ranges that offload tensors stay as they are."""
     def more(pattern: Pattern) -> Pattern:
         if pattern.offload or name in pattern.save:
             return pattern
@@ -100,7 +103,7 @@ def solve(patterns: Sequence[Pattern], layers: int, budget: float, passes: Passe
         cost: "time", or "flops": those that are recomputed, whatever the transfers cost.
         host_budget: bytes of host memory for one device. most: patterns in one plan.
     """
-    # Beyond these none is in an optimal plan with one range; with several, two of them may mix.
+    # No larger one is in a plan with one range; with several ranges, two of them may be mixed.
     small = [pattern for pattern in patterns if pattern.bytes <= budget]
     if not small:
         return None
@@ -126,13 +129,13 @@ def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, pa
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     many = len(patterns)
-    sizes, room = _whole([pattern.bytes for pattern in patterns], budget)
-    away, host_room = _whole([pattern.host_bytes for pattern in patterns], host_budget)
+    sizes, room = _in_units([pattern.bytes for pattern in patterns], budget)
+    away, host_room = _in_units([pattern.host_bytes for pattern in patterns], host_budget)
     host = np.array([pattern.host_bytes for pattern in patterns], float)
-    again = np.array([pattern.seconds if cost == "time" else pattern.flops for pattern in patterns], float)
+    recomputed = np.array([pattern.seconds if cost == "time" else pattern.flops for pattern in patterns], float)
     forward, backward, link = (passes.forward, passes.backward, passes.host_link) if cost == "time" else (0.0, 0.0, 0.0)
     # Numbers near 1: the solver's tolerances are absolute.
-    scale = max(forward + backward, float(again.max()) * layers) or 1.0
+    scale = max(forward + backward, float(recomputed.max()) * layers) or 1.0
     moved = host / link / scale if link else np.zeros(many)
     none = np.zeros(many)
     rows = [
@@ -141,7 +144,7 @@ def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, pa
         (np.concatenate([none, np.ones(many), [0, 0]]), -np.inf, most),
         (np.concatenate([moved, none, [-1, 0]]), -np.inf, 0),
         (np.concatenate([moved, none, [0, -1]]), -np.inf, 0),
-        (np.concatenate([again / scale, none, [0, -1]]), -np.inf, -backward / scale),
+        (np.concatenate([recomputed / scale, none, [0, -1]]), -np.inf, -backward / scale),
     ]
     if np.isfinite(host_budget):
         rows.append((np.concatenate([away, none, [0, 0]]), -np.inf, host_room))
@@ -156,7 +159,7 @@ def _integer_program(patterns: Sequence[Pattern], layers: int, budget: float, pa
     return None if found.x is None else [round(value) for value in found.x[:many]]
 
 
-def _whole(sizes: Sequence[int], budget: float) -> tuple[np.ndarray, float]:
+def _in_units(sizes: Sequence[int], budget: float) -> tuple[np.ndarray, float]:
     """Sizes and budget in whole units: one beyond the budget is more than the solver's tolerance.
 
     Sizes that have no large divisor in common are rounded up: by a part in FINEST of the largest.

@@ -1,9 +1,9 @@
 """Every way in which a block can keep its tensors, and which of them are worth having. Pure.
 
-A pattern says of each named tensor of a block whether it is kept on the device, kept in host memory, or made again.
-What is really kept is what the backward pass then reads: a name that nothing reads costs nothing, and is dropped. All
-choices of names are walked at once, as columns of one table, and only those stay that no other beats in bytes, time
-and bytes on the host together.
+A pattern says of each named tensor of a block whether it is kept on the device, kept in host memory, or recomputed.
+What is kept in fact is what the backward pass then reads: a name that nothing reads costs nothing, and is dropped. All
+choices of names are walked at once, as columns of one table, and only the Pareto-optimal ones in bytes, time and bytes
+on the host stay.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from bytescope.memory.remat.block_graph import CARRY, Block
 
-# Times that the memory reads or writes the bytes of a tensor because it is kept: copied into the stack of its loop
-# and out of it; in host memory, out of the device's and back. Of one made again by a kernel: it is written and read.
-STACKED, AWAY, AGAIN = 4.0, 2.0, 2.0
+# How often the bytes of a tensor are read or written because it is kept: copied into the stack of its loop and out of
+# it; where it is offloaded, to the host and back; where a kernel recomputes it, written and read.
+STACKED, OFFLOADED, RECOMPUTED = 4.0, 2.0, 2.0
 # So many names are chosen freely; of more, the smallest are kept wherever the backward pass reads them.
 MOST_NAMES = 18
 
 
 class Rates(NamedTuple):
-    """Of one device: FLOP/s by dtype (a key of `Target.peak_flops`), bytes/s of its memory. `devices`: in all."""
+    """FLOP/s of one device by dtype (a key of `Target.peak_flops`), bytes/s of its memory. `devices`: how many."""
 
     flops: Mapping[str, float]
     memory: float
@@ -33,9 +33,9 @@ class Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Pattern:
-    """What one block keeps, sorted by name: `bytes` on the device, `host_bytes` in host memory, its input included
-    in one of them; `flops` over all devices of what it makes again; `seconds` of that and of moving what it keeps.
-    `policy`: a row of the trainer's policies, "" for a choice of names."""
+    """What one block keeps: `bytes` on one device, `host_bytes` in host memory, its input included in one of them;
+    `flops` that it recomputes, over all devices; `seconds` of that and of moving what it keeps. `save`, `offload`:
+    names. `policy`: a row of the trainer's policies, "" for a choice of names."""
 
     bytes: int
     seconds: float
@@ -46,12 +46,12 @@ class Pattern:
     policy: str = ""
 
     def text(self) -> str:
-        """As a range of layers has it: `q_rot+v+block_in@host`, or the name of a policy."""
+        """As `remat.layers` writes it: `q_rot+v+block_in@host`, or the name of a policy."""
         return self.policy or "+".join([*self.save, *(f"{name}@host" for name in self.offload)]) or "full"
 
 
 def patterns_of(block: Block, rates: Rates, *, offload: bool = False, cost: str = "seconds") -> list[Pattern]:
-    """The patterns of a block that none beats, fewest bytes first.
+    """The Pareto-optimal patterns of a block, fewest bytes first.
 
     Args:
         offload: whether tensors may go to host memory. cost: the field of a pattern that is to be small.
@@ -68,17 +68,18 @@ def patterns_of(block: Block, rates: Rates, *, offload: bool = False, cost: str 
         sizes = {name: table.bytes[name] for name in names}
         total = block.carry_bytes + sum(sizes.values())
         out += [Pattern(total - moved, seconds + _kept_seconds(total - moved, moved, rates), moved, flops,
-                        tuple(n for n in names if n not in away), away)
-                for away, moved in _moves(block, sizes, offload)]
+                        tuple(n for n in names if n not in offloaded), offloaded)
+                for offloaded, moved in _offloads(block, sizes, offload)]
     return undominated(out, cost)
 
 
-def _kept_seconds(here: int, away: int, rates: Rates) -> float:
-    return (STACKED * here + AWAY * away) / rates.memory
+def _kept_seconds(on_device: int, offloaded: int, rates: Rates) -> float:
+    """Seconds of the device's memory for moving the bytes that a block keeps."""
+    return (STACKED * on_device + OFFLOADED * offloaded) / rates.memory
 
 
-def _moves(block: Block, sizes: Mapping[str, int], offload: bool) -> list[tuple[tuple[str, ...], int]]:
-    """(names in host memory, their bytes), one choice for each number of bytes."""
+def _offloads(block: Block, sizes: Mapping[str, int], offload: bool) -> list[tuple[tuple[str, ...], int]]:
+    """(names in host memory, their bytes), one choice for each sum of bytes."""
     stay = {other for name, others in block.bound.items() if name in sizes for other in (name, *others)}
     movable = {CARRY: block.carry_bytes, **{name: size for name, size in sizes.items() if name not in stay}}
     if not offload:
@@ -90,7 +91,10 @@ def _moves(block: Block, sizes: Mapping[str, int], offload: bool) -> list[tuple[
 
 
 def undominated(patterns: list[Pattern], cost: str = "seconds") -> list[Pattern]:
-    """Those that no other equals or beats in bytes, cost and host bytes at once; one of each set of equals."""
+    """The Pareto-optimal patterns in bytes, cost and host bytes, sorted by bytes; one of each set of equals.
+
+    `cost`: the field of a pattern that is to be small.
+    """
     def costs(pattern: Pattern) -> float:
         return getattr(pattern, cost)
 
@@ -105,11 +109,11 @@ def undominated(patterns: list[Pattern], cost: str = "seconds") -> list[Pattern]
 
 
 class _Table:
-    """A column for every choice of names: which are kept, and what is made again.
+    """A column for every choice of names: which are kept, and what is recomputed.
 
     Attributes:
         names, bytes: the names that can matter, in order; name -> bytes kept for it on one device.
-        kept: bool [names, choices]; seconds, flops: [choices], of what is made again.
+        kept: bool [names, choices]; seconds, flops: float [choices], of what is recomputed.
     """
 
     def __init__(self, block: Block, rates: Rates, wanted: Collection[str] | None = None):
@@ -148,17 +152,17 @@ class _Table:
         makers = _bound_makers(self.block)
         for step in reversed(self.block.steps):
             wanted = [need.get(value, none) for value in step.outs]
-            again = np.logical_or.reduce(wanted)
+            recomputed = np.logical_or.reduce(wanted)
             keeper = step.name or makers.get(step.outs, "")
             if keeper in chosen:
                 if step.name:
-                    kept[keeper] |= again & chosen[keeper]
+                    kept[keeper] |= recomputed & chosen[keeper]
                 wanted = [row & ~chosen[keeper] for row in wanted]
-                again = again & ~chosen[keeper]
-            if again.any():
+                recomputed = recomputed & ~chosen[keeper]
+            if recomputed.any():
                 self._charge(step, rates, wanted)
                 for value in step.ins:
-                    need[value] = need.get(value, none) | again
+                    need[value] = need.get(value, none) | recomputed
         self.kept = np.array([kept[name] for name in self.names]).reshape(len(self.names), count)
 
     def _charge(self, step, rates: Rates, wanted: list[np.ndarray]) -> None:
@@ -171,7 +175,7 @@ class _Table:
         if step.all_flops:
             self.seconds += made / (rates.flops[step.dtype] * rates.devices)
         if step.name or step.all_flops:
-            self.seconds += sum(row * (AGAIN * size / rates.memory) for row, size in zip(wanted, step.bytes))
+            self.seconds += sum(row * (RECOMPUTED * size / rates.memory) for row, size in zip(wanted, step.bytes))
 
 
 def _bound_makers(block: Block) -> dict[tuple[int, ...], str]:
@@ -192,7 +196,7 @@ def _kept_bytes(block: Block) -> dict[str, int]:
 
 
 def _ever_needed(block: Block) -> set[str]:
-    """Names whose tensors are made again when nothing is kept."""
+    """Names whose tensors are recomputed when nothing is kept."""
     need, found = set(block.read), set()
     for step in reversed(block.steps):
         if need.intersection(step.outs):
@@ -202,7 +206,7 @@ def _ever_needed(block: Block) -> set[str]:
 
 
 def kept_under(block: Block, rates: Rates, policy: str, wanted: Collection[str]) -> Pattern:
-    """What a block keeps and makes again under a policy that keeps these names."""
+    """What a block keeps and recomputes under a policy that keeps the names `wanted`."""
     table = _Table(block, rates, wanted)
     held = tuple(name for name, row in zip(table.names, table.kept) if row[0])
     size = block.carry_bytes + sum(table.bytes[name] for name in held)
@@ -211,5 +215,5 @@ def kept_under(block: Block, rates: Rates, policy: str, wanted: Collection[str])
 
 
 def everything(block: Block, rates: Rates, policy: str) -> Pattern:
-    """What a block keeps without any checkpoint: all that its backward pass reads, each kernel's own way."""
+    """What a block keeps without any checkpoint: everything that its backward pass reads."""
     return Pattern(block.none_bytes, _kept_seconds(block.none_bytes, 0, rates), policy=policy)

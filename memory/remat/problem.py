@@ -1,4 +1,4 @@
-"""What a search for the least recomputation is asked, and what comes of it. Plain data."""
+"""What a search for the least recomputation is asked, and what it finds. Plain data."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Problem:
         block: of one micro-batch. rates: of the target. passes: of one micro-batch, nothing recomputed.
         cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
         host_budget: bytes of host memory for one device.
-        policies: policies -> the names that they keep, None where that is the compiler's to say; they are candidates
-            too.
+        policies: policy -> the names that it keeps, None where only the compiler knows; they are candidates too.
     """
 
     block: Block
@@ -39,7 +38,7 @@ class Problem:
 
 def problem_of(block: Block, work: Mapping[str, Mapping[str, Any]], micro_steps: int, figures: roofline.Figures,
                target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None]) -> Problem:
-    """What is to be decided for a program on a target.
+    """The problem of a program on a target.
 
     work: of one call of the program that recomputes everything, `micro_steps` micro-batches (memory/costs/roofline.py).
     """
@@ -53,8 +52,8 @@ def problem_of(block: Block, work: Mapping[str, Mapping[str, Any]], micro_steps:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler said of a plan: bytes on one device and its host share, seconds of an update by the roofline,
-    FLOPs recomputed; `status`: "ok", or why there are no figures."""
+    """The compiler's figures of a plan: bytes on one device and in host memory for it, seconds of an update by the
+    roofline, FLOPs recomputed; `status`: "ok", or why there are no figures."""
 
     allocated_bytes: int = 0
     host_bytes: int = 0
@@ -65,7 +64,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A plan, what was predicted for it (0: nothing could be yet), and what the compiler said."""
+    """A plan, the bytes that were predicted for it (0: none yet), and the compiler's figures."""
 
     plan: Plan
     predicted_bytes: int
@@ -73,14 +72,15 @@ class Tried:
 
     @property
     def ok(self) -> bool:
+        """Whether it compiled."""
         return self.compiled.status == "ok"
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """best: the plan to run, None where none fits. tried: all that was compiled for it, in order. tightest: of all that
-    the search ever compiled the plan of fewest bytes; where none fits, the least that the step can be brought to by
-    recomputation (and offload, where it is allowed)."""
+    """What a search found. best: the plan to run, None where none fits. tried: all plans compiled for it, in order.
+    tightest: of all that were ever compiled the plan with the fewest bytes; where none fits, the least memory that the
+    step can take by recomputation (and offload, where it is allowed)."""
 
     best: Tried | None
     tried: tuple[Tried, ...]

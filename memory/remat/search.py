@@ -1,7 +1,7 @@
 """`remat.policy=auto`: the least recomputation under a budget, found by formula and settled by the compiler.
 
-The bytes that blocks keep follow from their graph (remat/block_graph.py); what the rest of the step takes beside them
-is the compiler's to say. So a plan is solved for (memory/remat/ilp.py), compiled, and the difference between what was
+The bytes that blocks keep follow from their graph (remat/block_graph.py); what the rest of the step takes is known from
+the compiler alone. So a plan is solved for (memory/remat/ilp.py), compiled, and the difference between what was
 predicted and what the compiler allocated corrects the model, until the plan that the model asks for has been compiled
 and fits: the next better one is then predicted to exceed the budget.
 """
@@ -19,13 +19,13 @@ from bytescope.memory.remat.ilp import Plan, solve
 from bytescope.memory.remat.patterns import Pattern, everything, kept_under, patterns_of
 from bytescope.memory.remat.problem import Compiled, Outcome, Problem, Tried
 
-# Compiles of one search, and of those that are spent on checking that a plan with room left has no better one.
+# Compiles of one search, and of these for checking that there is no better plan where budget is left.
 MOST_COMPILES, MOST_CHECKS = 12, 2
 # A plan that leaves less of the budget than this share unused is taken as it is.
 CLOSE = 0.02
-# A plan has to promise so much of its cost less to be worth a compile; predictions closer than TIE are no difference.
+# A plan has to be predicted cheaper by this share to be worth a compile; closer than TIE two predictions are equal.
 EVEN, TIE = 1e-3, 3e-3
-# So far the seconds of a model may be off: fixed policies this near to the best plan are compiled too.
+# The error to expect of predicted seconds: fixed policies this near to the best plan are compiled too.
 NEAR = 0.03
 FULL, NONE = "full", "none"
 # The kind of plans (`_kind`) with one pattern and no transfers.
@@ -33,8 +33,9 @@ WHOLE = (False, False)
 
 
 @dataclasses.dataclass
-class _Course:
-    """How far the search for one budget is: `asked`, the plans compiled for it; `checks` that were spent."""
+class _BudgetState:
+    """How far the search for one budget is. asked: the plans compiled for it; checks: compiles so far that checked
+    for a better plan."""
 
     budget: float
     asked: list[str] = dataclasses.field(default_factory=list)
@@ -42,11 +43,12 @@ class _Course:
 
 
 class Search:
-    """Searches that share what has been compiled.
+    """Searches for plans within one or several budgets, which share what has been compiled.
 
     Args:
-        compile: compiles some plans at once and says what came of each.
-        tell: is told each plan as it is done.
+        problem: what is to be decided.
+        compile: compiles some plans at once and returns the compiler's figures of each.
+        tell: called with each plan as it is done.
     """
 
     def __init__(self, problem: Problem, compile: Callable[[Sequence[Plan]], Sequence[Compiled]],
@@ -61,7 +63,7 @@ class Search:
                 if names is not None]
         # Of policies that come to the same tensors, the first; none for those that come to the ones of `full`.
         self.named = [first for first in {pattern.save: pattern for pattern in reversed(held)}.values() if first.save]
-        # Their figures stand for no prediction: only what the compiler says of them counts.
+        # Nothing is predicted for these: only the compiler's figures count.
         self.unknown = [Pattern(block.carry_bytes, 0.0, policy=policy) for policy in problem.policies
                         if problem.policies[policy] is None]
         self.tried: dict[str, Tried] = {}
@@ -69,7 +71,7 @@ class Search:
     # ---- compiling ---------------------------------------------------------------------------------------------
 
     def compile(self, plans: Sequence[Plan]) -> list[Tried]:
-        """The plans, compiled where they were not yet."""
+        """The plans with the compiler's figures, compiled where they were not yet."""
         new = list({str(plan): plan for plan in plans if str(plan) not in self.tried}.values())
         predicted = [self.predict(plan) for plan in new]
         for plan, size, compiled in zip(new, predicted, self._compile(new) if new else ()):
@@ -86,13 +88,14 @@ class Search:
         """Every block under one policy, for each policy that comes to tensors of its own."""
         return [self.whole(pattern) for pattern in (self.full, self.none, *self.named, *self.unknown)]
 
-    def least_fixed(self, budget: float) -> Tried | None:
-        """The best of the fixed policies that are compiled and fit."""
+    def best_fixed(self, budget: float) -> Tried | None:
+        """The best of the fixed policies that are compiled and fit `budget` bytes; None where none does."""
         done = [self.tried[str(plan)] for plan in self.fixed if str(plan) in self.tried]
-        return min((tried for tried in done if self._fits(tried, budget)), key=self.paid, default=None)
+        return min((tried for tried in done if self._fits(tried, budget)), key=self.compiled_cost, default=None)
 
-    def paid(self, tried: Tried) -> tuple[float, float, int]:
-        """What a compiled plan costs, by the compiler's figures: less is better."""
+    def compiled_cost(self, tried: Tried) -> tuple[float, float, int]:
+        """The cost of a compiled plan by the compiler's figures, less is better: seconds and FLOPs in the order of
+        the problem's cost, then bytes allocated."""
         found = tried.compiled
         first = (found.seconds, found.flops) if self.problem.cost == "time" else (found.flops, found.seconds)
         return (*first, found.allocated_bytes)
@@ -100,50 +103,52 @@ class Search:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """(bytes that blocks keep, bytes allocated) of compiled plans of a kind, fewest first; of any kind where
-        there are none."""
+        """Points of the allocation model, of compiled plans of a kind; of any kind where there are none."""
         done = self._done()
-        return allocation_model.most([tried for tried in done if _kind(tried.plan) == kind] or done)
+        return allocation_model.points_of([tried for tried in done if _kind(tried.plan) == kind] or done)
 
     def _done(self) -> list[Tried]:
-        """What was compiled, of plans that the model knows."""
+        """The compiled plans of which the model knows what they keep."""
         return [tried for tried in self.tried.values() if tried.ok and self._known(tried.plan)]
 
     def predict(self, plan: Plan) -> int:
-        """Bytes that the compiler would allocate, from the compiled plans that keep about as much. 0 before anything is
-        compiled, and where nothing is known of what they keep."""
+        """Bytes that the compiler would allocate for a plan, by the compiled plans that keep about as much. 0 before
+        anything is compiled, and for plans whose tensors are not known."""
         points = self._points(_kind(plan)) if self._known(plan) else []
-        return round(allocation_model.between(points, plan.bytes)) if points else 0
+        return round(allocation_model.allocated_at(points, plan.bytes)) if points else 0
 
     def room(self, budget: float, kind: tuple[bool, bool]) -> float:
         """The most bytes that blocks may keep for a plan of a kind to be predicted within the budget."""
         points = self._points(kind)
         if not points:
             return math.inf
-        if allocation_model.steepness(points) < allocation_model.FLAT:  # only a plan that is too large, of any kind, tells where that ends
-            points = allocation_model.most(self._done())
+        if allocation_model.slope(points) < allocation_model.FLAT:
+            # Only a plan that is too large, of any kind, tells where that ends.
+            points = allocation_model.points_of(self._done())
         low, high = 0.0, float(min((x for x, y in points if y > budget), default=budget + 1) - 1)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if allocation_model.between(points, middle) <= budget else (low, middle)
-        return max(low, allocation_model.behind_bend(points, budget))
+            low, high = (middle, high) if allocation_model.allocated_at(points, middle) <= budget else (low, middle)
+        return max(low, allocation_model.kept_after_bend(points, budget))
 
     # ---- solving -----------------------------------------------------------------------------------------------
 
     def _usable(self) -> list[Pattern]:
         """The patterns but those that cannot be compiled: only plans that failed have them."""
-        failed, done = ({pattern for tried in self.tried.values() if tried.ok is ok for pattern, _ in tried.plan.ranges}
-                        for ok in (False, True))
+        failed: set[Pattern] = set()
+        done: set[Pattern] = set()
+        for tried in self.tried.values():
+            (done if tried.ok else failed).update(pattern for pattern, _ in tried.plan.ranges)
         return [pattern for pattern in self.patterns if pattern in done or pattern not in failed]
 
     def _host_room(self) -> float:
-        """Bytes of host memory for what blocks keep: the step may have other uses for it."""
-        beside = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
-        return self.problem.host_budget - max(beside, default=0)
+        """Bytes of host memory for what blocks keep, without what the rest of the step takes of it."""
+        others = [tried.compiled.host_bytes - tried.plan.host_bytes for tried in self.tried.values() if tried.ok]
+        return self.problem.host_budget - max(others, default=0)
 
-    def wanted(self, budget: float, above: float = 0.0) -> list[Plan]:
-        """The plans that the model asks for under a budget, cheapest first: with one pattern, with several, and
-        policies that cost about the same. `above`: bytes given to each beyond its room."""
+    def candidates(self, budget: float, above: float = 0.0) -> list[Plan]:
+        """The plans that the model proposes for a budget, cheapest first: with one pattern, with several, and policies
+        that cost about the same. `above`: bytes by which each may exceed its room."""
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
         for most, moved in itertools.product((1, 2), (False, True) if problem.offload else (False,)):
             patterns = [p for p in usable if moved or not p.host_bytes]
@@ -160,7 +165,7 @@ class Search:
         return sorted({str(plan): plan for plan in found}.values(), key=self.cost)
 
     def cost(self, plan: Plan) -> float:
-        """By the model: seconds of the passes, or FLOPs recomputed; infinite where it knows nothing."""
+        """The cost of a plan by the model: seconds of the passes, or FLOPs recomputed; infinite where not known."""
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
         return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
@@ -174,7 +179,7 @@ class Search:
         `TIE`, and no more than the best fixed policy, the one that recomputes least, then the one of fewest bytes."""
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
-            least, fixed = min(tried.compiled.seconds for tried in fitting), self.least_fixed(budget)
+            least, fixed = min(tried.compiled.seconds for tried in fitting), self.best_fixed(budget)
             most = min(least * (1 + TIE), fixed.compiled.seconds if fixed else math.inf)
             fitting = [tried for tried in fitting if tried.compiled.seconds <= most]
         return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes), default=None)
@@ -194,42 +199,42 @@ class Search:
 
         Args:
             most, at_once: as in `run`, for each budget. together: plans of all budgets that are compiled together.
-            settled: is told each budget whose best plan is found, and how many plans were compiled for it.
+            settled: called with each budget whose best plan is found, and how many plans were compiled for it.
         """
-        courses = [_Course(budget) for budget in budgets]
+        states = [_BudgetState(budget) for budget in budgets]
         before = set(self.tried)
         self.compile([self.whole(self.full)])
         if str(full := self.whole(self.full)) not in before:
-            for course in courses:
-                course.asked.append(str(full))
-        left = list(courses)
+            for state in states:
+                state.asked.append(str(full))
+        left = list(states)
         while left:
             batch: dict[str, Plan] = {}
             # Those furthest apart first: what one learns helps its neighbours in the next round.
-            for course in spread(left):
+            for state in spread(left):
                 if len(batch) >= together:
                     break
-                plans = self._next(course)[:max(min(at_once, most - len(course.asked)), 0)]
-                course.asked += [str(plan) for plan in plans]
+                plans = self._next(state)[:max(min(at_once, most - len(state.asked)), 0)]
+                state.asked += [str(plan) for plan in plans]
                 batch |= {str(plan): plan for plan in plans}
                 if not plans:
-                    left.remove(course)
-                    settled(course.budget, len(course.asked))
+                    left.remove(state)
+                    settled(state.budget, len(state.asked))
             self.compile(list(batch.values()))
         done = [tried for tried in self.tried.values() if tried.ok]
         tightest = min(done, key=lambda tried: tried.compiled.allocated_bytes, default=None)
-        return [Outcome(self.best(course.budget), tuple(self.tried[name] for name in dict.fromkeys(course.asked)),
-                        tightest) for course in courses]
+        return [Outcome(self.best(state.budget), tuple(self.tried[name] for name in dict.fromkeys(state.asked)),
+                        tightest) for state in states]
 
-    def _next(self, course: _Course) -> list[Plan]:
+    def _next(self, state: _BudgetState) -> list[Plan]:
         """What is to be compiled next for a budget, cheapest first; none when it is settled."""
-        best = self.best(course.budget)
-        plans = self._better(self.wanted(course.budget), best)
+        best = self.best(state.budget)
+        plans = self._better(self.candidates(state.budget), best)
         if not plans and best is None:
-            return self._better([self.whole(pattern) for pattern in sorted(self._usable())[:1]], best)  # the least
-        if not plans and best is not None and course.checks < MOST_CHECKS and self._open(best, course.budget):
-            course.checks += 1
-            plans = self._better(self.wanted(course.budget, above=self._next_tensor()), best)
+            return self._better([self.whole(pattern) for pattern in sorted(self._usable())[:1]], best)  # fewest bytes
+        if not plans and best is not None and state.checks < MOST_CHECKS and self._worth_a_check(best, state.budget):
+            state.checks += 1
+            plans = self._better(self.candidates(state.budget, above=self._next_tensor()), best)
         return plans
 
     def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
@@ -242,8 +247,8 @@ class Search:
         """Whether the model says what the blocks keep: not of plain autodiff, not of policies without names."""
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
-    def _open(self, best: Tried, budget: float) -> bool:
-        """Whether one tensor more is worth a compile: room is left, or nothing tells yet what a tensor takes of it."""
+    def _worth_a_check(self, best: Tried, budget: float) -> bool:
+        """Whether one tensor more is worth a compile: budget is left, or it is not known yet what a tensor takes."""
         return best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points(_kind(best.plan))) < 2
 
     def _next_tensor(self) -> float:
@@ -253,8 +258,8 @@ class Search:
 
 
 def _kind(plan: Plan) -> tuple[bool, bool]:
-    """Plans of one kind have about the same bytes beside what their blocks keep: several ranges take their parts of
-    the parameters, transfers their buffers."""
+    """The kind of a plan, (several ranges, transfers): plans of one kind allocate about the same bytes for the rest of
+    the step. Several ranges take slices of the parameters, transfers take buffers."""
     return len(plan.ranges) > 1, plan.host_bytes > 0
 
 

@@ -141,7 +141,7 @@ def test_no_point_costs_more_than_a_fixed_policy_or_the_point_before(cost):
                    if search.tried[str(plan)].compiled.allocated_bytes <= budget]
         assert tried.compiled.allocated_bytes <= budget and fitting
         assert paid <= min(getattr(other.compiled, first) for other in fitting)
-        assert paid <= search.paid(search.least_fixed(budget))[0]
+        assert paid <= search.compiled_cost(search.best_fixed(budget))[0]
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
     # Each program once, at most so many together, and every budget was settled.
     flat = [name for names in asked for name in names]
