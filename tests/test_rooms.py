@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "memory", "model", "train")
 CROWDED = 14

@@ -9,6 +9,8 @@ import pytest
 
 from bytescope.train import cli
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "README.md"
 TOP = ("configs", "memory", "model", "tests", "train")

@@ -1,5 +1,6 @@
 """A small training program on fixed tokens, for tests: built from the shipped tiny config."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 
 from bytescope.train.batch import IGNORE
-from bytescope.train.config import load, override
+from bytescope.train.config import as_text, flatten, load, override
 from bytescope.train.data.feed import calls
 from bytescope.train.program import Program, build
 from bytescope.train.step import TrainState
@@ -43,6 +44,26 @@ def fixed_batches(rows: int, length: int, vocab: int, steps: int, masked: float 
         yield {"inputs": tokens[:, :-1], "targets": np.where(hidden, IGNORE, tokens[:, 1:]).astype(np.int32)}
 
 
+# What decides the values of a first state: of these groups all keys, of the others none.
+_DECIDING = ("seed", "model.", "optimizer.", "precision.", "batch.accumulation", "batch.mode", "train.steps")
+
+
+def first_state(program: Program) -> TrainState:
+    """`program.init()`, whose values are the same on every mesh (test_step.py): compiled once for all programs that
+    differ in their layout, remat or loss alone."""
+    keys = {key: value for key, value in flatten(program.config).items()
+            if key.startswith(_DECIDING) and key not in ("model.attention", "model.attention_chunk", "model.mlp_chunk")}
+    values = _first_values(tuple(sorted((key, as_text(value)) for key, value in keys.items())))
+    assert jax.tree.structure(values) == jax.tree.structure(program.state)
+    return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, program.state)
+
+
+@functools.lru_cache(maxsize=64)
+def _first_values(keys: tuple[tuple[str, str], ...]) -> TrainState:
+    """The values of a first state of a config with these keys, on the host."""
+    return jax.device_get(build(small_config(dict(keys)), jax.devices()[:1]).init())
+
+
 def made_state(program: Program) -> TrainState:
     """A first state without a compile: small numbers for matrices, ones for norms, zeros for all else."""
     rng = np.random.default_rng(3)
@@ -58,7 +79,7 @@ def made_state(program: Program) -> TrainState:
 
 def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None) -> np.ndarray:
     """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps]."""
-    state, step, losses = state or program.init(), program.step, []
+    state, step, losses = state or first_state(program), program.step, []
     batches = fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size, steps, masked)
     for host in batches:
         for batch in calls(program, host):

@@ -10,6 +10,8 @@ import pytest
 from bytescope.memory.__main__ import COMMANDS
 from bytescope.train import cli
 
+pytestmark = pytest.mark.quick
+
 
 def test_every_command_is_in_the_overview_once(capsys):
     assert cli.main([]) == cli.main(["--help"]) == 0

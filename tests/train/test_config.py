@@ -9,6 +9,8 @@ from bytescope.train.config import SHIPPED, find_file, flatten, load, override, 
 from bytescope.train.errors import UserError
 from bytescope.train.program import build
 
+pytestmark = pytest.mark.quick
+
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
 
 # The start of a config of one's own.

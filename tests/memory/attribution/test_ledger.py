@@ -9,6 +9,8 @@ from bytescope.memory.attribution import ledger
 from bytescope.memory.records import ROWS, Buffer, Report
 from support import programs
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("strategy", "total"), [("ddp", 16), ("zero1", 4 + 12 / 8), ("zero2", 2 + 14 / 8),
                                                  ("zero3", 16 / 8)])

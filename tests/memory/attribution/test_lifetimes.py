@@ -1,8 +1,12 @@
 """Heap traces by hand: when memory is alive, and what shares it."""
 
+import pytest
+
 from bytescope.memory.attribution.lifetimes import walk
 from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, LogicalBuffer, Program, Trace
 from bytescope.memory.hlo.module import Module
+
+pytestmark = pytest.mark.quick
 
 
 def program(sizes, *traces, colors=None):

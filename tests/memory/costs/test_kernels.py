@@ -9,6 +9,8 @@ from bytescope.memory.costs import kernels
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
 
+pytestmark = pytest.mark.quick
+
 
 def array(*dims, dtype="float32", bits=32, space=0):
     return Shape(dtype, dims, space, None, bits)

@@ -9,6 +9,8 @@ import pytest
 from bytescope.memory.devices import host_memory, limits, platform
 from bytescope.memory.errors import ReportError
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 
 

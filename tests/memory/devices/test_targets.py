@@ -14,6 +14,8 @@ from bytescope.memory.devices import chips, limits, platform, targets, topologie
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
 
+pytestmark = pytest.mark.quick
+
 HAS_CUDA = any(topologies.installed(f"jax_plugins.{name}") for name in topologies.CUDA_PLUGINS)
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 needs_cuda = pytest.mark.oracle("cuda")

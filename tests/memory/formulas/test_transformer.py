@@ -7,6 +7,8 @@ import pytest
 from bytescope.memory.formulas import training_state, transformer
 from bytescope.memory.formulas.transformer import Layout, gpt
 
+pytestmark = pytest.mark.quick
+
 S, V, A100 = 2048, 51200, 312e12
 
 # Korthikanti et al. 2022, table 3 and 5: heads, width, layers, GPUs, batch, seconds with sequence parallelism and

@@ -27,6 +27,8 @@ from bytescope.memory.records import (
 from support import programs
 from support.proto import field
 
+pytestmark = pytest.mark.quick
+
 FUZZ = settings(max_examples=120, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.function_scoped_fixture])
 

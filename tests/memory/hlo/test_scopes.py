@@ -10,6 +10,8 @@ from bytescope.memory.attribution.rules import source_line
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import component_of_code, parse
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(("op_name", "phase", "path", "component", "operation"), [
     ("jit(step)/jvp(blocks)/while/body/closed_call/attention/norm/mul",

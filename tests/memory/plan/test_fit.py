@@ -11,6 +11,8 @@ from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.search import FULL, NONE
 from support.fit_trials import GIB, SEQ, as_json, walk
 
+pytestmark = pytest.mark.quick
+
 PLAIN, HOST = "remat,micro,accumulation", "remat,micro,accumulation,offload"
 NARROW, EVERY = PLAIN + ",precision", HOST + ",precision"
 

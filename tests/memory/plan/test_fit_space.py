@@ -9,6 +9,8 @@ from bytescope.memory.plan import fit_space
 from bytescope.memory.plan.fit_space import LEVERS, SQUEEZES
 from support.fit_trials import FLAT, SEQ
 
+pytestmark = pytest.mark.quick
+
 ALL = frozenset(LEVERS)
 
 

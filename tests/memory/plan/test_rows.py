@@ -15,6 +15,8 @@ from bytescope.memory.records import Buffer, Report, TimelinePoint
 from bytescope.memory.text import compare as compare_text
 from support.rows import GIB, row, some_rows
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def rows():

@@ -11,13 +11,15 @@ from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.hlo.wire import WireError
 from bytescope.memory.profile import breakdown, xplane
 from bytescope.memory.profile.breakdown import divide, host_rows, inmost
-from bytescope.memory.profile.op_scopes import Place, Places
+from bytescope.memory.profile.op_scopes import OpScope, OpScopes
 from bytescope.memory.profile.xplane import Operation, Span, Trace
 from support.proto import field
 
+pytestmark = pytest.mark.quick
+
 PROGRAM = (7, "jit_step")
-PLACES = {"a": Place("forward", "mlp"), "b": Place("backward", "mlp"), "c": Place("backward", "collectives"),
-          "t": Place("other", "transfers"), "w": Place("forward", "loops", opcode="while")}
+PLACES = {"a": OpScope("forward", "mlp"), "b": OpScope("backward", "mlp"), "c": OpScope("backward", "collectives"),
+          "t": OpScope("other", "transfers"), "w": OpScope("forward", "loops", opcode="while")}
 
 
 def operation(name, start, stop, device="0"):
@@ -145,8 +147,8 @@ def gpu_space(proto, named):
 def named(proto):
     """Names of a product of the backward pass's mlp and of a fusion of the forward pass."""
     found = xplane.parse(gpu_space(proto, {"dot": "-", "fusion": "-"}))
-    module = Places(found)._module(PROGRAM)
-    names = {module.place(each): name for name, each in module._named.items() if each.opcode in ("dot", "fusion")}
+    module = OpScopes(found)._module(PROGRAM)
+    names = {module.scope(each): name for name, each in module._named.items() if each.opcode in ("dot", "fusion")}
     backward = next(name for place, name in names.items() if place.phase == "backward" and place.component == "mlp"
                     and place.opcode == "dot")
     forward = next(name for place, name in names.items() if place.phase == "forward" and place.opcode == "fusion"
@@ -161,17 +163,17 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
     found = breakdown.find(xplane.read(xplane.find(tmp_path)))
     # From 500 ps of the update's start to the last copy's end, at 1 ns + 1000 ps.
     assert (found.program, found.steps, found.devices, found.wall) == ("jit_step", (4,), 1, 1500)
-    component = Places(xplane.parse(gpu_space(proto, named))).of((PROGRAM, named["fusion"], "")).component
+    component = OpScopes(xplane.parse(gpu_space(proto, named))).of((PROGRAM, named["fusion"], "")).component
     assert found.cells == {("backward", "mlp"): 600, ("other", "collectives"): 100, ("other", "transfers"): 200,
                            ("forward", component): 100}
     assert (found.busy, found.idle, found.hidden) == (1000, 500, {"collectives": 100, "transfers": 200})
     product = next(row for row in found.instructions if row.name == named["dot"])
-    assert (product.count, product.taken, product.place.opcode) == (2, 600, "dot")
+    assert (product.count, product.taken, product.scope.opcode) == (2, 600, "dot")
     assert [(row.name, row.taken, row.idle) for row in found.host] == [
         ("launch and other", 1100, 100), ("wait_for_data", 400, 400)][::-1]
     assert main(["trace", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "update 4, us an update" in out and "transfers hidden behind compute" in out and named["dot"] in out
+    assert "update 4, us per update" in out and "transfers hidden behind compute" in out and named["dot"] in out
 
 
 def test_operations_without_a_module_are_of_their_own_words():
@@ -220,8 +222,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "text.xplane.pb").write_text("not a trace at all")
     for flags, message in (
             ([str(empty)], "no *.xplane.pb in"), ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
-            ([str(many)], "2 traces in"), ([str(tmp_path / "text.xplane.pb")], "is no trace"),
-            ([str(many / "a.xplane.pb")], "holds nothing that a device ran"),
+            ([str(many)], "2 traces in"), ([str(tmp_path / "text.xplane.pb")], "is not a trace"),
+            ([str(many / "a.xplane.pb")], "holds no work of a device"),
             ([str(empty), "--config.seed=1"], "takes no --config.seed")):
         assert main(["trace", *flags]) == 2
         error = capsys.readouterr().err

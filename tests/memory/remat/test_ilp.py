@@ -11,6 +11,8 @@ from bytescope.memory.remat.ilp import COSTS, Passes, Plan, solve
 from bytescope.memory.remat.patterns import Pattern, Rates, patterns_of, undominated
 from bytescope.model.remat.policies import RematPlan
 
+pytestmark = pytest.mark.quick
+
 NAMES = ("v", "q_rot", "k_rot", "context", "mid", "up", "act", "gate")
 
 # What a plan sets back, lest it contradict.

@@ -10,6 +10,8 @@ from bytescope.memory.remat.ilp import Passes, Plan
 from bytescope.memory.remat.patterns import Rates
 from bytescope.memory.remat.search import CLOSE, FULL, NONE, Compiled, Problem, Search
 
+pytestmark = pytest.mark.quick
+
 MIB = 2**20
 LAYERS = 12
 BASE = 300 * MIB  # of the step beside what blocks keep

@@ -13,6 +13,8 @@ from bytescope.train.data.corpus import Document, ShardFiles, Text, find, texts
 from bytescope.train.errors import UserError
 from support.text_data import write
 
+pytestmark = pytest.mark.quick
+
 
 def names(text):
     return [document.name for document in text.documents]

@@ -14,6 +14,8 @@ from bytescope.train.data.source import open_data
 from bytescope.train.errors import UserError
 from support.text_data import config, save_tokenizer, write
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def text(tmp_path):

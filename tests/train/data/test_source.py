@@ -20,6 +20,8 @@ from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.errors import UserError
 from support.text_data import config, save_tokenizer, write
 
+pytestmark = pytest.mark.quick
+
 
 def numbered(train_tokens=4 * 23 + 1, heldout_tokens=11, seq_len=4, source=TokenSource):
     """Data whose tokens are their own positions, so that every window names itself."""

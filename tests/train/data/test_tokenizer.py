@@ -11,6 +11,8 @@ from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, load_toke
 from bytescope.train.errors import UserError
 from support.text_data import save_tokenizer
 
+pytestmark = pytest.mark.quick
+
 
 @given(st.text())
 def test_bytes_come_back(text):

@@ -11,6 +11,8 @@ from bytescope.train.parallel.liveness import Link
 from bytescope.train.parallel.rendezvous import meet
 from support.ports import free_port
 
+pytestmark = pytest.mark.quick
+
 
 def meet_all(count, timeout=10.0, told=None, present=None):
     """`meet` of several processes in threads; what each got or raised."""

@@ -10,6 +10,8 @@ from bytescope.train.run.metrics import MetricsLog, matmul_parameters, model_flo
 from bytescope.train.run.workdir import Identity, claim, new_workdir
 from support.toy import small_config
 
+pytestmark = pytest.mark.quick
+
 
 def identity(rows=16, data="abc", **changes):
     config = small_config()
@@ -58,7 +60,7 @@ def test_more_steps_need_extend(tmp_path):
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("dear")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="does not hold a run"):
         claim(tmp_path, identity(), extend=False)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
