@@ -1,14 +1,15 @@
 """Predicted against measured peak over configs x policies x precisions x accumulation, on the card at hand.
 
     python tests/gpu/accuracy.py    # 42 rows, about 25 minutes on one H200; Ctrl-C, and again: it resumes
-    python tests/gpu/accuracy.py --calibrate            # what is there already, and the lines for attribution/runtime_overheads.py
+    python tests/gpu/accuracy.py --calibrate            # what is there already, and the lines that calibrate the tables
     python tests/gpu/accuracy.py --grid=short           # 8 rows
     python tests/gpu/accuracy.py --configs=llama_1b --policies=full,dots --precisions=bf16 --accumulations=1,4,4:scan
     python tests/gpu/accuracy.py --compile-only --target=h200        # the same table without a card, nothing measured
 
 Each row compiles, predicts and runs two updates on random tokens in a process of its own. Columns, in GiB: what the
-compiler counts; that with the items of attribution/runtime_overheads.py in the allocator's pool; the allocator's peak; the error of
-the prediction in per cent of the measured; what the card holds outside the pool, by NVML, in MiB; the verdict at 2 %.
+compiler counts; that with the items of memory/attribution/runtime_overheads.py in the allocator's pool; the allocator's
+peak; the error of the prediction in per cent of the measured; what the card holds outside the pool, by NVML, in MiB;
+the verdict at 2 %.
 Exit code 1 when a row that was measured is off by more, or failed. On a CPU the grid is `cpu`, the measured figure is
 what the process grew by, and nothing is judged.
 """
@@ -97,8 +98,8 @@ def _residual(answer: Mapping[str, Any], of: str) -> int | None:
 
 
 def calibrate(answers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the measured rows say of attribution/runtime_overheads.py: median and range of each item, how the residual goes with the
-    items' own figures (least squares), and the line to put into the table."""
+    """What the measured rows say of the runtime's overheads: median and range of each item, how the residual goes with
+    the items' own figures (least squares), and the line to put into memory/devices/chips.py."""
     lines = []
     for name, ask in ITEMS.items():
         seen = [size for size in map(ask, answers) if size is not None]

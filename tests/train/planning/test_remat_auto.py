@@ -60,7 +60,8 @@ def test_unrolled_layers_with_room_make_nothing_again(plain):
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"remat.budget": "0"}, "remat.budget=0: a device has"),
-    ({"remat.budget": "-3GiB"}, "remat.budget: '-3GiB' is not a valid size"), ({"remat.budget": "x"}, "'x' is not a valid size"),
+    ({"remat.budget": "-3GiB"}, "remat.budget: '-3GiB' is not a valid size"),
+    ({"remat.budget": "x"}, "'x' is not a valid size"),
     ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
     ({"remat.cost": "dollars"}, "remat.cost"), ({"remat.granularity": "parts"}, "set remat.granularity=block"),
     ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto")])
@@ -101,7 +102,8 @@ def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
 def test_ranges_copy_no_parameters():
     """Two ranges under one policy hold what one does; split stacks would be a copy of all layers' parameters."""
     shape = {**WIDE_GPU, "batch.micro": 1, "model.d_ff": 4096, "data.seq_len": 256, "remat.policy": "full"}
-    one, two = (compile_described("h100", {**shape, "remat.layers": layers}) for layers in ("()", "(0-2:full,2-4:full)"))
+    ranges = ("()", "(0-2:full,2-4:full)")
+    one, two = (compile_described("h100", {**shape, "remat.layers": layers}) for layers in ranges)
     copied = 4 * (2 * 512 * 512 + 2 * 512 * 512 + 3 * 512 * 4096) * 2  # bytes of all layers' matrices in bfloat16
     assert two.stats.temp_bytes - one.stats.temp_bytes < copied / 4
 
