@@ -51,6 +51,6 @@ def prediction(report: records.Report) -> dict | None:
     return found.to_json() if found else None
 
 
-def to_json(found: breakdown.Spent, predicted: dict | None) -> dict:
+def to_json(found: breakdown.Breakdown, predicted: dict | None) -> dict:
     """The breakdown as a JSON object, with `predicted_seconds` per update, null where not known."""
     return {**found.to_json(), "predicted_seconds": predicted["total"] * found.calls if predicted else None}

@@ -1,9 +1,9 @@
 """Gives a profiler's files the scope names of the program that they are of.
 
-XLA writes the name of its instruction on what a CPU or a GPU runs, not the operation in JAX's words. Here every such
-event of a trace gets it (`tf_op`, as TPUs have it): for a CPU in the *.xplane.pb, on the event's kind, where XProf and
-TensorBoard show it; for a device of its own they find it in the HloProto by themselves. In Perfetto's JSON it stands on
-the event, with phase and component. Times and all else stay.
+XLA writes the name of its instruction on what a CPU or a GPU runs, not JAX's op_name. Here every such event of a trace
+gets it (`tf_op`, as TPUs have it): for a CPU in the *.xplane.pb, on the event's kind, where XProf and TensorBoard show
+it; for an accelerator they find it in the HloProto by themselves. In Perfetto's JSON it stands on the event, with phase
+and component. Times and all else stay.
 """
 
 from __future__ import annotations
@@ -16,48 +16,51 @@ from pathlib import Path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.wire import Span, WireError
-from bytescope.memory.profile.op_scopes import Place, Places
+from bytescope.memory.profile.op_scopes import OpScope, OpScopes
 from bytescope.memory.profile.xplane import CALLS, Trace, is_host
 
 PERFETTO = "perfetto_trace.json.gz"
 _OP = "tf_op"
-# A number for the name of the stat that no other has: the profiler counts from 1.
+# An id for the stat's name that no other stat has: the profiler counts from 1.
 _STAT = 1 << 40
 
 
 def name(path: Path, trace: Trace) -> None:
-    """Rewrites a trace's *.xplane.pb, and Perfetto's file beside it where there is one, with names of scopes.
+    """Rewrites a trace's *.xplane.pb, and Perfetto's file in the same folder where there is one, with names of scopes.
 
     Raises ReportError where they cannot be written.
     """
-    places = Places(trace)
-    named: dict[str, tuple[str, Place]] = {}
+    op_scopes = OpScopes(trace)
+    named: dict[str, tuple[str, OpScope]] = {}
     for operation in trace.operations:
-        if operation.program[1] == places.main and operation.name and operation.name not in named:
+        if operation.program[1] == op_scopes.main and operation.name and operation.name not in named:
             key = (operation.program, operation.name, operation.op_name)
-            named[operation.name] = places.op_name(key), places.of(key)
+            named[operation.name] = op_scopes.op_name(key), op_scopes.of(key)
     try:
         path.write_bytes(with_names(path.read_bytes(), {op: text for op, (text, _) in named.items() if text}))
-        beside = path.parent / PERFETTO
-        if beside.is_file():
-            _perfetto(beside, named, places.main)
+        perfetto = path.parent / PERFETTO
+        if perfetto.is_file():
+            _perfetto(perfetto, named, op_scopes.main)
     except (OSError, WireError, ValueError) as error:
         raise ReportError(f"cannot write names into {path.parent}: {error}") from error
 
 
 def with_names(data: bytes, names: Mapping[str, str]) -> bytes:
-    """A serialized XSpace with a stat `tf_op` on each kind of the host's events that is named as one of `names`."""
+    """A serialized XSpace with a stat `tf_op` on each kind of the host's events that is in `names`.
+
+    `names`: name of an event -> op_name. Raises WireError for other bytes.
+    """
     out = []
     for field, value in wire.fields(data, (0, len(data))):
         if isinstance(value, int):  # XSpace has messages and strings alone
-            raise WireError("no trace")
+            raise WireError("not a trace")
         body = data[value[0]:value[1]]
         out.append(_field(field, _plane(data, value, body, names) if field == 1 else body))
     return b"".join(out)
 
 
 def _plane(data: bytes, span: Span, body: bytes, names: Mapping[str, str]) -> bytes:
-    """A plane with more entries in its maps: of those with the same key readers take the last."""
+    """A plane with more entries in its maps: of entries with the same key readers take the last."""
     title, added = "", []
     for field, value in wire.fields(data, span):
         if field == 2:
@@ -91,14 +94,14 @@ def _varint(value: int) -> bytes:
     return bytes(out) + bytes([value])
 
 
-def _perfetto(path: Path, named: Mapping[str, tuple[str, Place]], main: str) -> None:
+def _perfetto(path: Path, named: Mapping[str, tuple[str, OpScope]], main: str) -> None:
     """The same for Perfetto's JSON."""
     with gzip.open(path, "rt") as file:
         found = json.load(file)
     for event in found.get("traceEvents", ()):
         arguments = event.get("args", {})
-        text, place = named.get(str(arguments.get("hlo_op", "")).rsplit(CALLS, 1)[-1], ("", None))
-        if place and arguments.get("hlo_module", main) == main:
-            arguments.update({_OP: text, "phase": place.phase, "component": place.component})
+        text, scope = named.get(str(arguments.get("hlo_op", "")).rsplit(CALLS, 1)[-1], ("", None))
+        if scope and arguments.get("hlo_module", main) == main:
+            arguments.update({_OP: text, "phase": scope.phase, "component": scope.component})
     with gzip.open(path, "wt", compresslevel=3) as file:
-        file.write(json.dumps(found, separators=(",", ":")))  # at once: json.dump takes many times as long
+        file.write(json.dumps(found, separators=(",", ":")))  # in one piece: json.dump takes many times as long

@@ -2,9 +2,10 @@
 
 At every moment of a device each of its running instructions has the same share of the moment, so that all shares add
 up to the time in which anything ran (`busy`), on however many threads or streams; busy and idle add up to the wall
-time, from the start of the first traced update to the end of the last thing that it did. Collectives take a moment only
-when nothing is computed, transfers only when no collective runs either, and a loop only when nothing in it runs: what
-they ran beside is `hidden`. A CPU's product on several threads is one instruction, and counts once.
+time, from the start of the first traced update to the end of the last. A moment counts for collectives only when
+nothing is computed, for transfers only when no collective runs either, and for a loop only when nothing in it runs:
+the time of collectives and transfers that others overlap is `hidden`. A CPU's product on several threads is one
+instruction, and counts once.
 
 `memory.profile.op_scopes` tells what an instruction is of. Times are picoseconds.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError
@@ -25,8 +26,8 @@ from bytescope.memory.profile.op_scopes import (
     TRANSFER,
     TRANSFERS,
     Key,
-    Place,
-    Places,
+    OpScope,
+    OpScopes,
     key_of,
     priority,
 )
@@ -35,25 +36,26 @@ from bytescope.memory.records import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12
-# Work of the host that no update waits for otherwise: a run does it between updates.
+# Work of the host between updates, which is not part of any.
 PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
-_BESIDE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
+# Priority and component of what can be hidden behind others.
+_HIDEABLE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instructions:
-    """All runs of one instruction: its share of time on all devices, and how often it ran there."""
+    """All runs of one instruction: its share of time on all devices in picoseconds, and how often it ran there."""
 
     name: str
-    place: Place
+    scope: OpScope
     taken: int
     count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRow:
-    """Work of the host: its time without what it called that has a row of its own, and `idle`, the mean over the
-    devices of what they idled meanwhile."""
+    """Work of the host in picoseconds: its time without what it called that has a row of its own, and `idle`, the time
+    that the devices were idle meanwhile, their mean."""
 
     name: str
     taken: int
@@ -62,10 +64,16 @@ class HostRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
-    """Times in picoseconds. `wall` is the same for every device; `cells` (phase, component), `hidden` (component) and
-    `instructions` are summed over `devices`. `calls`: of the program for one update; `paused`: of `wall`,
-    in evaluations and checkpoints. Longest instructions first."""
+class Breakdown:
+    """Where the time of traced updates went; times in picoseconds.
+
+    Fields:
+        program: the main one. steps: numbers of the traced updates. devices: how many ran it.
+        wall: from the first update's start to the last one's end, the same for every device.
+        cells: (phase, component) -> time; hidden: component -> time that others overlap; instructions: the longest
+            first; all three summed over the devices.
+        host: rows of the host's work. calls: of the program per update. paused: evaluations and checkpoints, of `wall`.
+    """
 
     program: str
     steps: tuple[int, ...]
@@ -85,7 +93,7 @@ class Spent:
 
     @property
     def updates(self) -> int:
-        """Over how many updates the times are; a trace without numbered steps is one."""
+        """How many updates the times are of; a trace without numbered steps counts as one."""
         return len(self.steps) or 1
 
     @property
@@ -99,11 +107,12 @@ class Spent:
         return self.devices * self.wall - self.busy
 
     def seconds(self, taken: int) -> float:
-        """Seconds of one update and device, of a time summed over updates and devices."""
+        """Seconds per update and device of a time in picoseconds that is summed over both."""
         return taken * PICO / (self.updates * self.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds of one update and device: `cells` by phase and component, `busy`, `idle`, and `total`, their sum."""
+        """JSON values, seconds per update and device: `cells` by phase and component, `busy`, `idle`, and `total`, the
+        sum of these two."""
         return {
             "program": self.program, "steps": list(self.steps), "devices": self.devices,
             "calls_per_update": self.calls, "total": self.wall * PICO / self.updates,
@@ -114,13 +123,13 @@ class Spent:
             "hidden": {name: self.seconds(taken) for name, taken in self.hidden.items()},
             "host": [{"name": row.name, "seconds": row.taken * PICO / self.updates,
                       "device_idle_seconds": row.idle * PICO / self.updates, "count": row.count} for row in self.host],
-            "instructions": [{"name": row.name, **dataclasses.asdict(row.place), "seconds": self.seconds(row.taken),
+            "instructions": [{"name": row.name, **dataclasses.asdict(row.scope), "seconds": self.seconds(row.taken),
                               "count": row.count} for row in self.instructions]}
 
 
-def find(trace: Trace) -> Spent:
+def find(trace: Trace) -> Breakdown:
     """Where the time of a trace went. Raises ReportError for one in which no device ran anything."""
-    places = Places(trace)
+    op_scopes = OpScopes(trace)
     steps = [span for span in trace.spans if span.step is not None]
     start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
     stop = max([op.stop for op in trace.operations] + [span.stop for span in steps], default=0)
@@ -129,41 +138,41 @@ def find(trace: Trace) -> Spent:
         if operation.stop > start:
             by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
     if not by_device:
-        raise ReportError("the trace holds nothing that a device ran: trace some updates, with a profiler that the "
-                          "device's driver lets read its counters")
+        raise ReportError("the trace holds no work of a device: trace some updates, on a machine whose driver lets the "
+                          "profiler read the device's counters")
     taken, idle, hidden, counts = Counter(), {}, Counter(), Counter()
     for device, operations in by_device.items():
-        shares, idle[device], beside = divide(operations, places.of, start, stop)
+        shares, idle[device], overlapped = divide(operations, op_scopes.of, start, stop)
         taken.update(shares)
-        hidden.update(beside)
+        hidden.update(overlapped)
         counts.update(map(key_of, operations))
-    rows = sorted((Instructions(key[1], places.of(key), taken[key], counts[key]) for key in counts),
+    rows = sorted((Instructions(key[1], op_scopes.of(key), taken[key], counts[key]) for key in counts),
                   key=lambda row: (-row.taken, row.name))
     cells = Counter()
     for row in rows:
-        cells[row.place.phase, row.place.component] += row.taken
+        cells[row.scope.phase, row.scope.component] += row.taken
     numbers = tuple(sorted({span.step for span in steps}))
-    calls = max((counts[key] for key in counts if places.runs_once(key)), default=1)
-    return Spent(places.main, numbers, len(by_device), stop - start, dict(cells), tuple(rows),
+    calls = max((counts[key] for key in counts if op_scopes.runs_once(key)), default=1)
+    return Breakdown(op_scopes.main, numbers, len(by_device), stop - start, dict(cells), tuple(rows),
                  tuple(host_rows(trace.spans, idle.values(), start, stop)), dict(hidden),
                  max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
                  sum(max(min(span.stop, stop) - max(span.start, start), 0)
                      for span in trace.spans if span.name in PAUSES))
 
 
-def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -> tuple[
+def divide(operations: Iterable[Operation], scope_of: Callable[[Key], OpScope], start: int, stop: int) -> tuple[
         Counter[Key], list[tuple[int, int]], Counter[str]]:
-    """Divides the moments from `start` to `stop` of one device between what ran in them.
+    """Divides the moments from `start` to `stop` of one device, in picoseconds, between what ran in them.
 
-    Returns instruction -> its share, the intervals in which nothing ran, and component -> what it ran beside others
-    that took the moment. The shares and the intervals add up to `stop - start` exactly.
+    Returns instruction -> its share, the intervals in which nothing ran, and component -> time in which it ran but the
+    moment counted for others. The shares and the intervals add up to `stop - start` exactly.
     """
     edges = []
     for number, operation in enumerate(operations):
         if operation.stop <= operation.start:
             continue
         key = key_of(operation)
-        rank = priority(place(key))
+        rank = priority(scope_of(key))
         edges += [(operation.start, 1, number, rank, key), (operation.stop, 0, number, rank, key)]
     edges.sort(key=lambda edge: edge[:3])
     running: list[dict[int, Key]] = [{} for _ in range(ENCLOSING + 1)]
@@ -175,8 +184,8 @@ def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -
                 idle.append((since, at))
             else:
                 _share(shares, first.values(), at - since)
-            for beside, component in _BESIDE:
-                if running[beside] and running[beside] is not first:
+            for group, component in _HIDEABLE:
+                if running[group] and running[group] is not first:
                     hidden[component] += at - since
             since = at
         if begins:
@@ -187,33 +196,37 @@ def divide(operations: Iterable[Operation], place: Any, start: int, stop: int) -
 
 
 def _share(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
-    """Gives each the same whole number of picoseconds, the first ones what is left over."""
+    """Gives each the same whole number of picoseconds, and the first ones one more of what is left over."""
     keys = list(keys)
     each, rest = divmod(taken, len(keys))
-    for place, key in enumerate(keys):
-        shares[key] += each + (place < rest)
+    for number, key in enumerate(keys):
+        shares[key] += each + 1 if number < rest else each
 
 
 def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:
-    """Rows of the host's annotated work between `start` and `stop`, longest first, and the rest of that time."""
+    """Rows of the host's annotated work between `start` and `stop`, longest first, and the rest of that time.
+
+    `idle`: of each device the intervals in which it ran nothing.
+    """
     idle = list(idle)
     by_thread = defaultdict(list)
     for span in spans:
         if span.name.startswith(HOST) and span.stop > start:
             by_thread[span.thread].append(span)
-    taken, beside, counts = Counter(), Counter(), Counter()
+    taken, device_idle, counts = Counter(), Counter(), Counter()
     for mine in by_thread.values():
         counts.update(span.name for span in mine)
         for name, begin, end in inmost(mine):
             begin, end = max(begin, start), min(end, stop)
             taken[name] += max(end - begin, 0)
-            beside[name] += sum(_overlap(gaps, begin, end) for gaps in idle) // max(len(idle), 1)
-    rows = [HostRow(name.removeprefix(HOST), time, beside[name], counts[name]) for name, time in taken.most_common()]
+            device_idle[name] += sum(_overlap(gaps, begin, end) for gaps in idle) // max(len(idle), 1)
+    rows = [HostRow(name.removeprefix(HOST), time, device_idle[name], counts[name])
+            for name, time in taken.most_common()]
     rest = stop - start - sum(taken.values())
     if not rows or rest < 0:  # no annotations, or several threads at once
         return rows
     gaps = sum(high - low for found in idle for low, high in found) // max(len(idle), 1)
-    return [*rows, HostRow("launch and other", rest, gaps - sum(beside.values()), 0)]
+    return [*rows, HostRow("launch and other", rest, gaps - sum(device_idle.values()), 0)]
 
 
 def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
@@ -234,4 +247,5 @@ def inmost(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, stop: int) -> int:
+    """Picoseconds of the intervals `gaps` that lie between `start` and `stop`."""
     return sum(max(min(high, stop) - max(low, start), 0) for low, high in gaps)

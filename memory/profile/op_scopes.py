@@ -1,8 +1,8 @@
 """What an instruction of a trace is of: its phase and component, by the compiled modules in the trace itself.
 
-An instruction is what the module says of it by name; a kernel that no name joins to the module, as inside of a CUDA
-graph, is joined by its own. A fusion is of the phase and component of its root. What is the compiler's own, and has no
-name of JAX, is of what made its operands, or else reads it.
+An instruction is looked up in its module by name; a kernel whose event has no instruction's name, as inside of a CUDA
+graph, is looked up by its own. A fusion has the phase and component of its root. What the compiler added, without a
+name of JAX, has those of what made its operands, or else of what reads it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """What an instruction is of: phase, component in the words of the report, scopes joined by "/", opcode.
+class OpScope:
+    """What an instruction is of.
 
-    phase: forward, recompute, backward, optimizer or other.
+    phase: of `records.STEP_PHASES`, or other. component: in the words of the report. path: scopes joined by "/".
     """
 
     phase: str = OTHER
@@ -45,16 +45,16 @@ Key = tuple[tuple[int | None, str], str, str]
 
 
 def key_of(operation: Operation) -> Key:
-    """What runs of one instruction have in common: program, instruction, op_name; a kernel's own name for none."""
+    """What all runs of one instruction have in common: program, instruction (else the kernel's name), op_name."""
     return operation.program, operation.name or operation.kernel, operation.op_name
 
 
-class Places:
-    """Tells what instructions are of, by the modules in the trace; `main`: the program that ran longest."""
+class OpScopes:
+    """Looks up what instructions are of, in the modules of the trace; `main`: the program that ran longest."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self._known: dict[Key, Place] = {}
+        self._known: dict[Key, OpScope] = {}
         self._modules: dict[Any, _Module | None] = {}
         lengths: Counter[str] = Counter()
         for operation in trace.operations:
@@ -62,41 +62,41 @@ class Places:
         named = [name for name, _ in lengths.most_common() if name]
         self.main = named[0] if named else ""
 
-    def of(self, key: Key) -> Place:
-        """The place of an instruction; where no module knows it, what its op_name or its kernel tells."""
+    def of(self, key: Key) -> OpScope:
+        """The scope of an instruction; where no module has it, what its op_name or its kernel tells."""
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
 
     def op_name(self, key: Key) -> str:
-        """The operation in JAX's words: that of the instruction, else of what `place` was found by; "" for none."""
+        """The op_name of an instruction by its module, else the event's own; "" for none."""
         module = self._module(key[0])
         found = module.instruction(key[1]) if module else None
         return module.op_name(found) if found else key[2]
 
     def runs_once(self, key: Key) -> bool:
-        """Whether an instruction of the main program runs once a call: it is in no loop and no branch."""
+        """Whether an instruction of the main program runs once per call: it is in no loop and no branch."""
         module = self._module(key[0])
         found = module.instruction(key[1]) if module and key[0][1] == self.main else None
         return found is not None and found.computation == module.look.module.entry
 
-    def _find(self, key: Key) -> Place:
+    def _find(self, key: Key) -> OpScope:
         program, name, op_name = key
         module = self._module(program)
         found = module.instruction(name) if module else None
         if program[1] and program[1] != self.main:
-            return Place(OTHER, OTHER_PROGRAMS, program[1], found.opcode if found else "")
+            return OpScope(OTHER, OTHER_PROGRAMS, program[1], found.opcode if found else "")
         if found:
-            return module.place(found)
+            return module.scope(found)
         if _COLLECTIVE_KERNEL.search(name):
-            return Place(OTHER, COLLECTIVES)
+            return OpScope(OTHER, COLLECTIVES)
         if _TRANSFER_KERNEL.search(name):
-            return Place(OTHER, TRANSFERS)
+            return OpScope(OTHER, TRANSFERS)
         scope = scopes.parse(op_name)
-        return Place(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
+        return OpScope(scope.phase or OTHER, scope.component or OTHER, "/".join(scope.path))
 
     def _module(self, program: tuple[int | None, str]) -> _Module | None:
-        """The module of a program: by its number; a kernel that tells no program is sought in the main one."""
+        """The module of a program, by its number; a kernel that names no program is looked up in the main one."""
         if program not in self._modules:
             number, name = program
             known = self.trace.programs
@@ -120,12 +120,12 @@ class _Module:
         """An instruction by its name, or by that of its kernel, which has no dots and dashes."""
         return self._named.get(name) or self._kernels.get(_plain(name))
 
-    def place(self, instruction: Instruction) -> Place:
+    def scope(self, instruction: Instruction) -> OpScope:
         """What an instruction is of."""
         look, opcode = self.look, instruction.opcode
         scope = look.scope(instruction)
         named = "/" in look.module.metadata(instruction).op_name
-        if not named:  # the compiler's own: of what made its operands, or reads it
+        if not named:  # added by the compiler: what made its operands, or reads it, tells
             scope = look.best_named(instruction, ())[2]
         phase = "optimizer" if "optimizer" in scope.path else look.phase(scope, instruction)
         component = scope.component or OTHER
@@ -135,10 +135,10 @@ class _Module:
             component = COLLECTIVES
         elif not named and self._copies(instruction):
             component = COPIES
-        return Place(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
+        return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
 
     def op_name(self, instruction: Instruction) -> str:
-        """What JAX named an instruction, or else what stands nearest to it."""
+        """The op_name of an instruction, or else of the nearest one that has a name."""
         own = self.look.module.metadata(instruction).op_name
         return own if "/" in own else self.look.best_named(instruction, ())[1].op_name
 
@@ -150,11 +150,12 @@ class _Module:
         return instruction.opcode in _COPYING
 
 
-def priority(place: Place) -> int:
-    """Who takes a moment that several run in: the first of compute, collectives, transfers, what encloses others."""
-    if place.opcode in _ENCLOSING:
+def priority(scope: OpScope) -> int:
+    """Which of several instructions a moment counts for: compute first, then collectives, transfers, and what
+    encloses others."""
+    if scope.opcode in _ENCLOSING:
         return ENCLOSING
-    return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(place.component, COMPUTE)
+    return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)
 
 
 def _plain(name: str) -> str:

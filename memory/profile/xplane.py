@@ -1,12 +1,12 @@
 """A profiler's trace -> records: what ran on each device and when, and what the host did meanwhile.
 
-Read is the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto), with no jax: the
+It reads the `*.xplane.pb` that `jax.profiler` writes (XSpace, tsl/profiler/protobuf/xplane.proto), with no jax: the
 format is the same in all its versions. Where operations stand in it:
 
-- CPU: on the host's plane, one line a thread; events with the stats `hlo_op`, `hlo_module`, `program_id` and
+- CPU: on the host's plane, one line per thread; events with the stats `hlo_op`, `hlo_module`, `program_id` and
   `device_ordinal`. A result that comes later than its call returns ends at the event "end: ..." of its flow. Seen
   with jax 0.10.2, 0.11.2 and 0.12.0.
-- GPU: on planes "/device:GPU:0", one line a stream; events are kernels and copies, with `hlo_op` (scopes of several
+- GPU: on planes "/device:GPU:0", one line per stream; events are kernels and copies, with `hlo_op` (scopes of several
   calls joined by "::", the inmost last) and `hlo_module`. Read in XLA's sources, not seen on a card.
 - TPU: on planes "/device:TPU:0", line "XLA Ops", whose events carry the instruction's name. Read, not seen.
 
@@ -26,7 +26,7 @@ from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.wire import Span as Bytes
 from bytescope.memory.hlo.wire import WireError
 
-# Annotations (jax.profiler.TraceAnnotation) whose names begin so are work of the host that a breakdown tells.
+# Annotations (jax.profiler.TraceAnnotation) whose names begin so are work of the host that a breakdown lists.
 HOST = "host/"
 SUFFIX = ".xplane.pb"
 _METADATA, _HOST_PLANE, _DEVICE = "/host:metadata", "/host:", "/device:"
@@ -39,7 +39,7 @@ _DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
 class Operation:
     """One run of an instruction on a device; times in picoseconds on the trace's clock.
 
-    name: the HLO instruction's, "" for a kernel or copy that tells none; kernel: the event's own name; program:
+    name: the HLO instruction's, "" for a kernel or copy without one; kernel: the event's own name; program:
     (id of the program, name of its module), None and "" where unknown; op_name: what JAX named it, mostly "".
     """
 
@@ -85,7 +85,7 @@ def find(place: str | Path) -> Path:
         raise ReportError(f"no *{SUFFIX} in {place}: bytescope train --profile=3 writes one, as jax.profiler does")
     newest = [path for path in found if path.parent == found[-1].parent]
     if len(newest) > 1:
-        raise ReportError(f"{len(newest)} traces in {newest[0].parent}, one a process: name one, such as {newest[0]}")
+        raise ReportError(f"{len(newest)} traces in {newest[0].parent}, one per process: name one, such as {newest[0]}")
     return newest[0]
 
 
@@ -98,7 +98,7 @@ def read(path: str | Path) -> Trace:
     try:
         return parse(data)
     except WireError as error:
-        raise ReportError(f"{path} is no trace ({error}): give a *{SUFFIX}") from error
+        raise ReportError(f"{path} is not a trace ({error}): give a *{SUFFIX}") from error
 
 
 def is_host(plane: str) -> bool:
