@@ -7,7 +7,7 @@ from typing import Any
 
 from bytescope.memory.pages.elements import Cell, Table, size, table
 from bytescope.memory.records import Collective, Communication, Report, Transfer
-from bytescope.memory.text.report import meanwhile, over
+from bytescope.memory.text.report import over, overlapped_by
 
 # Collectives that the page lists; the JSON has all.
 MAX_COLLECTIVES = 60
@@ -51,7 +51,7 @@ def each(found: Sequence[Collective]) -> Table:
         ("times", "num", lambda item: f"{item.times:,}"),
         ("on the wire", "num", lambda item: size(item.times * item.wire_bytes)),
         ("in flight", "num", lambda item: size(item.in_flight_bytes)),
-        ("overlapped by", "num", meanwhile),
+        ("overlapped by", "num", overlapped_by),
         ("where", "text why", lambda item: "/".join(filter(None, (item.phase, item.module or item.component)))),
     )
     return table(columns, sorted(found, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])

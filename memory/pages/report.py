@@ -24,7 +24,7 @@ from bytescope.memory.pages.elements import (
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report_data import page_data
 from bytescope.memory.records import METHODS, Report
-from bytescope.memory.text.report import beyond, roofline
+from bytescope.memory.text.report import overheads, roofline
 from bytescope.memory.units import human
 
 # Verdict -> its mark and its words.
@@ -89,7 +89,7 @@ def _extra_lines(report: Report) -> list[str]:
     elsewhere = [f"{human(count)} {place}" for place, count in
                  (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes)) if count]
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
-    return [line for line in (others, beyond(report), roofline(report)) if line]
+    return [line for line in (others, overheads(report), roofline(report)) if line]
 
 
 def _ledger(report: Report) -> Table | None:

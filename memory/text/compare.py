@@ -1,4 +1,4 @@
-"""A comparison on the terminal: one line a row, within 100 columns."""
+"""A comparison on the terminal: one line per row, within 100 columns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from bytescope.memory.units import human
 NAME = 24  # columns for the value of a key
 
 
-def broken(text: str, width: int = NAME) -> str:
-    """A value in lines of `width`, broken behind commas and before a plus: names decide which policy it is."""
+def wrapped(text: str, width: int = NAME) -> str:
+    """A value in lines of `width` columns, wrapped after commas and before a plus: it is never cut off, since the names
+    decide which policy it is."""
     out = [""]
     for part in re.findall(r"[^,+]+,?|[,+][^,+]*,?", text):
         if out[-1] and len(out[-1]) + len(part) > width:
@@ -31,8 +32,8 @@ def _measured(key: str) -> Callable[[Row], Any]:
     return lambda row: (row.measured or {}).get(key)
 
 
-# Title, what of a row, how it is written ("" for bytes in the table's unit), and its rank: where a table is
-# too wide, columns of high rank are left to the JSON.
+# Title, figure of a row, format ("" for bytes in the table's unit), and rank: where a table is too wide, columns of
+# high rank are left to the JSON.
 COLUMNS = (
     ("peak", lambda row: row.peak_bytes, "", 3),
     ("alloc", lambda row: row.allocated_bytes, "", 0),
@@ -50,7 +51,7 @@ COLUMNS = (
 
 
 def verdict(row: Row) -> tuple[str, str]:
-    """(word, style) for a row."""
+    """(word, style) for a row: fits, exceeds, ok without a limit, failed."""
     if not row.ok:
         return "failed", "red"
     return {True: ("fits", "green"), False: ("exceeds", "red"), None: ("ok", "")}[row.fits]
@@ -68,7 +69,7 @@ def render(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str
     keys = varying(rows)
     unit, size = unit_of(rows)
     cells = {title: [_cell(read(row), form, size) for row in rows] for title, read, form, _ in COLUMNS}
-    names = {key: [broken(value_text(row, key)) for row in rows] for key in keys}
+    names = {key: [wrapped(value_text(row, key)) for row in rows] for key in keys}
     titles, left_out = _fitting(cells, names)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for key in keys:
@@ -109,34 +110,38 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, left_out: Seque
     if any(row.pareto for row in rows):
         timed = any(row.measured for row in rows)
         other = "step time" if timed else "recomputation"
-        out.append(Text(f"★ no other of the same task has fewer bytes at no more {other}", style="dim"))
+        out.append(Text(f"★ Pareto-optimal: no other row of the same task has fewer bytes at no more {other}",
+                        style="dim"))
     if left_out:
         out.append(Text(f"only in --json and --html: {', '.join(left_out)}", style="dim"))
     winner = best(rows)
     if tasks > 1:
-        out.append(Text("bold: the best that fits of each task", style="dim"))
+        out.append(Text("bold: the best of each task that fits", style="dim"))
     if winner is not None:
-        words = "of all, recomputing or taking least:" if tasks > 1 else "best that fits:"
+        words = "best of all tasks that fits:" if tasks > 1 else "best that fits:"
         command = flags(winner) or "as configured"
-        apart = len(words) + len(command) >= WIDTH
+        separator = "\n  " if len(words) + len(command) >= WIDTH else " "
         # In one line, however long: it is there to be copied.
-        out.append(Text.assemble((words, "bold"), "\n  " if apart else " ", (command, "bold green"),
+        out.append(Text.assemble((words, "bold"), separator, (command, "bold green"),
                                  no_wrap=True, overflow="ignore"))
     elif any(row.ok for row in rows):
         out.append(Text("none of these fits", style="bold red"))
     if missing:
-        out.append(Text(f"stopped: {missing} combinations left; the same command goes on from here", style="yellow"))
+        out.append(Text(f"stopped: {missing} combinations left; run the same command to continue", style="yellow"))
     return out
 
 
 def _cell(value: Any, form: str, size: int) -> str:
+    """A figure in its format, or as bytes in units of `size`; "" for None."""
     if value is None:
         return ""
-    return form.format(value) if form else f"{value / size:.2f}" if size > 1 else str(value)
+    if form:
+        return form.format(value)
+    return f"{value / size:.2f}" if size > 1 else str(value)
 
 
 def _fitting(cells: Mapping[str, Sequence[str]], names: Mapping[str, Sequence[str]]) -> tuple[list[str], list[str]]:
-    """(titles of columns that hold something and have room, titles of those that have none)."""
+    """(titles of columns that hold something and fit, titles of those that do not fit)."""
     rank = {title: order for title, _, _, order in COLUMNS}
     shown = [title for title, texts in cells.items() if any(texts)]
     width = {title: max(map(len, [title, *cells[title]])) + 2 for title in shown}

@@ -16,7 +16,7 @@ _SHOWN = 20
 
 
 def render(before: Report, after: Report, changes: Iterable[Change]) -> RenderableType:
-    """A table for the terminal: totals, changed categories and residuals, the buffers that changed most."""
+    """The table: totals, changed categories and residuals, and the 20 buffers that changed most."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for name, justify in (("", "left"), ("", "left"), ("before", "right"), ("after", "right"),
                           ("change", "right"), ("%", "right")):
@@ -26,10 +26,16 @@ def render(before: Report, after: Report, changes: Iterable[Change]) -> Renderab
         buffers += change.kind == "buffer"
         if buffers > _SHOWN:
             break
-        style = "red" if change.growth > 0 else "green" if change.growth < 0 else "dim"
         percent = "new" if change.percent == float("inf") else f"{change.percent:+.1f}"
-        table.add_row(change.kind, change.name, human(change.before), human(change.after),
-                      Text(f"{'+' if change.growth > 0 else ''}{human(change.growth)}", style=style), percent)
+        table.add_row(change.kind, change.name, human(change.before), human(change.after), _growth(change.growth),
+                      percent)
     versions = (f"{name} {old} -> {new}" for name, old, new in version_changes(before, after))
     table.caption = "; ".join(versions) or None
     return table
+
+
+def _growth(size: int) -> Text:
+    """Bytes gained, with their sign: red for more, green for fewer."""
+    if size > 0:
+        return Text(f"+{human(size)}", style="red")
+    return Text(human(size), style="green" if size < 0 else "dim")

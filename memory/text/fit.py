@@ -1,4 +1,4 @@
-"""A fit on the terminal: the walk line by line as it happens, then the choice or the certificate; 100 columns."""
+"""A fit on the terminal: the walk line by line as it happens, then the choice or what is missing; 100 columns."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from bytescope.memory.units import human
 # Stage -> what is done in it.
 STAGES = {
     "baseline": "the smallest micro-batch, nothing recomputed",
-    "mesh": "each mesh with everything recomputed: what fits, and what it can come to",
+    "mesh": "each mesh with everything recomputed: what fits, and how fast it can become",
     "remat": "the least recomputation that fits",
-    "micro": "a larger micro-batch, as long as it is predicted to pay",
-    "squeeze": "recomputation is not enough",
-    "neighbour": "one name more",
+    "micro": "larger micro-batches, as long as they are predicted to be faster",
+    "squeeze": "smaller state and activations, since recomputation is not enough",
+    "neighbour": "one more name kept",
 }
 # Columns of a verdict, such as "fits, fastest so far".
 _VERDICT = 20
 
 
 class Lines:
-    """Prints steps as they come; a line of words, one of figures where both do not fit."""
+    """Prints steps as they come, each in one line, or in one of words and one of figures where both do not fit."""
 
     def __init__(self, target: Target, space: Space, budget: int, console: Console | None = None):
         self._console = console or Console(width=WIDTH, highlight=False)
         self._stage, self._began = "", time.monotonic()
         self._console.print(Text.assemble(
-            ("fit", "bold"), f" on {target.name} within {human(budget)} a device, {space.tokens:,} tokens an update; "
-            f"levers: {', '.join(sorted(space.levers))}"))
-        self._console.print(Text("seconds are predicted by a roofline of the target: they order, they promise nothing",
+            ("fit", "bold"), f" on {target.name} within {human(budget)} per device, {space.tokens:,} tokens per "
+            f"update; levers: {', '.join(sorted(space.levers))}"))
+        self._console.print(Text("seconds are predicted by a roofline of the target: for ranking only; not a timing",
                                  "dim"))
 
     def show(self, step: Step) -> None:
-        """One step."""
+        """Prints one step, under a heading where a stage begins."""
         if step.stage != self._stage:
             self._stage = step.stage
             self._console.print(Text.assemble((step.stage, "bold"), (f"  {STAGES[step.stage]}", "dim")))
@@ -51,13 +51,15 @@ class Lines:
 
 
 def line(step: Step, at: float) -> Text:
-    """One step of the walk, `at` so many seconds from its beginning."""
+    """One step of the walk; `at`: seconds since the walk began."""
     head = f"{at:6.1f} s  "
     if not step.ok:
         return Text.assemble((head, "dim"), step.what, (f"\n{'':10}{step.verdict}", "yellow"))
     host = f" + {human(step.answer['host_bytes'])} host" if step.answer["host_bytes"] else ""
     figures = f"{human(step.allocated):>11}{host}  {seconds(step.seconds):>8}  "
-    style = "bold green" if "fastest" in step.verdict else "green" if step.fits else "red"
+    style = "green" if step.fits else "red"
+    if "fastest" in step.verdict:
+        style = "bold green"
     room = WIDTH - len(head) - len(figures) - _VERDICT - 1
     # Words that are too long for their column have lines of their own above the figures.
     *above, last = [""] if len(step.what) > room else [step.what]
@@ -68,12 +70,12 @@ def line(step: Step, at: float) -> Text:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds in four digits."""
+    """Seconds in four digits: "0.6983 s"; "" for None."""
     return "" if value is None else f"{value:.4g} s"
 
 
 def show_measured(found: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
-    """What the finalists took on the device."""
+    """Prints what the finalists took on the device at hand."""
     console = console or Console(width=WIDTH, highlight=False)
     console.print(Text("measured here", "bold"))
     for step, measured in found:
@@ -82,29 +84,29 @@ def show_measured(found: Sequence[tuple[Step, Mapping[str, Any]]], console: Cons
 
 
 def show(out: Mapping[str, Any], config: str, console: Console | None = None) -> None:
-    """What a fit's JSON came to: the flags to run, or what is missing."""
+    """Prints the result of a fit's JSON: the flags to run, or what is missing."""
     (console or Console(width=WIDTH, highlight=False)).print(render(out, config), soft_wrap=True)
 
 
 def render(out: Mapping[str, Any], config: str) -> Text:
-    """The choice or the certificate."""
-    spent = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
+    """The choice with its flags, or the tightest configuration with what is missing (the certificate)."""
+    effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
     stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
     if best := out["best"]:
         share = best["recompute_flops_fraction"]
         measured = best.get("measured") or {}
         rate = out["batch_tokens"] / best["predicted_step_seconds"] if best["predicted_step_seconds"] else 0
         timed = (f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else
-                 f"predicted {seconds(best['predicted_step_seconds'])} an update, {rate:,.0f} tokens/s")
+                 f"predicted {seconds(best['predicted_step_seconds'])} per update, {rate:,.0f} tokens/s")
         host = f", {human(best['host_bytes'])} on the host" if best["host_bytes"] else ""
         return Text.assemble(
             ("fits: ", "bold green"), f"{best['what']}\n",
             f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
-            f"{share:.1%} of the model's FLOPs recomputed, {timed}; {spent}{stopped}\n",
+            f"{share:.1%} of the model's FLOPs recomputed, {timed}; {effort}{stopped}\n",
             ("run it with: ", "bold"), f"bytescope train --config={config} {best['flags']}")
     certificate = out["certificate"]
     if certificate is None:
-        return Text.assemble(("nothing was found", "bold red"), f": no variant compiled; {spent}{stopped}")
+        return Text.assemble(("nothing was found", "bold red"), f": no variant compiled; {effort}{stopped}")
     parts = ", ".join(f"{row} {human(certificate['breakdown'][row])}" for row in ROWS
                       if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100)
     missing = " and ".join(f"{human(certificate[key])} {where}" for key, where in
@@ -113,4 +115,4 @@ def render(out: Mapping[str, Any], config: str) -> Text:
     return Text.assemble(
         ("does not fit: ", "bold red"), f"{missing} missing\n", f"tightest: {certificate['what']}\n",
         f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}\n",
-        f"its flags: {certificate['flags']}\n{spent}{stopped}")
+        f"its flags: {certificate['flags']}\n{effort}{stopped}")

@@ -1,4 +1,4 @@
-"""The formulas beside the compiler on the terminal: a report's figures, or a line for each row of a comparison."""
+"""The formulas compared with the compiler on the terminal: a report's figures, or a line per row of a comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bytescope.memory.formulas.reconcile import Formula, Line, share
 from bytescope.memory.plan.rows import Row, unit_of, value_text, varying
-from bytescope.memory.text.compare import broken
+from bytescope.memory.text.compare import wrapped
 from bytescope.memory.text.report import WIDTH
 from bytescope.memory.units import human
 
@@ -19,14 +19,16 @@ NONE = "no formula"
 
 
 def show_report(formula: Formula, lines: Sequence[Line], console: Console | None = None) -> None:
-    """Prints a report's figures beside the formulas', and what is known of the gaps."""
+    """Prints a report's figures compared with the formulas', and what is known of the gaps."""
     console = console or Console(width=WIDTH)
-    table = _table("beside the published formulas, one device")
+    table = _table("compared with the published formulas, one device")
     for title in ("compiler", "formula", "gap", ""):
         table.add_column(title, justify="right", no_wrap=True)
     for line in lines:
         write = human if line.kind == "bytes" else "{:.3e}".format
-        gap = "" if line.gap is None else ("-" if line.gap < 0 else "+") + write(abs(line.gap))
+        gap = ""
+        if line.gap is not None:
+            gap = ("-" if line.gap < 0 else "+") + write(abs(line.gap))
         table.add_row(line.title, "" if line.compiler is None else write(line.compiler),
                       NONE if line.formula is None else write(line.formula), gap, percent(line.share))
     console.print(Text())
@@ -35,11 +37,11 @@ def show_report(formula: Formula, lines: Sequence[Line], console: Console | None
 
 
 def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Prints residuals, peak and HFU/MFU of each row that compiled beside the formulas'."""
+    """Prints residuals, peak and HFU/MFU of each row that compiled, compared with the formulas'."""
     console = console or Console(width=WIDTH)
     keys, done = varying(rows), [row for row in rows if row.ok]
     unit, size = unit_of(done)
-    table = _table(f"beside the published formulas, {unit} on each device",
+    table = _table(f"compared with the published formulas, {unit} on each device",
                    *(key.rsplit(".", 1)[-1] for key in keys or ("",)))
     for title in ("resid", "formula", "gap", "peak", "formula", "gap", "HFU/MFU", "formula"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -48,19 +50,21 @@ def show_rows(rows: Sequence[Row], console: Console | None = None) -> None:
         cells = [cell for name in ("residual_bytes", "peak_bytes")
                  for cell in _pair(getattr(row, name), found.get(name), size)]
         ratio, by_formula = row.hfu_over_mfu, row.formula_hfu_over_mfu
-        names = [broken(value_text(row, key), 20) for key in keys] or ["as configured"]
+        names = [wrapped(value_text(row, key), 20) for key in keys] or ["as configured"]
         table.add_row(*names, *cells, "" if ratio is None else f"{ratio:.3f}",
                       "-" if by_formula is None else f"{by_formula:.3f}")
     console.print(Text())
     console.print(table)
     notes = dict.fromkeys(note for row in done for note in (row.formula or {}).get("notes", ()))
-    # Of state and its parts this table has no column.
+    # This table has no columns for state and its parts.
     _notes(console, [note for note in notes if not note.startswith(("parameters:", "gradients:"))])
 
 
 def percent(value: float | None) -> str:
-    """A share as a gap: +12.3 %, empty for none, "new" where the formula has nothing at all."""
-    return "" if value is None else "new" if math.isinf(value) else f"{100 * value:+.1f} %"
+    """A share as a gap: "+12.3 %", "" for None, "new" where the formula has nothing."""
+    if value is None:
+        return ""
+    return "new" if math.isinf(value) else f"{100 * value:+.1f} %"
 
 
 def _pair(compiler: int | None, formula: float | None, size: int) -> tuple[str, str, str]:

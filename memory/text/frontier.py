@@ -1,4 +1,4 @@
-"""A front on the terminal: a line a budget, then what runs each plan; within 100 columns."""
+"""A front on the terminal: a line per budget, then what runs each plan; within 100 columns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.text import Text
 
 from bytescope.memory.plan.frontier import Fixed, Point, cheapest, plans_of
 from bytescope.memory.plan.rows import Row, unit_of
-from bytescope.memory.text.compare import broken, verdict
+from bytescope.memory.text.compare import verdict, wrapped
 from bytescope.memory.text.report import WIDTH
 from bytescope.memory.units import human
 
 WORDS = 94  # columns of a plan in words
 LEAST = {"time": "predicted time", "flops": "recomputed FLOPs"}
-# Key of `less`, verb, what a share of it is called above and below zero.
+# Key of `less`, verb, words for a share above and below zero, and what it is a share of.
 LESS = (("flops", "recomputes", ("fewer", "more"), "FLOPs"), ("seconds", "takes", ("less", "more"), "time"))
 
-# Title, what of a row, how it is written: "" for bytes in the table's unit. The last two stand for fixed policies too.
+# Title, figure of a row, format: "" for bytes in the table's unit. The last two are shown of the best policy too.
 COLUMNS = (
     ("alloc", lambda row: row.allocated_bytes, ""),
     ("host", lambda row: row.host_bytes or None, ""),
@@ -36,14 +36,14 @@ def show(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, An
 
 
 def render(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
-    """Head, a line a budget, the fixed policies, the plans with their flags, and what they save together."""
+    """Head, a line per budget, the fixed policies, the plans with their flags, and what they save on average."""
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
     target, versions = about["target"], about["versions"]
     limit = target.get("limit_bytes")
     stated = " ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib") if name in versions)
     head = Text.assemble((f"{len(points)} budgets", "bold"), f" on {target.get('name')}",
                          f", limit {human(limit)}" if limit else "", (f"  {stated}", "dim"),
-                         f"\n{unit} on each device; the plan of least {LEAST[about['cost']]} at each budget, "
+                         f"\n{unit} on each device; the plan with the least {LEAST[about['cost']]} for each budget, "
                          "and the best policy\nfor all layers:")
     tables = [part for rows, table in ((points, _points), (fixed, _fixed)) if rows
               for part in (table(rows, size), Text())]
@@ -80,14 +80,20 @@ def _fixed(fixed: Sequence[Fixed], size: int) -> RenderableType:
 
 
 def _cells(row: Row, titles: Sequence[str], size: int) -> list[str]:
-    values = [(read(row), form) for title, read, form in COLUMNS if title in titles]
-    return ["" if value is None else form.format(value) if form else f"{value / size:,.2f}" for value, form in values]
+    return [_cell(read(row), form, size) for title, read, form in COLUMNS if title in titles]
+
+
+def _cell(value: Any, form: str, size: int) -> str:
+    """A figure in its format, or as bytes in units of `size`; "" for None."""
+    if value is None:
+        return ""
+    return form.format(value) if form else f"{value / size:,.2f}"
 
 
 def _plans(points: Sequence[Point]) -> list[Text]:
     out = []
     for number, point in enumerate(plans_of(points), 1):
-        words = broken(point.plan, WORDS).replace("\n", "\n   ")
+        words = wrapped(point.plan, WORDS).replace("\n", "\n   ")
         # In one line, however long: it is there to be copied.
         out.append(Text.assemble((f"{number:2} ", "bold"), f"{words}\n   ", (point.flags or "as configured", "green"),
                                  no_wrap=True, overflow="ignore"))
@@ -98,20 +104,20 @@ def _below(points: Sequence[Point], about: Mapping[str, Any]) -> list[Text]:
     out = [summary(points, about)]
     winner = cheapest(points, about["cost"])
     if winner is not None:
-        out.append(Text.assemble(("least that fits the target:", "bold"), "\n  ", (winner.flags, "bold green"),
+        out.append(Text.assemble(("cheapest that fits the target:", "bold"), "\n  ", (winner.flags, "bold green"),
                                  no_wrap=True, overflow="ignore"))
     elif points:
         out.append(Text("none of these fits the target", style="bold red"))
     if about["missing"]:
-        out.append(Text(f"stopped: {about['missing']} points left; the same command goes on from here", style="yellow"))
+        out.append(Text(f"stopped: {about['missing']} points left; run the same command to continue", style="yellow"))
     return out
 
 
 def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
-    """How many points and programs, and what they take less than the best fixed policies."""
+    """How many points and programs, and how much less the points take than the best fixed policies, on average."""
     cached = about["programs"] - about["compiled"]
     counts = (f"{len(points)} points, {about['programs']} programs compiled"
-              + (f" ({cached} of them before)" if cached > 0 else ""))
+              + (f" ({cached} of them from the cache)" if cached > 0 else ""))
     less = [f"{verb} {abs(share):.1%} {words[share < 0]} {what}" for key, verb, words, what in LESS
             if (share := about["less"][key]) is not None]
     more = f";\n{', '.join(less)} than the best fixed policy on average" if less else ""

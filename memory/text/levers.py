@@ -1,4 +1,4 @@
-"""The staircase on the terminal: a stacked bar a stage, then a table of what it adds and costs; 100 columns."""
+"""The staircase on the terminal: a stacked bar per stage, then a table of what it adds and costs; 100 columns."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _legend(levels: Sequence[Level]) -> Text:
     return out
 
 
-# Title, what of a level, how it is written: "" for bytes in the table's unit.
+# Title, figure of a level, format: "" for bytes in the table's unit.
 COLUMNS = (
     ("peak", lambda level: level.row.peak_bytes, ""),
     ("host", lambda level: level.row.host_bytes or None, ""),
@@ -117,16 +117,19 @@ def _table(levels: Sequence[Level], size: int) -> RenderableType:
 
 
 def _cell(value: Any, form: str, size: int) -> str:
-    return "" if value is None else form.format(value) if form else f"{value / size:,.2f}"
+    """A figure in its format, or as bytes in units of `size`; "" for None."""
+    if value is None:
+        return ""
+    return form.format(value) if form else f"{value / size:,.2f}"
 
 
 def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bool) -> list[RenderableType]:
     out = [Text(f"left out: {name}: {why}", style="yellow") for name, why in left_out.items()]
-    out.append(Text("moved: bytes between device and host in one call of the step; recomp: FLOPs that "
-                    "jax.checkpoint\nruns again, HFU/MFU: with what kernels recompute themselves, over model FLOPs",
+    out.append(Text("moved: bytes between device and host per call of the step; recomp: FLOPs that "
+                    "jax.checkpoint\nrecomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs",
                     style="dim"))
     if interrupted:
-        out.append(Text("stopped: stages are missing; the same command goes on from here", style="yellow"))
+        out.append(Text("stopped: stages are missing; run the same command to continue", style="yellow"))
     winner = first_that_fits(levels)
     if winner is None:
         out.append(Text("none of these fits", style="bold red"))

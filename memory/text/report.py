@@ -18,7 +18,7 @@ VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold 
 PHASE_STYLE = {"argument": "dim", "forward": "blue", "recompute": "yellow", "backward": "magenta",
                "optimizer": "green", "output": "dim", "": "dim"}
 _BAR, _NAMES, _FINDINGS, _TRAFFIC, _COLLECTIVES = 22, 7, 5, 6, 4
-# Kinds and collectives of less than this share of the bytes on the wire are folded into a line.
+# Kinds and collectives of less than this share of the bytes on the wire are summed in one line.
 _SMALL = 0.001
 
 
@@ -29,13 +29,15 @@ def show(report: Report, console: Console | None = None, batch: str = "") -> Non
 
 def render(report: Report, batch: str = "") -> RenderableType:
     """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
-    parts: list[RenderableType] = [_head(report), *([Text(batch, style="dim")] if batch else []), Text()]
+    parts: list[RenderableType] = [_head(report)]
+    if batch:
+        parts.append(Text(batch, style="dim"))
     columns = Table.grid(padding=(0, 3))
     columns.add_row(_breakdown(report), Group(
         _names("residuals by checkpoint name", report.residuals_by_name),
         _names("workspace by phase and component", report.workspace_by_scope)))
-    parts += [columns, _timeline(report), _ledger(report), _zero(report), _communication(report), _transfers(report),
-              _roofline(report), *_findings(report)]
+    parts += [Text(), columns, _timeline(report), _ledger(report), _zero(report), _communication(report),
+              _transfers(report), _roofline(report), *_findings(report)]
     if report.method != "heap_trace":
         parts.append(Text(f"method: {METHODS.get(report.method, report.method)}", style="yellow"))
     parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
@@ -58,17 +60,22 @@ def _head(report: Report) -> RenderableType:
     stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
              ("on chip", report.on_chip_bytes))
-    beside = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
-    besides = [Text(line, style="dim") for line in (beside, beyond(report)) if line]
-    return Group(title, peak, *besides)
+    sizes = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
+    return Group(title, peak, *(Text(line, style="dim") for line in (sizes, overheads(report)) if line))
 
 
-def beyond(report: Report) -> str:
-    """What the runtime takes beside what the compiler counts, item by item, in one line; "" for nothing."""
-    pool, card = (", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
-                  for where in (POOL, CARD))
-    inside = f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}" if pool else ""
-    return "; ".join(part for part in (inside, f"outside the pool {card}" if card else "") if part)
+def overheads(report: Report) -> str:
+    """What the runtime takes and the compiler does not count, item by item, in one line; "" for nothing."""
+    parts = []
+    if pool := _items(report, POOL):
+        parts.append(f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}")
+    if card := _items(report, CARD):
+        parts.append(f"outside the pool {card}")
+    return "; ".join(parts)
+
+
+def _items(report: Report, where: str) -> str:
+    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
 
 
 def _breakdown(report: Report) -> RenderableType:
@@ -144,7 +151,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _zero(report: Report) -> RenderableType:
-    """ZeRO's bytes per parameter beside what is held."""
+    """ZeRO's bytes per parameter compared with what is held."""
     if not report.zero:
         return Text()
     table = _table("bytes per parameter", "ZeRO", "held", "why")
@@ -156,7 +163,7 @@ def _zero(report: Report) -> RenderableType:
 
 
 def _communication(report: Report) -> RenderableType:
-    """Bytes per step by kind and axes beside the formula, and the largest collectives with what hides them."""
+    """Bytes per step by kind and axes with the formula, and the largest collectives with what overlaps them."""
     if not report.communication:
         return Text()
     table = _table("communication", "over", "times", "payload", "sent", "exposed", "formula", "of")
@@ -178,7 +185,7 @@ def _transfers(report: Report) -> RenderableType:
     """Bytes per step over the host link and the seconds that they cost."""
     if not report.transfers:
         return Text()
-    table = _table("host link", "bytes a step", "seconds", "in")
+    table = _table("host link", "bytes per step", "seconds", "phase")
     for row in report.transfers:
         seconds = f"{row.seconds:.3g}" if row.seconds else ""
         table.add_row(row.direction, human(row.bytes), seconds, row.phase or "model")
@@ -191,38 +198,41 @@ def _roofline(report: Report) -> RenderableType:
 
 
 def roofline(report: Report) -> str:
-    """The seconds of one call by the roofline and what they are spent on, in one line; "" where unknown."""
+    """The seconds of one call of the step by the roofline, in all and by term, in one line; "" where unknown."""
     if not report.roofline:
         return ""
     total, terms = report.roofline["total"], report.roofline["by_term"]
-    spent = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
+    parts = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
                       if taken > _SMALL * total)
-    return f"roofline: {total:.3g} s a step: {spent}; by {report.roofline['source']}"
+    return f"roofline: {total:.3g} s per step: {parts}; by {report.roofline['source']}"
 
 
 def _largest(report: Report, sent: int) -> list[RenderableType]:
-    table = _table("largest collectives", "over", "times", "sent", "in flight", "meanwhile", "where")
+    table = _table("largest collectives", "over", "times", "sent", "in flight", "overlapped by", "where")
     listed = sorted(report.collectives, key=lambda item: -item.times * item.wire_bytes)[:_COLLECTIVES]
     for item in listed:
         if item.times * item.wire_bytes > _SMALL * sent:
             where = "/".join(part for part in (item.phase, item.component) if part)
             table.add_row(item.name.removeprefix("collective-")[:24], over(item.axes, item.group), f"{item.times:,}",
-                          human(item.times * item.wire_bytes), human(item.in_flight_bytes), meanwhile(item), where)
+                          human(item.times * item.wire_bytes), human(item.in_flight_bytes), overlapped_by(item), where)
     return [Text(), table] if table.row_count else []
 
 
 def over(axes: Iterable[str], group: int) -> str:
-    """What a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known."""
+    """The devices that a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known."""
     return f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
 
 
-def meanwhile(item: Collective) -> str:
-    """What is computed while a collective runs: "5 ops, 1.37 TFLOP", "exposed"."""
+def overlapped_by(item: Collective) -> str:
+    """What is computed while a collective runs: "5 ops, 1.37 TFLOP"; "exposed" for nothing, "synchronous" for a
+    collective that the device waits for."""
     if item.exposed:
-        return "exposed" if item.asynchronous else "waits"
-    done = f"{item.overlapped} op{'s' * (item.overlapped > 1)}"
-    scale, unit = next(((size, name) for size, name in _FLOPS if item.overlapped_flops >= size), (1, ""))
-    return f"{done}, {item.overlapped_flops / scale:.3g} {unit}FLOP" if unit else done
+        return "exposed" if item.asynchronous else "synchronous"
+    operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
+    for scale, unit in _FLOPS:
+        if item.overlapped_flops >= scale:
+            return f"{operations}, {item.overlapped_flops / scale:.3g} {unit}FLOP"
+    return operations
 
 
 def _findings(report: Report) -> list[RenderableType]:

@@ -13,7 +13,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CONTEXT_BYTES
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import CARD, POOL, Report, RuntimeOverhead, load
-from bytescope.memory.text.report import beyond
+from bytescope.memory.text.report import overheads
 from bytescope.memory.units import MIB
 from bytescope.train import loop
 from bytescope.train.planning import run_peak
@@ -74,8 +74,8 @@ def test_a_report_keeps_them_in_its_json(tmp_path):
     assert Report.from_json({key: value[key] for key in value if key != "unseen"}).unseen == ()  # an older file
     with pytest.raises(ReportError, match="RuntimeOverhead"):
         Report.from_json({**value, "unseen": [{"name": "x", "bytes": "many", "where": POOL, "source": ""}]})
-    assert beyond(report) == "predicted in use 1.01 KiB: allocated, rounding 30 B; outside the pool context 500 B"
-    assert beyond(made()) == ""
+    assert overheads(report) == "predicted in use 1.01 KiB: allocated, rounding 30 B; outside the pool context 500 B"
+    assert overheads(made()) == ""
 
 
 def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():

@@ -50,7 +50,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     """A budget that nothing helps; one that takes some recomputation; the same again out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # What a CPU can do is measured in every process: here it is one that recomputes dearly, in every run.
-    monkeypatch.setattr(roofline, "machine", lambda: (1e9, 1e12))
+    monkeypatch.setattr(roofline, "machine_rates", lambda: (1e9, 1e12))
     monkeypatch.setattr(walks, "MOST_NEIGHBOURS", 1)
 
     def fit(budget, code):

@@ -186,10 +186,10 @@ def test_flops_of_a_loop_are_those_of_its_trips(devices):
 
 def test_words_for_overlap():
     item = Collective("x", "all-gather", asynchronous=True, overlapped=3, overlapped_flops=1_370_000_000_000)
-    assert report_text.meanwhile(item) == "3 ops, 1.37 TFLOP"
-    assert report_text.meanwhile(Collective("x", "all-gather", asynchronous=True)) == "exposed"
-    assert report_text.meanwhile(Collective("x", "all-gather", overlapped=3)) == "waits"
-    assert report_text.meanwhile(Collective("x", "all-gather", asynchronous=True, overlapped=1)) == "1 op"
+    assert report_text.overlapped_by(item) == "3 ops, 1.37 TFLOP"
+    assert report_text.overlapped_by(Collective("x", "all-gather", asynchronous=True)) == "exposed"
+    assert report_text.overlapped_by(Collective("x", "all-gather", overlapped=3)) == "synchronous"
+    assert report_text.overlapped_by(Collective("x", "all-gather", asynchronous=True, overlapped=1)) == "1 op"
 
 
 def test_described_gpus_hide_their_gathers():
@@ -275,7 +275,8 @@ def test_the_terminal_has_both_tables(talk):
     sums, one_by_one = (next(i for i, line in enumerate(lines) if line.startswith(head))
                         for head in ("communication", "largest collectives"))
     assert lines[sums + 1].split() == ["all-reduce", "model", "4", "15", "60.00", "KiB", "90.00", "KiB", "100%"]
-    assert lines[one_by_one + 1].split()[1:] == ["model", "4", "15", "90.00", "KiB", "8.00", "KiB", "waits", "forward"]
+    assert lines[one_by_one + 1].split()[1:] == [
+        "model", "4", "15", "90.00", "KiB", "8.00", "KiB", "synchronous", "forward"]
     assert not any("communication" in line for line in shown(Report(1, 1, {})))
 
 
@@ -283,7 +284,7 @@ def test_the_page_has_both_tables(talk):
     page = report_page.render(talk)
     part = page[page.index('id="communication"'):page.index("Findings</h2>")]
     assert part.count("<tr") == 2 + 5 + 1 + 5  # heads, kinds, their total, operations
-    assert "data x model 8" in part and part.count("waits") == 5
+    assert "data x model 8" in part and part.count("synchronous") == 5
     assert "No communication between devices" in report_page.render(Report(1, 1, {}))
 
 

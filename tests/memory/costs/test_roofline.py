@@ -210,7 +210,7 @@ def test_the_worker_answers_with_work():
 def test_the_report_and_its_page_tell_it_in_a_line():
     found = seconds({"forward": phase(flops={"bf16": 150}, other_bytes=4)}, FIGURES)
     report = Report(8, 8, {}, roofline=found.to_json())
-    line = "roofline: 2 s a step: products 1.5, memory 0.5; by by hand"
+    line = "roofline: 2 s per step: products 1.5, memory 0.5; by by hand"
     console = Console(width=report_text.WIDTH, file=io.StringIO())
     report_text.show(report, console)
     assert line in console.file.getvalue() and line in report_page.render(report)

@@ -175,7 +175,8 @@ def test_the_table(points, fixed):
     assert re.search(r" 30\.00 +2 +29\.50 +11\.00 +0\.6500 +10\.00% +3 +full +0\.7000 +25\.00% +fits", text)
     assert re.search(r" 80\.00 +3 .*dots_no_batch .*exceeds", text)
     assert [line.strip() for line in flags] == [point.flags for point in frontier.plans_of(points)] + [points[1].flags]
-    assert "4 points, 9 programs compiled (5 of them before);\nrecomputes 41.7% fewer FLOPs, takes 5.8% less" in text
+    assert "4 points, 9 programs compiled (5 of them from the cache);\nrecomputes 41.7% fewer FLOPs, " \
+           "takes 5.8% less" in text
     assert "stopped" not in text and "least predicted time" in text
     assert "least recomputed FLOPs" in printed(points, fixed, cost="flops")
     assert "none of these fits" in printed(points[2:], fixed)
