@@ -1,8 +1,10 @@
-"""Config files and their overrides, with one-line errors: what ml_collections reads, checked at once."""
+"""Config files and their overrides: read with ml_collections, every key checked at once, errors in one line."""
 
 import ast
 import difflib
 import importlib.util
+import io
+import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ PARSERS: dict[type, Callable[[str], Any]] = {
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
+    """Dotted key -> value; `prefix` is put before each key."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {prefix + key: value}
@@ -46,7 +48,7 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def find_file(name: str) -> Path:
-    """The config file `name`: a path, or the bare name of a shipped config."""
+    """The config file `name`: a path, or the name of a shipped config. Raises UserError where there is none."""
     for path in (Path(name), SHIPPED / name, SHIPPED / f"{name}.py", SHIPPED.parent / name):
         if path.is_file():
             return path
@@ -57,43 +59,42 @@ def find_file(name: str) -> Path:
 
 
 def shipped() -> list[Path]:
-    """The files of the shipped configs, by name."""
+    """The files of the shipped configs, sorted by name."""
     return sorted(path for path in SHIPPED.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
 def purposes() -> dict[str, str]:
-    """Shipped config -> the first sentence of its docstring."""
+    """Shipped config -> the first paragraph of its docstring, in one line."""
     found = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in shipped()}
     return {name: " ".join(text.split("\n\n")[0].split()) for name, text in found.items()}
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
-    """(dotted key, default as text, meaning) of every key; the meaning is its comment in configs/base.py.
+    """(dotted key, default as text, meaning) of every key.
 
-    A comment above a key belongs to it as one behind it does; keys that a row of values sets have that row's.
+    The meaning is the comment of the key's assignment in configs/base.py, on its line or on lines of their own above.
     """
-    defaults = flatten(base.get_config())
+    source = Path(base.__file__).read_text(encoding="utf-8")
+    lines, comments = source.splitlines(), _comments(source)
     meanings: dict[str, str] = {}
-    above: list[str] = []
-    for line in Path(base.__file__).read_text(encoding="utf-8").splitlines():
-        code, _, comment = line.strip().partition("#")
-        if not code.strip():
-            above = [*above, comment.strip()] if comment else []
-            continue
-        target = code.split("=")[0].strip().removeprefix("config.")
-        meaning = " ".join([*above, comment.strip()]).strip()
-        if target in defaults:
-            meanings[target] = meaning
-        elif ".update(" in target:  # the keys of an architecture's row
-            group = target.partition(".update(")[0]
-            meanings |= dict.fromkeys((key for key in defaults if key.rpartition(".")[2] in base.LLAMA
-                                       and key.startswith(f"{group}.")), meaning)
-        above = []
-    return [(key, as_text(value), meanings.get(key, "")) for key, value in defaults.items()]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign):
+            first = node.lineno
+            while lines[first - 2].lstrip().startswith("#"):
+                first -= 1
+            key = ast.unparse(node.targets[0]).removeprefix("config.")
+            meanings[key] = " ".join(comments[line] for line in range(first, node.lineno + 1) if line in comments)
+    return [(key, as_text(value), meanings.get(key, "")) for key, value in flatten(base.get_config()).items()]
+
+
+def _comments(source: str) -> dict[int, str]:
+    """Number of a line -> its comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
 def as_text(value: Any) -> str:
-    """A value as the command line takes it."""
+    """A value as the command line takes it: a tuple as a,b, a boolean in lower case."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -111,10 +112,10 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     try:
         spec.loader.exec_module(module)
         config = module.get_config()
-    except Exception as error:  # someone's file: whatever is wrong in it is the user's to mend
+    except Exception as error:  # a user's file may be wrong in any way
         raise UserError(f"{path}: {type(error).__name__}: {error}") from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"{path}: get_config() returned {type(config).__name__}, not an ml_collections.ConfigDict")
+        raise UserError(f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict")
     _check_keys(config, path)
     for key, text in overrides:
         override(config, key, text)
@@ -122,7 +123,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
 
 def _check_keys(config: ConfigDict, path: Path) -> None:
-    """A config of one's own must hold the keys of base.py: a missing or a misspelt one fails here."""
+    """Raises UserError unless a config has exactly the keys of base.py, with values of their types."""
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:
         if key not in want:
@@ -136,14 +137,19 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
+    """The end of a message about an unknown key: the key that was probably meant, or where to look."""
     near = difflib.get_close_matches(key, valid, 1, 0.5)
     if not near:  # the right name in the wrong group
         near = [name for name in valid if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    return f": did you mean {near[0]}?" if near else f": the keys are in {SHIPPED.name}/base.py"
+    return f": did you mean {near[0]}?" if near else "; bytescope keys lists the keys"
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
-    """Sets the dotted `key` from command-line `text`, in the type the key has."""
+    """Sets the dotted `key` of a config from `text` of the command line, in the type that the key has.
+
+    Raises:
+      UserError: an unknown key, a group of keys, a value of another type.
+    """
     flat = flatten(config)
     if key not in flat:
         group = [name for name in flat if name.startswith(key + ".")]
@@ -163,7 +169,11 @@ def override(config: ConfigDict, key: str, text: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """(other arguments, overrides): takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of `argv`."""
+    """(other arguments, overrides): takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of `argv`.
+
+    Raises:
+      UserError: a key without a value.
+    """
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
     pending = iter(argv)

@@ -1,4 +1,4 @@
-"""The hinge: config and devices in; the step that will run, its abstract arguments and initializer out.
+"""Config and devices in; out the step that will run, its abstract arguments and the initializer.
 
 The loop runs `Program.step`; reports analyse `Program.lower()`. They are the same program.
 """
@@ -17,29 +17,17 @@ from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
-from bytescope.model.attention.kernels import choose_kernel
-from bytescope.model.fp8.products import choose_matmul
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import AUTO
 from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
 from bytescope.train.batch import BatchAlgebra
-from bytescope.train.checks import (
-    check_effort,
-    check_fused,
-    check_offload,
-    check_sequence,
-    check_tiles,
-    check_traced,
-    check_unroll,
-    check_values,
-)
+from bytescope.train.checks import check_fused, check_traced
+from bytescope.train.choices import Choices, check
 from bytescope.train.loss_fn import make_cross_entropy, make_loss
 from bytescope.train.optimizer.fused_backward import FusedBackward
 from bytescope.train.optimizer.host_offload import hosted_state, in_turns
 from bytescope.train.optimizer.loss_scale import Scaling
 from bytescope.train.optimizer.partwise import make_partwise
 from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
-from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
 from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
@@ -49,8 +37,8 @@ from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, e
 class Program:
     """A training program, described: nothing is allocated until `init` runs.
 
-    `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings. `kernel` is the attention
-    kernel with the reason for it, `matmul` likewise how the products of the blocks are done.
+    `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings. `kernel` is the attention kernel and the
+    reason for it, `matmul` likewise how the matrix products of the blocks are computed.
     """
 
     config: ConfigDict
@@ -63,22 +51,23 @@ class Program:
     batch: BatchAlgebra
     parts: StepParts
     state: TrainState
-    transformer: Callable[[nnx.Rngs], Transformer]
+    transformer: Callable[..., Transformer]  # as `Choices.transformer`
     graph: nnx.GraphDef
-    decided: str = ""  # what `remat.policy=auto` came to, and why
+    decided: str = ""  # the plan that `remat.policy=auto` chose, in a line; "" without it
 
     @property
     def mesh(self) -> Mesh:
+        """The devices by axis."""
         return self.layout.mesh
 
     @property
     def scanned(self) -> bool:
-        """Whether one call of the step takes the whole global batch [A, B, L]."""
+        """Whether one call of the step takes the global batch of an update, [A, B, L]."""
         return self.config.batch.mode == "scan"
 
     @property
     def calls_per_update(self) -> int:
-        """Calls of the step for one optimizer update, with a schedule the most."""
+        """Calls of the step per optimizer update; with a schedule of the accumulation, the most."""
         return 1 if self.scanned else self.batch.accumulation
 
     @cached_property
@@ -100,7 +89,7 @@ class Program:
     @cached_property
     def step(self) -> Any:
         """The jitted step (state, batch) -> (state, metrics); the state is donated."""
-        # A function of its own, so that its arguments carry the names `state` and `batch` into reports.
+        # A function of its own: reports show the names of its arguments, `state` and `batch`.
         parts = self.parts
         body = fused_step if parts.fused else ACCUMULATION[self.config.batch.mode][0]
 
@@ -111,7 +100,7 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted (params, batch) -> Tally."""
+        """The jitted (params, batch [B, L]) -> Tally."""
         return jax.jit(partial(eval_step, self.parts))
 
     @property
@@ -119,12 +108,13 @@ class Program:
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def lower(self) -> jax.stages.Lowered:
-        """The step that will run, lowered for the mesh's devices, present or described."""
+        """The step that will run, lowered for the mesh's devices, which may be described ones."""
         with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """Tells Pallas which GPU the fp8 kernels are for: from jax 0.11 on it asks, and knows of no described one."""
+        """A context that says which GPU the fp8 kernels are for: from jax 0.11 on Pallas asks for it, and a described
+        one it does not find by itself."""
         if self.matmul[0] != "fp8_native":
             return contextlib.nullcontext()
         kind = self.mesh.abstract_mesh.abstract_device
@@ -132,7 +122,7 @@ class Program:
 
     @property
     def compiler_options(self) -> Options:
-        """What the compiler is told besides the program."""
+        """The compiler's options."""
         return compiler_options(self.config, self.mesh.devices.flat[0].platform)
 
     def compile(self) -> jax.stages.Compiled:
@@ -142,9 +132,12 @@ class Program:
             return lowered.compile(compiler_options=self.compiler_options)
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:
-        """The same executable with what the compiler left of its buffers, for `memory.analyze.report_of`.
+        """The same executable with its buffers as the compiler assigned them, for `memory.analyze.report_of`.
 
-        With `exact`, one out of the persistent cache is compiled anew: a cached one keeps no heap trace.
+        exact: compile again what the persistent cache has, since a cached executable keeps no heap trace.
+
+        Raises:
+          ValueError: an offload policy that moves nothing.
         """
         with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
@@ -153,22 +146,22 @@ class Program:
         return dataclasses.replace(compilation, jaxpr=traced.jaxpr)
 
     def _check_offload(self, compilation: Compilation) -> None:
-        """Raises ValueError for an offload that moves no byte; on the CPU, which has no other memory, it may."""
+        """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""
         segments = self.remat.segments(self.model.n_layers)
         asked = [segment.name for segment in segments if segment.policy.offloads]
         if asked and self.mesh.devices.flat[0].platform != "cpu" and not compilation.stats.host_temp_bytes:
-            raise ValueError(f"remat.policy={asked[0]} moves nothing to host memory here: keep other names, one of "
+            raise ValueError(f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
                              f"{', '.join(NAMES)}, or use full")
 
     def trace_gradient(self) -> Any:
-        """ClosedJaxpr of the gradient of one micro-batch with nothing recomputed: every name is in it."""
+        """ClosedJaxpr of the gradient of one micro-batch with nothing recomputed, so that every name is in it."""
         graph, _ = nnx.split(nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
         loss = make_loss(self.config, graph, self.layout, self.precision, self.batch.micro)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.batch.rows))
         return jax.make_jaxpr(jax.grad(loss))(self.state.params, self.eval_shapes, keys)
 
     def init(self) -> TrainState:
-        """Fresh state, made in place on the devices; the same values on every mesh."""
+        """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
         def init(seed: jax.Array) -> TrainState:
             return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer,
                               self.parts.scaling)
@@ -177,7 +170,7 @@ class Program:
 
 
 def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None = None) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step; `scaling`: the rule of the loss scale, if there is one."""
     params = nnx.to_pure_dict(nnx.state(transformer, nnx.Param))
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(),
                       scaling and scaling.init())
@@ -185,7 +178,7 @@ def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None
 
 def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
                    scaling: Scaling | None = None) -> TrainState:
-    """Abstract state with shardings, from an abstract transformer.
+    """The state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
 
     Raises:
       ValueError: a parameter that does not divide over the mesh.
@@ -213,71 +206,62 @@ def build(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Pr
     Raises:
       ValueError: anything in the config that cannot run there, with the value and the remedy.
     """
-    check_values(config)
-    if config.remat.policy == AUTO:
-        raise ValueError("remat.policy=auto has to be settled before a program is built: "
-                         "call train.planning.remat_auto.settled_program")
-    devices = jax.devices() if devices is None else list(devices)
-    precision = Precision.of(config.precision)
-    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
-                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
-    check_sequence(config, layout)
-    check_tiles(config, layout)
-    matmul = choose_matmul(precision, devices[0])
-    precision = dataclasses.replace(precision, matmul=matmul[0])
-    asked = ModelConfig.from_dict(config.model)
-    if config.data.seq_len > asked.max_seq_len:
-        raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
-                         f"{asked.max_seq_len}: shorten the sequences or raise the positions")
-    kernel = choose_kernel(asked, precision, devices[0].platform, config.data.seq_len)
-    check_effort(config, kernel[0], layout)
-    model = dataclasses.replace(asked, attention=kernel[0])
-    batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
-    check_offload(config, layout, batch)
-    remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
-                      tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
-    check_unroll(model, remat)  # ranges that do not fit the model fail here too, options of another compiler next
-    compiler_options(config, devices[0].platform)
-    transformer = partial(_transformer, model, precision, remat=remat, place=layout, ahead=config.mesh.prefetch)
-    abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0)))
+    return assemble(check(config, jax.devices() if devices is None else list(devices)))
+
+
+def assemble(choices: Choices) -> Program:
+    """The program of checked choices: its parts, and its state as shapes with shardings.
+
+    Raises:
+      ValueError: what only the traced model shows: a parameter that does not divide over the mesh, a checkpoint name
+        that is never traced, an update layer by layer that something else rules out.
+    """
+    config, layout, precision, batch = choices.config, choices.layout, choices.precision, choices.batch
+    abstract = choices.abstract()
     graph, _ = nnx.split(abstract)
     schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
-    wrapped = ACCUMULATION[config.batch.mode][1]
-    every = batch.traced_at if batch.schedule and batch.accumulation > 1 else batch.accumulation
-    optimizer = make_optimizer(config.optimizer, schedule, multisteps=every if wrapped else 1,
-                               accumulator=precision.accumulator)
+    every = _micro_steps(config, batch)
+    optimizer = make_optimizer(config.optimizer, schedule, multisteps=every, accumulator=precision.accumulator)
     loss = make_loss(config, graph, layout, precision, batch.micro)
-    scaling = Scaling.of(config.precision, batch.rows * batch.seq_len) if precision.loss_scale == "dynamic" else None
+    scaling = None
+    if precision.loss_scale == "dynamic":
+        scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
     state = hosted_state(describe_state(abstract, layout, optimizer, scaling), config.offload)
-    check_traced(remat, loss, state.params, batch)
-    partwise = make_partwise(config, schedule, precision, every if wrapped else 1, state)
-    parts = StepParts(loss, optimizer, schedule, config.seed,
-                      Weights(layout, logical_axes(abstract), contracted(abstract), precision), scaling=scaling,
-                      partwise=partwise)
+    check_traced(choices.remat, loss, state.params, batch)
+    weights = Weights(layout, logical_axes(abstract), contracted(abstract), precision)
+    partwise = make_partwise(config, schedule, precision, every, state)
+    fused, local_loss = None, None
     if config.optimizer.fused_backward:
-        check_fused(config, remat, batch)
+        check_fused(config, choices.remat, batch)
         cross_entropy = make_cross_entropy(config, layout, precision, batch.micro)
-        parts = dataclasses.replace(
-            parts, fused=FusedBackward(graph, cross_entropy, parts.weights, partwise, model.dropout > 0))
-    elif reduces_once(config, layout, kernel[0], batch):
-        local = layout.local
-        alone = nnx.split(nnx.eval_shape(lambda: transformer(nnx.Rngs(params=0), place=local)))[0]
-        parts = dataclasses.replace(parts, local_loss=make_loss(config, alone, local, precision, batch.micro))
-    return Program(config, layout, model, precision, kernel, matmul, remat, batch, parts, state, transformer, graph)
+        fused = FusedBackward(graph, cross_entropy, weights, partwise, choices.model.dropout > 0)
+    elif reduces_once(config, layout, choices.kernel[0], batch):
+        local_graph, _ = nnx.split(choices.abstract(place=layout.local))
+        local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro)
+    parts = StepParts(loss, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
+                      partwise=partwise, fused=fused)
+    return Program(config, layout, choices.model, precision, choices.kernel, choices.matmul, choices.remat, batch,
+                   parts, state, choices.transformer, graph)
+
+
+def _micro_steps(config: ConfigDict, batch: BatchAlgebra) -> int | Callable[[jax.Array], jax.Array]:
+    """Calls of the optimizer for one update: 1, or with optax.MultiSteps the accumulation, a function of the update
+    where it follows a schedule."""
+    wrapped = ACCUMULATION[config.batch.mode][1]
+    if not wrapped:
+        return 1
+    return batch.traced_at if batch.schedule and batch.accumulation > 1 else batch.accumulation
 
 
 def reduces_once(config: ConfigDict, layout: Layout, kernel: str, batch: BatchAlgebra) -> bool:
-    """Whether gradients stay on their rank, whole, until a call of the step has all of them.
+    """Whether every rank sums its own gradients, and they are reduced once, at the end of a call of the step.
 
-    Under zero1 that saves half of what an all-reduce sends. Under ddp a lone micro-batch is better reduced layer by
-    layer, while the backward pass goes on. Not inside a ring of devices, nor for cuDNN's kernel divided over tensor.
+    Under zero1 that sends half the bytes of an all-reduce. Under ddp a single micro-batch is better reduced layer by
+    layer, while the backward pass goes on. It is not done inside a ring of devices, nor for cuDNN's kernel sharded
+    over `tensor`.
     """
-    divided = layout.context > 1 or (kernel == "cudnn" and layout.mesh.shape["tensor"] > 1)
-    alone = config.batch.mode == "multisteps" or batch.accumulation == 1
-    return (layout.strategy.reduce_once and layout.ranks > 1 and not divided
-            and (layout.strategy.stored or not alone))
-
-
-def _transformer(model: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, remat: RematPlan, place: Layout,
-                 ahead: int) -> Transformer:
-    return Transformer(model, precision, remat=remat, place=place, ahead=ahead, rngs=rngs)
+    sharded = layout.context > 1 or (kernel == "cudnn" and layout.mesh.shape["tensor"] > 1)
+    if not layout.strategy.reduce_once or layout.ranks == 1 or sharded:
+        return False
+    single = config.batch.mode == "multisteps" or batch.accumulation == 1
+    return layout.strategy.stored or not single

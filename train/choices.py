@@ -1,0 +1,79 @@
+"""What a config comes to on some devices: mesh, kernels, batch and remat plan, chosen and checked."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
+from bytescope.model.attention.kernels import choose_kernel
+from bytescope.model.fp8.products import choose_matmul
+from bytescope.model.remat.policies import AUTO
+from bytescope.train.batch import BatchAlgebra
+from bytescope.train.checks import check_effort, check_offload, check_sequence, check_tiles, check_unroll, check_values
+from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.parallel.xla_options import compiler_options
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What a config comes to on some devices, checked: all that a program is assembled from.
+
+    kernel, matmul: as in `Program`.
+    """
+
+    config: ConfigDict
+    layout: Layout
+    model: ModelConfig
+    precision: Precision
+    kernel: tuple[str, str]
+    matmul: tuple[str, str]
+    remat: RematPlan
+    batch: BatchAlgebra
+
+    def transformer(self, rngs: nnx.Rngs, *, place: Layout | None = None,
+                    remat: RematPlan | None = None) -> Transformer:
+        """The model, with another layout or remat plan where one is given."""
+        return Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
+                           ahead=self.config.mesh.prefetch, rngs=rngs)
+
+    def abstract(self, **changes: Any) -> Transformer:
+        """The same without memory: every parameter is a shape."""
+        return nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), **changes))
+
+
+def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
+    """What a settled config comes to on these devices: mesh, kernels, batch, and what each layer keeps.
+
+    Raises:
+      ValueError: anything in the config that cannot run there, with the value and the remedy.
+    """
+    check_values(config)
+    if config.remat.policy == AUTO:
+        raise ValueError("remat.policy=auto has to be settled before a program is built: "
+                         "call train.planning.remat_auto.settled_program")
+    precision = Precision.of(config.precision)
+    layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
+                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
+    check_sequence(config, layout)
+    check_tiles(config, layout)
+    matmul = choose_matmul(precision, devices[0])
+    precision = dataclasses.replace(precision, matmul=matmul[0])
+    model = ModelConfig.from_dict(config.model)
+    if config.data.seq_len > model.max_seq_len:
+        raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
+                         f"{model.max_seq_len}: shorten the sequences, or raise model.max_seq_len")
+    kernel = choose_kernel(model, precision, devices[0].platform, config.data.seq_len)
+    check_effort(config, kernel[0], layout)
+    model = dataclasses.replace(model, attention=kernel[0])
+    batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
+    check_offload(config, layout, batch)
+    remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
+                      tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
+    check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
+    compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
+    return Choices(config, layout, model, precision, kernel, matmul, remat, batch)
