@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.attribution import assemble, findings, ledger, runtime_overheads
-from bytescope.memory.attribution.checkpoint_names import Names, places_of
+from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
 from bytescope.memory.costs import collectives, flops, host_transfers, kernels, step_work
@@ -71,7 +71,7 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     Raises ReportError for a damaged program.
     """
     roles = tuple(roles)
-    known = Names(names, places_of(compilation.jaxpr) if compilation.jaxpr is not None else None)
+    known = Names(names, named_places(compilation.jaxpr) if compilation.jaxpr is not None else None)
     if compilation.module:
         program = hlo_buffers.read_module(compilation.module, compilation.assignment)
     else:

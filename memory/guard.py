@@ -23,7 +23,7 @@ def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> 
 
     Raises:
       GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
-      ReportError: there is no bound.
+      ReportError: there is neither a size nor a limit.
     """
     report = program if isinstance(program, Report) else analyze(program, **options)
     limit = report.limit_bytes if size is None else parse_bytes(size)

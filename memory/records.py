@@ -71,7 +71,7 @@ class Buffer:
 
     Fields:
         name: the instruction that defines it, or the pytree path of an argument.
-        bytes: its size; shape, dtype: of the array it holds ("" and () for what is no array).
+        bytes: its size; shape, dtype: of the array it holds ("" and () for what is not an array).
         category: a row of `CATEGORIES`; phase: one of `PHASES`.
         component: attention, mlp, embed, ... ("" when no named scope says so).
         module: the named scopes around it, joined by "/".

@@ -32,7 +32,7 @@ _NAME = re.compile(r"^[A-Za-z_][\w.\-/]*$")
 _MAX_SOURCE = 4_000_000
 
 
-class Tagged(NamedTuple):
+class NamedPlace(NamedTuple):
     """A place in a jaxpr that tells a checkpoint name.
 
     chain: (file, line, column) of the equation, inmost frame first; end: (line, column) of the inmost frame;
@@ -46,17 +46,17 @@ class Tagged(NamedTuple):
 
 
 class Names:
-    """Looks up checkpoint names by vocabulary, by `places_of` a jaxpr, or without one in source files."""
+    """Looks up checkpoint names by vocabulary, by `named_places` a jaxpr, or without one in source files."""
 
-    def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[Tagged] | None = None):
+    def __init__(self, vocabulary: Iterable[str] = (), places: Iterable[NamedPlace] | None = None):
         # A word that also names a part of the model ("embed") does not tell a tensor from that part.
         self.vocabulary = frozenset(vocabulary) - COMPONENTS.keys()
         self._in_source = places is None
-        self._table: dict[Chain, list[Tagged]] = {}
-        for tagged in places or ():
+        self._table: dict[Chain, list[NamedPlace]] = {}
+        for place in places or ():
             # A frame further out may not be in the compiled program's chain: every cut of it can match.
-            for length in range(1, len(tagged.chain) + 1):
-                self._table.setdefault(tagged.chain[:length], []).append(tagged)
+            for length in range(1, len(place.chain) + 1):
+                self._table.setdefault(place.chain[:length], []).append(place)
 
     def of(self, makers: Iterable[Metadata]) -> str:
         """The checkpoint name of a value, from the metadata of what made it, nearest first; "" for none."""
@@ -75,8 +75,8 @@ class Names:
     def _by_place(self, metadata: Metadata) -> str:
         chain = tuple(frame[:3] for frame in metadata.frames)
         for length in range(len(chain), 0, -1):
-            found = {tagged.name for tagged in self._table.get(chain[:length], ())
-                     if metadata.op_name.endswith(tagged.suffix) and _same_end(metadata.frames[0], tagged.end)}
+            found = {place.name for place in self._table.get(chain[:length], ())
+                     if metadata.op_name.endswith(place.suffix) and _same_end(metadata.frames[0], place.end)}
             if found:
                 return found.pop() if len(found) == 1 else ""
         return ""
@@ -99,9 +99,9 @@ def _around(metadata: Metadata) -> str:
     return _call_around(*metadata.frames[0][:3]) if metadata.frames else ""
 
 
-def places_of(jaxpr: object) -> list[Tagged]:
+def named_places(jaxpr: object) -> list[NamedPlace]:
     """Where a (closed) jaxpr, or any jaxpr within it, names values, and where it makes what it names."""
-    found: list[Tagged] = []
+    found: list[NamedPlace] = []
     pending, seen = [jaxpr], set()
     while pending:
         inner = pending.pop()
@@ -116,11 +116,11 @@ def places_of(jaxpr: object) -> list[Tagged]:
         for equation in named:
             for maker in (equation, *_makers(equation, makers)):
                 if alike[_where(maker)] == 1:
-                    found += _tagged(maker, equation.params["name"])
+                    found += _places_of(maker, equation.params["name"])
         for equation in inner.eqns:
             for value in equation.params.values():
                 pending += value if isinstance(value, (tuple, list)) else [value]
-    return [tagged for tagged in found if tagged.chain]
+    return [place for place in found if place.chain]
 
 
 def _makers(equation: Any, makers: Mapping[int, Any]) -> list[Any]:
@@ -162,10 +162,10 @@ def _where(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
     return chain, end, str(equation.source_info.name_stack), equation.primitive.name
 
 
-def _tagged(equation: Any, name: str) -> list[Tagged]:
+def _places_of(equation: Any, name: str) -> list[NamedPlace]:
     """The places of an equation: what is compiled from it is called for it, or for JAX's mark on what is saved."""
     chain, end, stack, primitive = _where(equation)
-    return [Tagged(chain, end, f"{stack}/{operation}", name) for operation in (primitive, MARK)]
+    return [NamedPlace(chain, end, f"{stack}/{operation}", name) for operation in (primitive, MARK)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,7 +194,7 @@ def _call_around(file: str, line: int, column: int) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _source(file: str) -> tuple[dict[int, list[ast.Call]], frozenset[str]]:
-    """The calls of a source file by line, and its names for `checkpoint_name`; empty if it is no Python."""
+    """The calls of a source file by line, and its names for `checkpoint_name`; empty if it is not Python."""
     calls: dict[int, list[ast.Call]] = {}
     aliases = {"checkpoint_name"}
     try:

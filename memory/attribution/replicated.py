@@ -109,12 +109,12 @@ class _ByShape:
         """As `_ByJaxpr`; a size that other arguments have too tells nothing."""
         dims = set(shape.dims)
         for layout in self.batch:
-            divided = [dim for dim, axes in enumerate(layout.spec) if axes]
-            whole, part = ({sizes[dim] for dim in divided} for sizes in (layout.dims, layout.local))
+            sharded = [dim for dim, axes in enumerate(layout.spec) if axes]
+            full, part = {layout.dims[dim] for dim in sharded}, {layout.local[dim] for dim in sharded}
             if "int" in layout.dtype:  # tokens: their products have every dimension, or all in one
-                whole = {math.prod(layout.dims)} if math.prod(layout.dims) in dims else set(layout.dims)
-                part = {math.prod(layout.local)} if len(whole) == 1 else part
-            if whole <= dims and not part & dims and not whole & self.known:
+                full = {math.prod(layout.dims)} if math.prod(layout.dims) in dims else set(layout.dims)
+                part = {math.prod(layout.local)} if len(full) == 1 else part
+            if full <= dims and not part & dims and not full & self.known:
                 return layout.axes, ""
         return (), ""
 

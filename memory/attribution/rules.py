@@ -1,7 +1,7 @@
 """What every buffer is: its category, phase, component, module path, checkpoint name and source line.
 
 The rules, in the order in which they are asked, are the table `RULES`; each looks at one `Fact`, the evidence
-gathered for one value. Arguments are told by their pytree path alone (`memory.attribution.roles`).
+gathered for one value. Arguments are classified by their pytree path alone (`memory.attribution.roles`).
 """
 
 from __future__ import annotations

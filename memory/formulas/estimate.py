@@ -33,7 +33,7 @@ from bytescope.memory.formulas.transformer import Layout, Model
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
 
 NOTES = (
-    "Formulas only: kernels' workspace, gathered parameters, fragmentation and what the compiler keeps besides are "
+    "Formulas only: kernels' workspace, gathered parameters, fragmentation and what else the compiler keeps are "
     "left out; bytescope report compiles the step.",
 )
 
@@ -177,7 +177,10 @@ def check(question: Question) -> Question:
 
 def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None = None,
               width: int | None = None) -> Model:
-    """A GPT of about `parameters` besides its table, from 12 L h^2 with h near 128 L and heads of 128."""
+    """A GPT of about `parameters` without its token table, from 12 L h^2 with h near 128 L and heads of 128.
+
+    `layers`, `width`: given ones stay.
+    """
     def rounded(exact: float) -> int:
         return max(ASPECT, ASPECT * math.floor(exact / ASPECT + 0.5))
 

@@ -35,7 +35,7 @@ PRECISIONS = {
     "fp32": Precision("everything float32", 4, 4, 0, 4, 4),
     "bf16": Precision("float32 parameters and gradients, 16-bit compute", 4, 4, 0, 4, 2),
     "mixed": Precision("16-bit parameters and gradients, float32 master copy", 2, 2, 4, 4, 2),
-    "mixed_fp32_grads": Precision("mixed, with float32 gradients besides", 2, 6, 4, 4, 2),
+    "mixed_fp32_grads": Precision("mixed, with float32 gradients in addition", 2, 6, 4, 4, 2),
     "pure_bf16": Precision("everything 16-bit", 2, 2, 0, 2, 2),
     "bf16_params": Precision("16-bit parameters and gradients, no master copy, float32 moments", 2, 2, 0, 4, 2),
     "fp16": Precision("float32 parameters and gradients, 16-bit compute, loss scaling", 4, 4, 0, 4, 2),

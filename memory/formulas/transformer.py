@@ -4,7 +4,7 @@ Sizes are bytes on one device, FLOPs are for all devices together. Symbols of th
 b sequences of a micro-batch, h width, a heads, L layers, v vocabulary, t tensor parallel size, p pipeline stages.
 
 Left out everywhere: workspace of kernels and collectives, fragmentation, the runtime's own share, gathered copies of
-sharded parameters, and what a compiler fuses, merges or keeps besides. Those are what a report is for.
+sharded parameters, and what else a compiler fuses, merges or keeps. Those are what a report is for.
 """
 
 from __future__ import annotations

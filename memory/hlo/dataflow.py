@@ -30,7 +30,7 @@ class Origin:
     Fields:
         instruction: the operation that computed it, None when the walk found none.
         chain: instructions on the way there that carry names, nearest to the value first.
-        stack: the dynamic-update-slice that fills the stacked value, None when it is no stack.
+        stack: the dynamic-update-slice that fills the stacked value, None when it is not a stack.
         looped: the value is the state of a loop.
         carried: what is stacked is what the loop carries, as it stands before the body: a block's input.
     """

@@ -94,7 +94,7 @@ def parse(op_name: str) -> Scope:
 
 
 def component(path: tuple[str, ...]) -> str:
-    """The component that scopes name: a known one, else a norm, else the first scope that is no container."""
+    """The component that scopes name: a known one, else a norm, else the first scope that is not a container."""
     words = [re.sub(r"[._]?\d+$", "", word).lower() for word in path]
     for word in words:
         if word in COMPONENTS:

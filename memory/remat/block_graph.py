@@ -22,7 +22,7 @@ from bytescope.memory.errors import ReportError
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # The name of the block's input, which its loop hands on: it is kept whatever a policy says.
 CARRY = "block_in"
-# Results of one equation whose FLOPs are told apart, by looking at each set of them.
+# The most results of one equation whose FLOPs are counted apart, by looking at each set of them.
 MOST_RESULTS = 8
 
 

@@ -2,8 +2,8 @@
 
 An integer program, solved exactly by HiGHS (Huangfu and Hall 2018, Math. Prog. Comp. 10(1)) through scipy: how many
 blocks keep which tensors (remat/patterns.py) so that all they keep fits the budget, at the least time; few patterns,
-since each becomes a loop of its own. Transfers of offloaded tensors run beside the forward and the backward pass: they
-cost what the passes do not overlap.
+since each becomes a loop of its own. Transfers of offloaded tensors overlap with the forward and the backward pass:
+they cost only what takes longer than these.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bytescope.memory.plan.rows import Row, best, best_of_each, flags, label, unit_of, value_text, varying
-from bytescope.memory.text.report import WIDTH
+from bytescope.memory.text.report import WIDTH, versions_text
 from bytescope.memory.units import human
 
 NAME = 24  # columns for the value of a key
@@ -91,10 +91,9 @@ def _head(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str,
           cached: int) -> RenderableType:
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     limit = f", limit {human(limits.pop())}" if len(limits) == 1 else ""
-    stated = " ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib") if name in versions)
     kept = f" ({cached} from the cache)" if cached else ""
     return Text.assemble((f"{len(rows)} combinations", "bold"), (kept, "dim"), f" on {target.get('name')}{limit}",
-                         (f"  {stated}", "dim"), f"\n{unit} on each device:")
+                         (f"  {versions_text(versions)}", "dim"), f"\n{unit} on each device:")
 
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, left_out: Sequence[str],
@@ -131,12 +130,17 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, left_out: Seque
     return out
 
 
-def _cell(value: Any, form: str, size: int) -> str:
-    """A figure in its format, or as bytes in units of `size`; "" for None."""
+def cell(value: Any, form: str, size: int) -> str:
+    """A figure in its format, or with form "" as bytes in units of `size`; "" for None."""
     if value is None:
         return ""
-    if form:
-        return form.format(value)
+    return form.format(value) if form else f"{value / size:,.2f}"
+
+
+def _cell(value: Any, form: str, size: int) -> str:
+    """As `cell`, without commas, and whole bytes where bytes are the unit."""
+    if value is None or form:
+        return cell(value, form, size)
     return f"{value / size:.2f}" if size > 1 else str(value)
 
 

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from bytescope.memory.plan.frontier import Fixed, Point, cheapest, plans_of
 from bytescope.memory.plan.rows import Row, unit_of
-from bytescope.memory.text.compare import verdict, wrapped
-from bytescope.memory.text.report import WIDTH
+from bytescope.memory.text.compare import cell, verdict, wrapped
+from bytescope.memory.text.report import WIDTH, versions_text
 from bytescope.memory.units import human
 
 WORDS = 94  # columns of a plan in words
@@ -40,9 +40,8 @@ def render(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
     target, versions = about["target"], about["versions"]
     limit = target.get("limit_bytes")
-    stated = " ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib") if name in versions)
     head = Text.assemble((f"{len(points)} budgets", "bold"), f" on {target.get('name')}",
-                         f", limit {human(limit)}" if limit else "", (f"  {stated}", "dim"),
+                         f", limit {human(limit)}" if limit else "", (f"  {versions_text(versions)}", "dim"),
                          f"\n{unit} on each device; the plan with the least {LEAST[about['cost']]} for each budget, "
                          "and the best policy\nfor all layers:")
     tables = [part for rows, table in ((points, _points), (fixed, _fixed)) if rows
@@ -80,14 +79,7 @@ def _fixed(fixed: Sequence[Fixed], size: int) -> RenderableType:
 
 
 def _cells(row: Row, titles: Sequence[str], size: int) -> list[str]:
-    return [_cell(read(row), form, size) for title, read, form in COLUMNS if title in titles]
-
-
-def _cell(value: Any, form: str, size: int) -> str:
-    """A figure in its format, or as bytes in units of `size`; "" for None."""
-    if value is None:
-        return ""
-    return form.format(value) if form else f"{value / size:,.2f}"
+    return [cell(read(row), form, size) for title, read, form in COLUMNS if title in titles]
 
 
 def _plans(points: Sequence[Point]) -> list[Text]:

@@ -13,8 +13,8 @@ from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.plan.levers import Level, changes, first_that_fits, flags_of, scale_of
 from bytescope.memory.plan.rows import unit_of
 from bytescope.memory.records import ROWS
-from bytescope.memory.text.compare import verdict
-from bytescope.memory.text.report import WIDTH
+from bytescope.memory.text.compare import cell, verdict
+from bytescope.memory.text.report import WIDTH, versions_text
 from bytescope.memory.units import human
 
 BAR = 56  # columns of the longest bar
@@ -39,9 +39,8 @@ def render(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping
     """Head, bars, legend, table, what is left out, and the flags of the first level that fits and of the last."""
     unit, size = unit_of([level.row for level in levels])
     limit = next((level.row.limit_bytes for level in levels if level.row.limit_bytes), None)
-    stated = " ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib") if name in versions)
     head = Text.assemble((f"{len(levels)} stages", "bold"), f" on {target.get('name')}",
-                         f", limit {human(limit)}" if limit else "", (f"  {stated}", "dim"),
+                         f", limit {human(limit)}" if limit else "", (f"  {versions_text(versions)}", "dim"),
                          f"\n{unit} allocated on each device, each stage with all before it:")
     return Group(head, _bars(levels, size, limit), _legend(levels), Text(), _table(levels, size),
                  *_below(levels, left_out, interrupted))
@@ -107,20 +106,13 @@ def _table(levels: Sequence[Level], size: int) -> RenderableType:
     for title in ("change", *(title for title, _, _ in COLUMNS)):
         table.add_column(title, justify="right", no_wrap=True)
     for number, (level, change) in enumerate(zip(levels, changes(levels)), 1):
-        cells = [_cell(read(level), form, size) for _, read, form in COLUMNS]
+        cells = [cell(read(level), form, size) for _, read, form in COLUMNS]
         first, *rest = flags_of(level).split() or [level.title]
         chosen = f" → {level.kernel}" if f"{MODEL_ATTENTION}=auto" in first else ""
         table.add_row(f"{number} {first}{chosen}", "" if change is None else f"{change / size:+,.2f}", *cells)
         for flag in rest:
             table.add_row(f"  {flag}")
     return table
-
-
-def _cell(value: Any, form: str, size: int) -> str:
-    """A figure in its format, or as bytes in units of `size`; "" for None."""
-    if value is None:
-        return ""
-    return form.format(value) if form else f"{value / size:,.2f}"
 
 
 def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bool) -> list[RenderableType]:

@@ -47,10 +47,8 @@ def render(report: Report, batch: str = "") -> RenderableType:
 def _head(report: Report) -> RenderableType:
     target = report.target.get("name", "an unnamed target")
     kind = report.target.get("kind", "")
-    versions = " ".join(f"{name} {report.versions[name]}" for name in ("jax", "jaxlib")
-                        if name in report.versions)
     title = Text.assemble((report.program or "program", "bold"), f" on {target}",
-                          f" ({kind})" if kind else "", (f"  {versions}", "dim"))
+                          f" ({kind})" if kind else "", (f"  {versions_text(report.versions)}", "dim"))
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
     peak = Text.assemble("peak ", (human(report.peak_bytes), "bold"), "   allocated ",
@@ -62,6 +60,11 @@ def _head(report: Report) -> RenderableType:
              ("on chip", report.on_chip_bytes))
     sizes = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
     return Group(title, peak, *(Text(line, style="dim") for line in (sizes, overheads(report)) if line))
+
+
+def versions_text(stated: Mapping[str, str]) -> str:
+    """The versions of jax that compiled a program, of `stated`: "jax 0.10.2 jaxlib 0.10.2"."""
+    return " ".join(f"{name} {stated[name]}" for name in ("jax", "jaxlib") if name in stated)
 
 
 def overheads(report: Report) -> str:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescope.memory.attribution.checkpoint_names import Names, Tagged
+from bytescope.memory.attribution.checkpoint_names import NamedPlace, Names
 from bytescope.memory.attribution.roles import role
 from bytescope.memory.attribution.rules import source_line
 from bytescope.memory.hlo.module import Frame, Metadata
@@ -53,8 +53,8 @@ def test_names_by_vocabulary():
 
 def test_names_by_place():
     """Two values of one expression are told apart by where it ends, and by what made them."""
-    call = Tagged((("block.py", 3, 8), ("train.py", 9, 0)), (3, 20), "mlp/reduce_precision", "up")
-    maker = Tagged((("block.py", 3, 8),), (3, 20), "mlp/dot_general", "up")
+    call = NamedPlace((("block.py", 3, 8), ("train.py", 9, 0)), (3, 20), "mlp/reduce_precision", "up")
+    maker = NamedPlace((("block.py", 3, 8),), (3, 20), "mlp/dot_general", "up")
     names = Names(places=[call, maker])
     here = Frame("block.py", 3, 8, 3, 20)
     assert names.of([Metadata("jit(f)/mlp/reduce_precision", (here,))]) == "up"
@@ -62,7 +62,7 @@ def test_names_by_place():
     assert names.of([Metadata("jit(f)/mlp/mul", (here,))]) == ""
     assert names.of([Metadata("jit(f)/mlp/dot_general", (here._replace(end_column=30),))]) == ""
     assert names.of([Metadata("jit(f)/mlp/dot_general", (Frame("block.py", 3, 8),))]) == "up"
-    other = Tagged((("block.py", 3, 8), ("train.py", 11, 0)), (3, 20), "mlp/reduce_precision", "gate")
+    other = NamedPlace((("block.py", 3, 8), ("train.py", 11, 0)), (3, 20), "mlp/reduce_precision", "gate")
     both = Names(places=[call, other])
     assert both.of([Metadata("mlp/reduce_precision", (here, Frame("train.py", 11)))]) == "gate"
     assert both.of([Metadata("mlp/reduce_precision", (here,))]) == ""
