@@ -108,11 +108,12 @@ def broken_links(page, text):
 
 def missing_files(page, text):
     """Python files that a page names and that are not there: paths from the root or from the page, or the bare name
-    of any file below it. Names in capitals and READERS stand for files of the reader."""
+    of any file. Names in capitals and READERS stand for files of the reader."""
+    known = {path.name for top in TOP for path in (ROOT / top).rglob("*.py")}
     code = " ".join([*re.findall(r"`([^`\n]+)`", unfenced(text)), *(block for _, block in blocks(text))])
     names = {name for name in re.findall(r"(?<![\w/.-])[\w/]+\.py\b", code) if not re.search(r"[A-Z]{3}", name)}
-    return sorted(name for name in names - READERS if not (ROOT / name).is_file()
-                  and not (page.parent / name).is_file() and ("/" in name or not next(page.parent.rglob(name), None)))
+    return sorted(name for name in names - known - READERS
+                  if not (ROOT / name).is_file() and not (page.parent / name).is_file())
 
 
 def rooms_on_disk():
