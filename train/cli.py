@@ -1,4 +1,4 @@
-"""bytescope: the one front of all commands, and the one place that reaches both sides, the trainer's and the memory's."""
+"""The command line `bytescope`: finds each command, whether it belongs to the trainer or to bytescope.memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from importlib import metadata
 from bytescope.memory import __main__ as memory_commands
 from bytescope.train.errors import UserError
 
-# Commands of the trainer -> what they do; the others are memory's.
+# Command of the trainer -> what it does; memory/__main__.py has the others.
 TRAINER = {
     "train": "train a transformer, its memory known before the first step",
-    "prepare": "turn text into the token shards that train reads fast",
+    "prepare": "turn text into token shards, which train reads fast",
 }
 GROUPS = {
     "train": ("train", "prepare"),
@@ -32,13 +32,13 @@ died, 130 stopped by Ctrl-C"""
 
 
 def overview() -> str:
-    """What `bytescope --help` prints: every command in a line."""
+    """What `bytescope --help` prints: every command in one line."""
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
         lines += [f"  {name:<10}{_summary(name)}" for name in names]
-    return "\n".join([*lines, "", "bytescope COMMAND --help has arguments and examples; --version the versions.", "",
-                      EXIT_CODES])
+    return "\n".join([*lines, "", "bytescope COMMAND --help shows its arguments and examples.",
+                      "bytescope --version shows the versions.", "", EXIT_CODES])
 
 
 def _summary(command: str) -> str:
@@ -46,7 +46,7 @@ def _summary(command: str) -> str:
 
 
 def version() -> str:
-    """The versions of this package and of what decides its figures."""
+    """The versions of this package and of the libraries that decide its figures, in one line."""
     found = []
     for name in ("bytescope", "jax", "jaxlib", "flax", "optax"):
         try:
@@ -57,10 +57,10 @@ def version() -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of any command line, read and checked as when it runs; nothing runs.
+    """The arguments of any command line, read and checked as when it runs, without running it.
 
     Raises:
-      ValueError: with an `exit_code`: an unknown command or argument.
+      ValueError: an unknown command or argument; it has an `exit_code`.
     """
     command, *rest = argv or [""]
     if command == "train":
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _known(argv: Sequence[str]) -> Sequence[str]:
-    """The command line. Raises UserError for a command that does not exist, with the nearest that does."""
+    """The same command line. Raises UserError for an unknown command, with the nearest that exists."""
     commands = [name for names in GROUPS.values() for name in names]
     if not argv or argv[0] not in commands:
         raise UserError(f"{memory_commands.unknown(argv[0] if argv else '', commands)}; see bytescope --help")
@@ -86,7 +86,7 @@ def _known(argv: Sequence[str]) -> Sequence[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line (default: the process's); returns the exit code."""
+    """Runs a command line, that of the process by default; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())

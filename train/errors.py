@@ -1,12 +1,13 @@
-"""What goes wrong for the user, each with the exit code every command of the project uses.
+"""Errors that a user can mend, each with the exit code that every command uses for it.
 
-Exit codes: 0 done, 1 a check the user asked for failed, 2 the user's mistake, 3 does not fit,
-4 non-finite loss, 5 a process of several never came or died. A message is one line: the value, then the remedy.
+Exit codes: 0 done, 1 a check that the user asked for failed, 2 a mistake in the command, config or data, 3 does not
+fit, 4 non-finite loss, 5 a process of several is missing or died, 130 stopped by Ctrl-C. A message is one line: the
+value, then the remedy.
 """
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend: one line, no traceback."""
+    """A mistake that the user can mend: printed as one line, without a traceback."""
 
     exit_code = 2
 
@@ -18,12 +19,12 @@ class DoesNotFit(UserError):
 
 
 class NonFinite(UserError):
-    """The loss is no longer a number."""
+    """The loss or a gradient is no longer finite."""
 
     exit_code = 4
 
 
 class Lost(UserError):
-    """Another process of the run never came, or died."""
+    """Another process of the run is missing, or died."""
 
     exit_code = 5

@@ -1,4 +1,8 @@
-"""The training run: claim the workdir, show the memory, then step, evaluate, save; nothing is lost."""
+"""The training run: claim the run directory, report the memory, then step, evaluate and save.
+
+`run` is one start of the command, `train` its loop; a step is `train_step` or another row of ACCUMULATION in
+train/step.py, compiled by train/run/startup.py.
+"""
 
 import contextlib
 import dataclasses
@@ -35,7 +39,7 @@ from bytescope.train.step import Tally
 
 @dataclasses.dataclass
 class Run:
-    """What the parts of the loop share."""
+    """What the parts of the loop share; `peak_flops`: of one device, per second, None where that is not known."""
 
     program: Program
     data: Data
@@ -53,16 +57,17 @@ class Run:
 
     @property
     def config(self) -> ConfigDict:
+        """The settled config."""
         return self.program.config
 
     def stopping(self) -> bool:
-        """Whether any process was asked to stop: all ask here at the same places, and stop at the same one."""
+        """Whether any process was asked to stop. All processes call it at the same places, so that all stop at one."""
         if not self.agreed:
             self.agreed = [name for names in self.processes.gather(self.stop) for name in names]
         return bool(self.agreed)
 
     def record(self, row: dict[str, Any]) -> None:
-        """One row to disk, to TensorBoard and to the screen."""
+        """Writes one row of metrics to disk, to TensorBoard and to the screen."""
         self.log.write(row)
         self.events.write(row)
         self.display.show(row)
@@ -70,7 +75,8 @@ class Run:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: list[str]) -> Iterator[None]:
-    """SIGTERM and SIGINT ask the loop to save at the next step; a second SIGINT interrupts at once."""
+    """A context in which SIGTERM and SIGINT add their names to `stop`, so that the loop saves and ends after the step;
+    a second SIGINT raises KeyboardInterrupt at once."""
     def ask(number, frame):
         del frame
         if number == signal.SIGINT and stop:
@@ -86,26 +92,26 @@ def stop_on_signals(stop: list[str]) -> Iterator[None]:
 
 
 def data_config(config: ConfigDict) -> DataConfig:
+    """The group `data` of a config as a dataclass."""
     return DataConfig(**config.data)
 
 
 @profile.hosted("wait_for_metrics")
 def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock) -> None:
-    """Reads one step's metrics (waiting for that step, not the one after it), checks and records them."""
+    """Waits for the metrics of one step, while the next one runs, checks them and records them.
+
+    Raises:
+      NonFinite: the loss, or a gradient that no loss scale explains, is not finite.
+    """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
     clock.tick(batch.tokens_at(step - 1))
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
-    # With a loss scale a gradient that overflows is skipped; what stops the run is a scale that finds no floor.
-    if not math.isfinite(loss) or (scaling["loss_scale"] < LEAST if scaling else not math.isfinite(norm)):
-        run.checkpoints.wait()
-        good = run.checkpoints.steps()
-        last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
-        shown = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
-        raise NonFinite(f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
-                        f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
-                        "or look at the data of that step")
+    # With a loss scale an update whose gradients overflow is skipped; a scale that never stops falling ends the run.
+    broken = scaling["loss_scale"] < LEAST if scaling else not math.isfinite(norm)
+    if broken or not math.isfinite(loss):
+        raise _non_finite(run, step, loss, norm, scaling)
     run.display.advance(step)
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
@@ -121,9 +127,21 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
 
 
+def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
+    """The error of a step that is not finite, with the checkpoint to go back to."""
+    run.checkpoints.wait()
+    good = run.checkpoints.steps()
+    last = f"the last good checkpoint is step {good[-1]} in {run.checkpoints.root}" if good else "no checkpoint yet"
+    shown = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
+    return NonFinite(f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
+                     f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
+                     "or look at the data of that step")
+
+
 @profile.hosted("evaluation")
 def evaluate(run: Run, params: Any, step: int) -> float | None:
-    """Held-out loss in nats per token, recorded; None if a signal came first (the next start evaluates)."""
+    """The held-out loss in nats per token, recorded as a row; None if a signal came first: then the next start
+    evaluates."""
     program, total = run.program, None
     batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
                               sequences=run.config.train.eval_sequences or None)
@@ -131,7 +149,7 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
         if run.stopping():
             return None
         tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
-        # One batch ahead of the devices, no more: hundreds in flight have starved the threads of simulated devices.
+        # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
     run.record({"step": step, "eval_loss": loss / max(tokens, 1.0), "eval_tokens": int(tokens)})
@@ -139,7 +157,7 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
-    """Steps from `start` to the end, or to a signal. Returns the state, saved."""
+    """Steps from `start` to the end of the run, or to a signal. Returns the state, which is saved by then."""
     config, program = run.config.train, run.program
     batches = feed(program, train_batches(
         run.data, rows=program.batch.rows * program.batch.read_steps, row_slices=local_rows(program),
@@ -152,19 +170,19 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 
-    def settle() -> None:
+    def finish_pending() -> None:
         nonlocal pending
         if pending is not None:
             finish_step(run, *pending, clock)
         pending = None
 
     def turn_profile() -> None:
-        settle()
+        finish_pending()
         run.profile.turn(state)
         clock.skip()
 
     if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
-        evaluate(run, state.params, step)  # a signal cut it short last time
+        evaluate(run, state.params, step)  # a signal cut that short last time
     while step < config.steps and not run.stopping():
         if run.profile.begins(step):
             turn_profile()
@@ -173,9 +191,9 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
                 micro_batches = next(batches)
             with jax.transfer_guard("disallow"):
                 for batch in micro_batches:
-                    state, metrics = run.compiled.step(state, batch)
+                    state, metrics = run.compiled.step(state, batch)  # `train_step`, compiled
             clock.dispatched(metrics["loss"])
-            settle()
+            finish_pending()
         step += 1
         pending, last = (step, metrics), step == config.steps
         if run.profile.ends(step):
@@ -183,11 +201,11 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         eval_due = _eval_due(config, step)
         save_due = last or _every(config.checkpoint_every, step)
         if eval_due or save_due:
-            settle()  # nothing is saved before its loss is known to be finite
+            finish_pending()  # nothing is saved before its loss is known to be finite
             eval_loss = evaluate(run, state.params, step) if eval_due else None
             saved = save(eval_loss) if save_due else saved
             clock.skip()
-    settle()
+    finish_pending()
     if saved != step:
         save(None)
     run.profile.end()  # of updates that a signal cut short
@@ -204,7 +222,7 @@ def _every(period: int, step: int) -> bool:
 
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
-    """The newest good checkpoint, or a fresh state."""
+    """The state and the position of the newest good checkpoint; without one, the initial state."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
     if restored is None:
         return program.init(), Position(0, 0)
@@ -214,19 +232,24 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
 
 def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
         asked: profile.Asked = profile.NOTHING) -> None:
-    """One start of `bytescope train`: everything from the config to the last checkpoint; `asked`: updates to trace.
+    """One start of `bytescope train`: everything from the config to the last checkpoint.
 
-    With several `processes` every one of them calls it, with the same arguments; the first has the speaking console.
+    Args:
+      workdir: the run directory, new or to be resumed. extend: allow more steps than the run was planned for.
+      processes: those that train together; each of them calls this with the same arguments, and the console of all
+        but process 0 is silent.
+      asked: updates to trace.
 
     Raises:
-      UserError and its kinds: see train/errors.py for the exit codes.
+      UserError: what a user can mend, by kind; train/errors.py has the exit codes.
     """
     asked.updates(0, config.train.steps)
     try:
-        program = settled_program(config, tell=lambda line: console.print(line, soft_wrap=True), agree=processes.from_first)
-    except UserError:  # with the exit code of its kind
+        program = settled_program(config, tell=lambda line: console.print(line, soft_wrap=True),
+                                  agree=processes.from_first)
+    except UserError:  # it has the exit code of its kind
         raise
-    except ValueError as error:  # the remedy is in the message
+    except ValueError as error:  # a config that cannot run here; the message has the remedy
         raise UserError(str(error)) from error
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
@@ -234,36 +257,38 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
     for note in claim_together(workdir, identity, extend=extend, processes=processes):
         console.print(note, soft_wrap=True)
     with (contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
-          processes.together()):  # closing waits for the other processes, so they hear of an error before
+          processes.together()):  # closing waits for the other processes: they learn of an error before that
         done = checkpoints.steps()
         if processes.from_first(_finished(config, workdir, done)):
             console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
-                          "more steps with --config.train.steps=N --extend", soft_wrap=True)
+                          "for more steps give --config.train.steps=N --extend", soft_wrap=True)
             return
         asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
         startup.show_program(console, program, data.description)
         try:
             compiled = startup.compile_step(program, console)
-        except ValueError as error:  # an offload that moves nothing
+        except ValueError as error:  # an offload policy that moves nothing
             raise UserError(str(error)) from error
         report = compiled.report
         if processes.first:
             write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
         refuse_if_too_big(report)
         with explained(report, program.mesh.local_devices[0]):
-            _run(program, data, checkpoints, compiled, workdir, console, processes, asked)
+            _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked)
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
+    """Whether the last of the saved steps is the run's last one, and was evaluated."""
     return bool(saved) and saved[-1] >= config.train.steps and has_evaluation(workdir / METRICS, saved[-1])
 
 
-def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
-         workdir: Path, console: Console, processes: Processes, asked: profile.Asked) -> None:
+def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
+                      workdir: Path, console: Console, processes: Processes, asked: profile.Asked) -> None:
+    """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
     config = program.config.train
     state, position = start_state(program, checkpoints, console)
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
-    return_freed_memory()  # what compiling and restoring took
+    return_freed_memory()  # what compiling and restoring have freed
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
           contextlib.closing(Events(workdir / "events", position.step,
                                     enabled=config.tensorboard and processes.first)) as events,
@@ -275,11 +300,13 @@ def _run(program: Program, data: Data, checkpoints: Checkpoints, compiled: start
         with stop_on_signals(run.stop), contextlib.closing(Clock()) as clock:
             state = train(run, state, position, clock)
         if run.agreed:
-            display.note(f"{run.agreed[0]}: saved step {checkpoints.steps()[-1]}; the same command goes on from there")
+            display.note(f"{run.agreed[0]}: saved step {checkpoints.steps()[-1]}; the same command resumes from there")
             return
-        if (waited := clock.waited()) >= TOLD_WAIT:
-            display.note(f"the devices waited {100 * waited:.0f} % of the time for data: raise data.workers and "
+        waited = clock.waited()
+        if waited >= TOLD_WAIT:
+            display.note(f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
                          "data.prefetch, or read token shards (bytescope prepare)")
-        if text := sample_text(program, data, state.params):
+        text = sample_text(program, data, state.params)
+        if text:
             display.note(f"sample:\n{text}")
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))

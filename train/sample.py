@@ -1,8 +1,8 @@
-"""Text from the model as it stands: temperature sampling over a fixed buffer.
+"""Text from the trained model: temperature sampling into a buffer of fixed length.
 
 The model is causal, so positions behind the last token do not matter and one compiled program
-serves every length. Without a key/value cache each token costs a whole forward pass: this is for a
-look at the end of training, not for serving.
+serves every length. There is no key/value cache: each token costs a forward pass over the whole buffer, which is
+enough for a sample at the end of training, but not for serving.
 """
 
 from functools import partial
@@ -18,8 +18,9 @@ from bytescope.train.program import Program
 
 
 def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
+    """tokens_BL, int32, with the positions from span[0] up to span[1] filled in; span: int32 [2]."""
     transformer = nnx.merge(program.graph, params)
-    # A layout that divides sequences may want them in another order: positions_L[i] is what stands at place i.
+    # A layout that shards sequences may order them differently: positions_L[i] is the position stored at index i.
     positions_L = program.layout.positions(tokens_BL.shape[1])
     key = jax.random.key(program.config.seed)
 
@@ -35,35 +36,35 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
     return jax.lax.fori_loop(span[0], span[1], extend, tokens_BL)
 
 
-def _run(program: Program, temperature: float) -> Any:
-    # Whole on every device, so that every process can read it.
+def _jitted(program: Program, temperature: float) -> Any:
+    # Replicated, so that every process can read the result.
     return jax.jit(partial(_generate, program, temperature), out_shardings=program.layout.sharding())
 
 
 def lower_generate(program: Program) -> jax.stages.Lowered:
-    """The program of `generate`, lowered for the program's devices, present or described."""
-    # One row a rank: a batch of one would not divide over the mesh.
+    """The program of `generate`, lowered for the devices of `program`, which may be described ones."""
+    # One row per rank: a batch of one would not divide over the mesh.
     tokens = jax.ShapeDtypeStruct((program.batch.ranks, program.batch.seq_len), jnp.int32,
                                   sharding=program.layout.sharding(("batch", None)))
     span = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return _run(program, program.config.train.sample_temperature).lower(program.state.params, tokens, span)
+    return _jitted(program, program.config.train.sample_temperature).lower(program.state.params, tokens, span)
 
 
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """Up to `count` tokens after `prompt`, as many as the training length leaves room for."""
+    """Up to `count` tokens that follow `prompt`, as many as `data.seq_len` leaves room for."""
     length = program.batch.seq_len
     prompt = prompt[: length - 1] or [0]
-    # The first row is shown; see lower_generate.
+    # Only the first row is used; see lower_generate.
     tokens = np.zeros((program.batch.ranks, length), np.int32)
     tokens[:, : len(prompt)] = prompt
     end = min(len(prompt) + count, length)
-    out = _run(program, temperature)(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
-                                      np.asarray([len(prompt), end], np.int32))
+    out = _jitted(program, temperature)(params, jax.device_put(tokens, program.layout.sharding(("batch", None))),
+                                        np.asarray([len(prompt), end], np.int32))
     return np.asarray(out)[0, len(prompt): end].tolist()
 
 
 def sample_text(program: Program, data: Data, params: Any) -> str:
-    """Text that the trained model writes, the prompt first; "" where the config asks for none."""
+    """Text that the model generates, with the prompt before it; "" where `train.sample_tokens` is 0."""
     config = program.config.train
     if not config.sample_tokens:
         return ""

@@ -1,4 +1,4 @@
-"""The trainer of this repository as `memory.plan.trainer.Trainer`: what its commands and workers meet."""
+"""The trainer of this repository as `memory.plan.trainer.Trainer`, for the commands and workers of `memory`."""
 
 from __future__ import annotations
 
@@ -20,34 +20,39 @@ if TYPE_CHECKING:
 
 
 class Adapter:
-    """The methods are explained in the Protocol. None starts jax before it has to; the config's errors come through
-    with their exit codes."""
+    """Implements the Protocol, which explains each method. None starts jax before it has to; errors of the config are
+    raised as they are, with their exit codes."""
 
     def split_overrides(self, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+        """See `Trainer.split_overrides`."""
         return configs.split_overrides(argv)
 
     def config(self, name: str, overrides: Overrides) -> dict[str, Any]:
+        """See `Trainer.config`."""
         return configs.flatten(configs.load(name, overrides))
 
     def program(self, name: str, overrides: Overrides, target: Target) -> Program:
+        """See `Trainer.program`."""
         from bytescope.train.planning.remat_auto import settled_program
 
         config = configs.load(name, overrides)
         try:
             return settled_program(config, target.devices())
-        except ValueError as error:  # a config that cannot run there: the message says what to change
+        except ValueError as error:  # a config that cannot run there; the message says what to change
             if hasattr(error, "exit_code"):
                 raise
             raise ReportError(" ".join(str(error).split())) from error
 
     def settled(self, program: Program) -> dict[str, Any]:
+        """See `Trainer.settled`."""
         from bytescope.memory.config_keys import MESH, MODEL_ATTENTION
         from bytescope.model.remat.policies import POLICIES
 
         plan = program.remat
         segments = []
         for segment in plan.segments(program.model.n_layers):
-            moved, policy = segment.policy.moved, segment.name if segment.name in POLICIES else "custom"
+            moved = segment.policy.moved
+            policy = segment.name if segment.name in POLICIES else "custom"
             segments.append({"layers": segment.stop - segment.start, "policy": policy, "groups": segment.groups,
                              "save": [name for name in segment.policy.names if name not in moved],
                              "offload": list(moved)})
@@ -55,6 +60,7 @@ class Adapter:
         return {MODEL_ATTENTION: program.kernel[0], "batch": str(program.batch), **mesh, "segments": segments}
 
     def describe(self, name: str, overrides: Overrides, target: Target) -> dict[str, Any]:
+        """See `Trainer.describe`."""
         from bytescope.memory.config_keys import MODEL_SCAN
         from bytescope.memory.plan.worker import tokens_of
         from bytescope.train.planning.remat_auto import describe_block, fixed_policies
@@ -66,26 +72,31 @@ class Adapter:
                 "tokens_per_update": tokens_of(program)}
 
     def choices(self, program: Program) -> str:
-        return "\n".join(f"{what} {row} ({why})" for what, (row, why) in (
-            ("attention", program.kernel), ("products", program.matmul)))
+        """See `Trainer.choices`."""
+        (kernel, why), (matmul, how) = program.kernel, program.matmul
+        return f"attention {kernel} ({why})\nproducts {matmul} ({how})"
 
     def loop_overhead(self, program: Program) -> LoopOverhead:
+        """See `Trainer.loop_overhead`."""
         from bytescope.train.planning.run_peak import loop_overhead
 
         return loop_overhead(program)
 
     def run_peaks(self, program: Program) -> dict[str, int]:
+        """See `Trainer.run_peaks`."""
         from bytescope.train.planning.run_peak import peaks
 
         return peaks(program)
 
     def vocabulary(self) -> tuple[str, ...]:
+        """See `Trainer.vocabulary`."""
         from bytescope.model.names import NAMES
 
         return tuple(NAMES)
 
     def names(self, name: str, overrides: Overrides,
               target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
+        """See `Trainer.names`."""
         from bytescope.model.names import NAMES
         from bytescope.train.parallel.axes import activation_axes
 
@@ -100,18 +111,22 @@ class Adapter:
         return program.trace_gradient(), sharding
 
     def configs(self) -> Mapping[str, str]:
+        """See `Trainer.configs`."""
         return configs.purposes()
 
     def keys(self) -> list[tuple[str, str, str]]:
+        """See `Trainer.keys`."""
         return configs.describe_keys()
 
     def policies(self) -> Mapping[str, str]:
+        """See `Trainer.policies`."""
         from bytescope.model.remat.policies import AUTO, POLICIES
 
-        special = {"custom": "the names of remat.save; those of remat.offload in pinned host memory",
-                   AUTO: "the least recomputation within remat.budget, by name and range of layers"}
+        special = {"custom": "the names of remat.save kept, those of remat.offload in pinned host memory",
+                   AUTO: "the least recomputation that fits remat.budget, chosen by name and range of layers"}
         return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
 
     def sources(self) -> list[Path]:
+        """See `Trainer.sources`."""
         found = (importlib.util.find_spec(package) for package in ("bytescope.model", "bytescope.train"))
         return [Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ()]

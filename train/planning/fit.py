@@ -1,6 +1,6 @@
-"""`bytescope train --fit`: looks for the configuration to run here (memory/plan/fit.py), then trains with it.
+"""`bytescope train --fit`: finds the configuration to run here (memory/plan/fit.py), to train with.
 
-The search compiles in processes of its own and is done before jax starts in this one.
+The search compiles in other processes and is done before jax starts in this one.
 """
 
 import json
@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
 from bytescope.train.errors import DoesNotFit, UserError
-
-DOES_NOT_FIT, INTERRUPTED = 3, 130
 
 
 def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> list[tuple[str, str]]:
-    """The overrides and what the fit adds to them. Its walk is printed as it happens.
+    """The overrides with those that the fit adds, (dotted key, text). The walk is printed as it happens.
+
+    budget: bytes of a device, such as "72GiB"; "" for all that it has available.
 
     Raises:
       DoesNotFit: nothing fits the budget.
@@ -24,23 +25,24 @@ def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> li
     """
     with tempfile.TemporaryDirectory(prefix="bytescope-fit-") as folder:
         out = Path(folder) / "fit.json"
-        words = [sys.executable, "-m", "bytescope.memory", "fit", f"--config={config}", f"--json={out}",
-                 *([f"--budget={budget}"] if budget else []),
-                 *(f"--config.{key}={text}" for key, text in overrides)]
+        command = [sys.executable, "-m", "bytescope.memory", "fit", f"--config={config}", f"--json={out}",
+                   *(f"--config.{key}={text}" for key, text in overrides)]
+        if budget:
+            command.append(f"--budget={budget}")
         sys.stdout.flush()
-        code = _wait(subprocess.Popen(words))
+        code = _wait(subprocess.Popen(command))
         if code == INTERRUPTED:
-            raise UserError("the fit was stopped; the best that it found stands above, with the flags to train with it")
+            raise UserError("the fit was stopped; the best that it found is shown above, with the flags to train with")
         if code == DOES_NOT_FIT:
-            raise DoesNotFit("nothing fits, as the fit says above: give a larger --budget, or another model")
+            raise DoesNotFit("nothing fits, as shown above: give a larger --budget, or a smaller model")
         if code or not out.exists():
-            raise UserError("the fit did not come to its end, see above: mend that, or train without --fit")
+            raise UserError("the fit failed, as shown above: correct that, or train without --fit")
         found = json.loads(out.read_text())["best"]["overrides"]
     return [*overrides, *found.items()]
 
 
 def _wait(search: subprocess.Popen) -> int:
-    """The exit code. Ctrl-C reaches the search too: it ends by itself, with the best so far."""
+    """The exit code. Ctrl-C reaches the search too, which then ends with the best so far."""
     while True:
         try:
             return search.wait()

@@ -1,6 +1,6 @@
-"""`remat.policy=auto` settled: the config of the step with the least recomputation that fits the budget.
+"""Settles `remat.policy=auto`: the config of the step with the least recomputation that fits the budget.
 
-memory/remat/search.py searches; here are the program that it asks about and the compiles that it asks for.
+The search is memory/remat/search.py; this module describes the program to it and compiles what it asks for.
 """
 
 import dataclasses
@@ -30,37 +30,39 @@ from bytescope.train.parallel.axes import activation_axes
 from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program, build
 
-# Of a device that nothing is known of, and of a CPU, whose measured rates would differ from one process to the next:
-# FLOP/s and bytes/s of a core or two. They order plans, no more.
+# Rates of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
+# core or two. They are for ranking plans only.
 NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LINKS, 2e10), "nominal rates")
-# What a kernel outside of the checkpoint keeps with its result (`model.block.CUTS`).
+# Names that a kernel outside of the checkpoint keeps together with its result (`model.block.CUTS`).
 AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """The rates that plans for a target are judged by, the same in every process."""
+    """The rates by which plans for a target are ranked, the same in every process."""
     return NOMINAL if target.platform == "cpu" else roofline.figures(target) or NOMINAL
 
 
 def describe_block(program: Program) -> Block:
-    """The graph of one block of a `Program` of scanned layers."""
-    def parts(name: str) -> int:
+    """The graph of one block of a program whose layers are scanned."""
+    def shards(name: str) -> int:
         dims = program.layout.split(activation_axes(NAMES[name][0]))
         return math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
 
-    outside = program.kernel[0] == "cudnn"
-    return block_of(program.trace_gradient(), parts, {"context": AROUND_KERNEL} if outside else {})
+    kept_together = {"context": AROUND_KERNEL} if program.kernel[0] == "cudnn" else {}
+    return block_of(program.trace_gradient(), shards, kept_together)
 
 
 def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
-    """Policy -> the names that it keeps, None where it is more than that; of those that move tensors to host memory,
-    or of those that do not."""
-    return {name: None if row.offloads or not row.names else row.names for name, row in POLICIES.items()
-            if row and row.offloads == moving and name not in (FULL, NONE)}
+    """Policy -> the names that it keeps, None where names do not say it, for all policies but `full` and `none`.
+
+    moving: those that move tensors to host memory, instead of those that do not.
+    """
+    rows = {name: row for name, row in POLICIES.items() if row and row.offloads == moving and name not in (FULL, NONE)}
+    return {name: None if moving else row.names or None for name, row in rows.items()}
 
 
 def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
-    """A copy of the config with other values of some keys, as text."""
+    """A copy of the config with the values of `keys`, dotted key -> text."""
     out = ConfigDict(config.to_dict())
     for key, text in keys.items():
         override(out, key, text)
@@ -69,7 +71,10 @@ def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
 
 @dataclasses.dataclass
 class Compiler:
-    """Compiles plans for one config on some devices."""
+    """Compiles plans for one config on some devices; called with plans, it returns their figures.
+
+    Fields: `target`, `rates`; `full`: the program that recomputes everything; `report`: that program's.
+    """
 
     config: ConfigDict
     devices: Sequence[jax.Device]
@@ -81,14 +86,14 @@ class Compiler:
         self.report = self._report(self.full)
 
     def program(self, keys: dict[str, str]) -> Program:
-        """The program with these keys."""
+        """The program of the config with `keys`, dotted key -> text."""
         return build(with_keys(self.config, keys), self.devices)
 
     def _report(self, program: Program) -> Report:
         return report_of(program.compile_for_report(exact=True), target=self.target, loop=loop_overhead(program))
 
     def __call__(self, plans: Sequence[Plan]) -> list[Compiled]:
-        """What the compiler says of each plan."""
+        """The compiler's figures of each plan."""
         return [self._one(plan) for plan in plans]
 
     def _one(self, plan: Plan) -> Compiled:
@@ -96,14 +101,14 @@ class Compiler:
         try:
             full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
-        except ValueError as error:  # a plan that cannot run is no plan
+        except ValueError as error:  # the search leaves out a plan that cannot run
             return Compiled(status=" ".join(str(error).split()))
-        again = sum(report.work["recompute"]["flops"].values())
+        recomputed = sum(report.work["recompute"]["flops"].values())
         return Compiled(report.allocated_bytes, report.host_bytes, roofline.seconds(report.work, self.rates).total,
-                        again)
+                        recomputed)
 
     def problem(self) -> Problem:
-        """What is to be decided."""
+        """The problem that the search solves."""
         config = self.config
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
@@ -116,55 +121,60 @@ class Compiler:
 def settled_program(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
                     tell: Callable[[str], None] = lambda line: None,
                     agree: Callable[[Any], Any] = lambda value: value) -> Program:
-    """The program of a config that may leave `remat.policy=auto` to be settled: settle, check, assemble.
+    """The program of any config, also one with `remat.policy=auto`: settle, check, assemble.
 
-    The arguments and errors are those of `settle` and `train.program.build`.
+    Its arguments are those of `settle`, and it raises what `settle` and `train.program.build` raise.
     """
     devices = jax.devices() if devices is None else list(devices)
-    config, why = settle(config, devices, tell, agree)
-    return dataclasses.replace(build(config, devices), decided=why)
+    config, decided = settle(config, devices, tell, agree)
+    return dataclasses.replace(build(config, devices), decided=decided)
 
 
 def settle(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None] = lambda line: None,
            agree: Callable[[Any], Any] = lambda value: value) -> tuple[ConfigDict, str]:
-    """The config with nothing left to decide, and in a line what was decided, "" where nothing was.
+    """The config with `remat.policy=auto` replaced by a plan, and the plan in a line; without it the config and "".
 
-    With `remat.policy=auto` some programs are compiled on the way; `tell` is told each, in a line. Processes that
-    train together compile one program: each searches, under the budget of the first of them, and takes its plan.
-    `agree`: a JSON value -> that of the first process; all ask, in the same order.
+    Processes that train together need the same program: each of them searches, with the budget of process 0, and takes
+    the plan of process 0.
+
+    Args:
+      tell: called with a line for each program that is compiled.
+      agree: a JSON value -> that of process 0; all processes call it, in the same order.
 
     Raises:
       DoesNotFit: no plan fits the budget.
       ValueError: a value that is in no table, a budget that is not a valid size, or a config that cannot run.
     """
     check_values(config)
-    if (first := agree(config.remat.policy)) != config.remat.policy:
+    first = agree(config.remat.policy)
+    if first != config.remat.policy:
         raise ValueError(f"remat.policy={config.remat.policy} differs from process 0, which has {first}: give all "
                          "processes the same config")
-    return _decide(config, devices, tell, agree) if config.remat.policy == AUTO else (config, "")
+    if config.remat.policy != AUTO:
+        return config, ""
+    return _decide(config, devices, tell, agree)
 
 
 def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None],
             agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
-    """The config with a plan in the place of `auto`, and the plan in a line."""
+    """The config with a plan in the place of `auto`, and the plan in a line; raises as `settle` does."""
     if config.remat.granularity != "block":
-        raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto: it chooses for a block "
-                         "as one checkpoint; set remat.granularity=block")
+        raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
+                         "whole block keeps; set remat.granularity=block")
     for key in ("layers", "save", "offload"):
         if config.remat[key]:
-            raise ValueError(f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses that: "
-                             "give one of them")
+            raise ValueError(f"remat.{key}={','.join(config.remat[key])} with remat.policy=auto, which chooses it: "
+                             "give one of the two")
     compiler = Compiler(config, devices)
-    besides = compiler.report.predicted_bytes - compiler.report.allocated_bytes
-    budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - besides), "remat.budget")
+    overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
+    budget = budget_of(config.remat.budget, agree(compiler.target.limit_bytes - overhead), "remat.budget")
 
     def show(tried: Tried) -> None:
-        found = tried.compiled
-        tell(f"auto: {tried.plan}: " + (f"{human(found.allocated_bytes)} of {human(budget)}" if tried.ok
-                                        else found.status))
+        compiled = tried.compiled
+        figures = f"{human(compiled.allocated_bytes)} of {human(budget)}" if tried.ok else compiled.status
+        tell(f"auto: {tried.plan}: {figures}")
 
-    search = Search(compiler.problem(), compiler, show)
-    outcome = search.run(budget)
+    outcome = Search(compiler.problem(), compiler, show).run(budget)
     best, found = outcome.best, None
     if best is not None:
         found = best.plan.keys(), (f"auto: {best.plan}; {human(best.compiled.allocated_bytes)} of {human(budget)}, "
@@ -172,8 +182,8 @@ def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[s
     found = agree(found)
     if found is None:
         least = outcome.tightest.compiled.allocated_bytes
-        raise DoesNotFit(f"remat.policy=auto: the least that recomputation comes to is {human(least)} "
-                         f"({outcome.tightest.plan}), {human(least - budget)} more than {human(budget)}: give a larger "
-                         "remat.budget, a smaller batch.micro with more accumulation, or bytescope fit")
+        raise DoesNotFit(f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
+                         f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
+                         "batch.micro with more accumulation, or try bytescope fit")
     keys, line = found
     return with_keys(config, keys), line

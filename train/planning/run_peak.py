@@ -1,4 +1,4 @@
-"""What a run holds on a device besides a call of the step: the loop's batches, and the programs beside the step."""
+"""What a run holds on a device besides a call of the step: the loop's batches, and the run's other programs."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from bytescope.train.sample import lower_generate
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of described arrays on one device, without those in host memory."""
+    """Bytes on one device of a tree of arrays or shapes with shardings; those in host memory do not count."""
     return sum(_sizes(tree))
 
 
@@ -26,27 +26,28 @@ def _sizes(tree: Any) -> list[int]:
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
-    """What the loop keeps on a device beside a call's arguments: bytes, for the report.
+    """What the loop keeps on a device besides a call's arguments, in bytes, for the report.
 
-    While the last call of an update runs, the update's other batches are still there and the next update's already
-    are (train/data/feed.py): one call's is among the arguments. The metrics of one update before are not read yet.
+    While the last call of an update runs, the update's other batches are still on the device and those of the next
+    update are there already (train/data/feed.py); one call's batch is among its arguments. The metrics of the update
+    before are not read yet.
     """
     return LoopOverhead(waiting=tuple(_sizes(program.batch_shapes)) * (2 * program.calls_per_update - 1), results=1)
 
 
 def peaks(program: Program) -> dict[str, int]:
-    """Bytes that the other programs of a run come to on a device, the state they make or leave alone included.
+    """Peak bytes of each other program of a run on one device, the state included.
 
-    Each is compiled for the program's devices, present or described: "init", by turns where some of the state goes to
-    host memory; "evaluation" of one held-out micro-batch, the next one there; "sample", the text at the end of a run.
-    A run's peak is the most of these and of its step.
+    Each is compiled for the program's devices, which may be described ones: "init", in turns where some of the state
+    goes to host memory; "evaluation" of one held-out micro-batch while the next is there; "sample", the text at the
+    end of a run. The peak of a run is the largest of these and of its step.
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
     evaluation = program.evaluate.lower(program.state.params, program.eval_shapes)
     found = {"init": max(_init(program)), "evaluation": state + 2 * batch + _own(evaluation)}
     if program.config.train.sample_tokens:
-        found["sample"] = state + _own(_sample(program))
+        found["sample"] = state + _own(lower_generate(program))
     return found
 
 
@@ -57,18 +58,14 @@ def _own(lowered: jax.stages.Lowered) -> int:
 
 
 def _init(program: Program) -> Iterator[int]:
-    """Bytes while each turn of `Program.init` runs: what the turns before it left on the device and its own."""
+    """Bytes of each turn of `Program.init`: what earlier turns left on the device, and its own."""
     def make(seed):
         return init_state(program.transformer(nnx.Rngs(params=jax.random.key(seed))), program.parts.optimizer,
                           program.parts.scaling)
 
-    # With a place of its own, for described devices: results in host memory name none.
+    # With a sharding, which names the devices: results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())
     leaves, made = jax.tree.leaves(program.state), 0
     for places in turns(program.state):
         yield made + _own(chosen(make, leaves, places).lower(seed))
         made += device_bytes([leaves[place] for place in places])
-
-
-def _sample(program: Program) -> jax.stages.Lowered:
-    return lower_generate(program)

@@ -1,4 +1,4 @@
-"""Failures that training can meet and a user can mend, told in one line."""
+"""Failures of a run that a user can mend, reported in one line."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ REMEDIES = ("a smaller --config.batch.micro with more --config.batch.accumulatio
 
 
 def refuse_if_too_big(report: Report) -> None:
-    """Raises DoesNotFit, before anything is allocated, for a step that cannot run."""
+    """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated."""
     if report.fits is False:
         excess = human(report.predicted_bytes - report.limit_bytes)
         raise DoesNotFit(f"the step needs {human(report.predicted_bytes)} per device and {human(report.limit_bytes)} "
@@ -23,6 +23,7 @@ def refuse_if_too_big(report: Report) -> None:
 
 
 def _out_of_memory(report: Report | None, device: Any) -> DoesNotFit:
+    """The error of a device that ran out of memory, with what was predicted and what was measured."""
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
@@ -33,7 +34,10 @@ def _out_of_memory(report: Report | None, device: Any) -> DoesNotFit:
 
 
 def explain(error: BaseException, report: Report | None, device: Any) -> UserError | None:
-    """The one-line form of `error`, or None for one that only a developer can mend."""
+    """The one-line form of `error`, None for one that only a developer can mend.
+
+    report: of the step that runs. device: the one whose memory is measured.
+    """
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text:
         return _out_of_memory(report, device)
@@ -45,10 +49,11 @@ def explain(error: BaseException, report: Report | None, device: Any) -> UserErr
 
 @contextlib.contextmanager
 def explained(report: Report | None, device: Any) -> Iterator[None]:
-    """Turns what `explain` knows into UserError and lets everything else through."""
+    """A context that turns errors which `explain` knows into UserError, and lets all others through."""
     try:
         yield
     except Exception as error:
-        if told := explain(error, report, device):
-            raise told from error
-        raise
+        known = explain(error, report, device)
+        if known is None:
+            raise
+        raise known from error

@@ -1,4 +1,4 @@
-"""What the user sees before the first step: devices, parameters, batch, and where the memory goes."""
+"""What a run prints before the first step: devices, parameters, batch, and the memory report of the step."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from bytescope.train.program import Program
 
 
 def parameters_by_component(params: Any) -> dict[str, int]:
-    """Component (embedding, attention, mlp, norms, head) -> number of parameters."""
+    """Component (a second column of _COMPONENTS, or "other") -> number of parameters."""
     counts: dict[str, int] = defaultdict(int)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [str(key.key) for key in path]
@@ -42,7 +42,10 @@ def _component(keys: list[str]) -> str:
 
 
 def show_program(console: Console, program: Program, data: str) -> None:
-    """Devices and mesh, data, parameters by component, batch algebra and what it makes of the learning rate."""
+    """Prints devices and mesh, data, parameters by component, the batch, and the learning rate that it leads to.
+
+    data: the data source in words.
+    """
     devices = program.mesh.devices.ravel()
     mesh = " x ".join(f"{axis} {count}" for axis, count in program.mesh.shape.items())
     counts = parameters_by_component(program.state.params)
@@ -50,8 +53,7 @@ def show_program(console: Console, program: Program, data: str) -> None:
     shares = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     rows = (
-        ("devices", f"{len(devices)} x {devices[0].device_kind}{_in_processes()}, mesh {mesh}; "
-                    f"jax {jax.__version__}"),
+        ("devices", f"{len(devices)} x {devices[0].device_kind}{_in_processes()}, mesh {mesh}; jax {jax.__version__}"),
         ("data", data),
         ("model", f"{total:,} parameters: {shares}"),
         ("program", f"{program.config.precision.preset} precision, products {matmul} ({how}), "
@@ -76,7 +78,7 @@ def _in_processes() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The executable that runs, its memory report, and hardware over model FLOPs (HFU over MFU)."""
+    """The executable that runs, its memory report, and its hardware FLOPs over model FLOPs (HFU over MFU)."""
 
     step: jax.stages.Compiled
     report: Report
@@ -84,10 +86,13 @@ class Compiled:
 
 
 def compile_step(program: Program, console: Console) -> Compiled:
-    """The step that will run, compiled, and the memory report of that very executable.
+    """The step that will run, compiled, and the memory report of that very executable, which is printed.
 
-    An executable out of the persistent cache keeps no heap trace; its report says that lifetimes are
-    derived, and is not compiled again for the sake of a picture.
+    An executable from the persistent cache keeps no heap trace; it is not compiled again for the timeline, and its
+    report says that lifetimes are derived.
+
+    Raises:
+      ValueError: an offload policy that moves nothing.
     """
     began = time.perf_counter()
     with console.status("compiling"):
@@ -96,19 +101,19 @@ def compile_step(program: Program, console: Console) -> Compiled:
     work = flops.count(compilation.jaxpr)
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
                        loop=loop_overhead(program))
-    console.print(f"compiled in {seconds:.1f} s; what the step will hold:")
+    console.print(f"compiled in {seconds:.1f} s; memory of the step:")
     show(report, console)
     if work.recomputed:
         console.print(f"recomputes {100 * work.recompute_fraction:.1f} % of the model's FLOPs")
     return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1))
 
 
-# Which unit of the device multiplies: jax sends float32 products to the TF32 units where there are any.
+# Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.
 _UNITS = {"float32": ("tf32", "fp32"), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
 
 def peak_flops(program: Program) -> float | None:
-    """Peak dense FLOP/s of one device in the compute dtype; None where the device is not in the table."""
+    """Peak dense FLOP/s of one device in the compute dtype; None for a device that memory/devices/chips.py lacks."""
     known = parse("local").peak_flops
     units = _UNITS.get(jnp.dtype(program.precision.compute).name, ())
     return next((known[unit] for unit in units if unit in known), None)

@@ -77,7 +77,7 @@ def test_a_budget_below_full_is_three(capsys, tmp_path):
              "--config.train.cache_dir=none", f"--workdir={tmp_path / 'run'}"]
     assert main(words) == 3
     error = capsys.readouterr().err
-    assert error.startswith("error: remat.policy=auto: the least that recomputation comes to is ")
+    assert error.startswith("error: remat.policy=auto: the smallest plan (2 x full) takes ")
     assert "more than 2.00 MiB" in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
