@@ -1,11 +1,11 @@
 """AdamW with 8-bit block-wise moments, after Dettmers et al. 2022 (arXiv 2110.02861); optax has none.
 
-A moment is one byte for each parameter, in the parameter's own shape and so divided over devices like it, and one
-float32 scale, the largest magnitude, for each block. What differs from the paper:
+A moment is one byte per parameter, in the parameter's own shape and so sharded like it, and one float32 scale, the
+largest magnitude, per block. What differs from the paper:
 
 - blocks are 128 numbers along one axis of a matrix, not 2048 of the flattened array: they do not depend on the mesh,
   and along the axes chosen in train/optimizer/param_matrices.py devices seldom share one;
-- codes lie on the ends of the paper's dynamic intervals, not in their middles, so a block's largest value is exact;
+- codes are at the ends of the paper's dynamic intervals, not in their middles, so a block's largest value is exact;
 - the second moment is kept as its square root, which is what the update divides by and has half the orders of
   magnitude; one that is not zero never becomes zero;
 - tables are 8-bit too: blocks along the width keep tokens apart. As in the paper, matrices of fewer than 4096
@@ -32,8 +32,11 @@ _UNSIGNED = (0.0, *(2.0 ** (k + 2) - 1 for k in range(7)))
 
 
 class EightBitState(NamedTuple):
-    """`mu`, `root_nu`: trees like the parameters, int8 and uint8 codes, or float32 where nothing is quantized;
-    `mu_scale`, `nu_scale`: float32, one a block; `MaskedNode` where nothing is quantized. `count`: int32 updates."""
+    """The moments of Adam in 8 bits.
+
+    count: updates, int32. mu, root_nu: trees like the parameters, of int8 and uint8 codes, or of float32 where nothing
+    is quantized. mu_scale, nu_scale: float32, one per block; `MaskedNode` where nothing is quantized.
+    """
 
     count: jax.Array
     mu: Any
@@ -43,39 +46,39 @@ class EightBitState(NamedTuple):
 
 
 def _through(x: jax.Array, xs: Sequence[float], ys: Sequence[float]) -> jax.Array:
-    """The line through the points (xs, ys): a sum of ramps, which compilers fuse where a table would be looked up."""
+    """The polygon through the points (xs, ys) at `x`: a sum of ramps, which compilers fuse, unlike a table look-up."""
     ramps = [(y1 - y0) / (x1 - x0) * jnp.clip(x - x0, 0.0, x1 - x0)
              for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:])]
     return sum(ramps[1:], ramps[0])
 
 
 def encode_signed(x: jax.Array) -> jax.Array:
-    """The nearest int8 code of numbers in [-1, 1]."""
+    """The nearest int8 code of each number in [-1, 1]."""
     return jnp.copysign(jnp.round(_through(jnp.abs(x), _DECADES, _SIGNED)), x).astype(jnp.int8)
 
 
 def decode_signed(codes: jax.Array) -> jax.Array:
-    """float32 in [-1, 1] from int8 codes."""
+    """The float32 numbers in [-1, 1] of int8 codes."""
     x = codes.astype(jnp.float32)
     return jnp.copysign(_through(jnp.abs(x), _SIGNED, _DECADES), x)
 
 
 def encode_unsigned(x: jax.Array) -> jax.Array:
-    """The nearest uint8 code of numbers in [0, 1]; never 0 for one above 0."""
+    """The nearest uint8 code of each number in [0, 1]; never 0 for a number above 0."""
     code = jnp.round(_through(x, _DECADES, _UNSIGNED))
     return jnp.where(x > 0, jnp.maximum(code, 1.0), 0.0).astype(jnp.uint8)
 
 
 def decode_unsigned(codes: jax.Array) -> jax.Array:
-    """float32 in [0, 1] from uint8 codes."""
+    """The float32 numbers in [0, 1] of uint8 codes."""
     return _through(codes.astype(jnp.float32), _UNSIGNED, _DECADES)
 
 
 def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a block of a parameter's moments, as many axes as the parameter; None where they stay float32.
+    """The shape of a block of a parameter's moments, with as many axes as the parameter; None where they stay float32.
 
-    A divisor of `shape`: 128 along the first of the matrix' block axes, or what divides it; axes after the first
-    only fill a block of fewer than 64.
+    It divides `shape`: up to 128 along the first of the matrix' block axes; the axes after the first are used only
+    where that gives fewer than 64 elements.
     """
     matrix = matrix_of(path)
     if matrix is None or math.prod(shape[len(shape) - matrix.inputs - matrix.outputs:]) < LEAST_SIZE:
@@ -87,17 +90,20 @@ def block_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _blocks(x: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Every axis in two: [blocks, elements of one, blocks, ...]."""
+    """`x` with every axis split in two: [blocks, elements of a block, blocks, ...]."""
     return x.reshape([n for size, own in zip(x.shape, block) for n in (size // own, own)])
 
 
 def _spread(scale: jax.Array) -> jax.Array:
-    """A scale for each block against `_blocks`."""
+    """The scales of blocks in a shape that broadcasts against `_blocks`."""
     return scale.reshape([n for size in scale.shape for n in (size, 1)])
 
 
 def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, jax.Array]:
-    """Codes in the shape of `x`, and float32 scales: the largest magnitude of each block."""
+    """(codes in the shape of `x`, float32 scales): the scale of a block is its largest magnitude.
+
+    `block`: its shape, which divides that of `x`. `encode`: `encode_signed` or `encode_unsigned`.
+    """
     blocks = _blocks(x, block)
     scale = jnp.max(jnp.abs(blocks), axis=range(1, blocks.ndim, 2))
     inverse = jnp.where(scale > 0, 1.0 / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 0.0)
@@ -105,13 +111,15 @@ def quantize(x: jax.Array, block: tuple[int, ...], encode) -> tuple[jax.Array, j
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, block: tuple[int, ...], decode) -> jax.Array:
-    """float32 in the shape of `codes`."""
+    """The float32 numbers of `codes`, in their shape: the inverse of `quantize`, with the matching `decode`."""
     return (decode(_blocks(codes, block)) * _spread(scale)).reshape(codes.shape)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` over moments that are kept in 8 bits. The update is made from the new moments before
-    they are quantized."""
+    """`optax.scale_by_adam` with moments that are kept in 8 bits.
+
+    The update is computed from the new moments before they are quantized.
+    """
     def init(params):
         blocks = [block_shape(path, leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
         leaves, tree = jax.tree.flatten(params)
@@ -130,7 +138,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
     def update(updates, state, params=None):
         del params
         count = optax.safe_increment(state.count)
-        first, second = (1.0 - jnp.float32(b) ** count for b in (b1, b2))
+        first, second = 1.0 - jnp.float32(b1) ** count, 1.0 - jnp.float32(b2) ** count
 
         def one(grad, mu, root_nu):
             mu = b1 * mu + (1.0 - b1) * grad

@@ -1,10 +1,10 @@
-"""Backward pass and update as one loop over layers: a layer's gradient is gone before the next one's is made.
+"""Backward pass and update as one loop over layers: a layer's gradient is freed before the next one is computed.
 
-As in LOMO (Lv et al. 2023, arXiv 2306.09782), here with any row of the optimizers, each layer's moments beside it.
+As in LOMO (Lv et al. 2023, arXiv 2306.09782), here with any row of the optimizers.
 The forward loop keeps what the remat policy of each layer keeps. The backward loop carries the stacks of parameters
-and optimizer state, takes layer i out, pulls the gradient back through it and puts the updated layer in its place.
-Embedding, final norm and head are updated outside of it. Since a layer's gradient is used before those of the layers
-in front are known, it can be clipped by its own norm, not by that of all.
+and optimizer state, takes layer i out, pulls the gradient back through it and writes the updated layer in its place.
+Embedding, final norm and head are updated outside of the loop. Since a layer's gradient is used before those of earlier
+layers are known, it can be clipped by its own norm, not by the norm of all.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass
 class _Pullback:
-    """The gradient of one layer: which of its residuals are kept, and where the others are found again.
+    """The gradient function of one layer: which of its residuals are kept, and where the others are found.
 
-    Filled while the forward loop is traced; the backward loop builds each layer's pullback anew from it.
+    Filled while the forward loop is traced; the backward loop rebuilds each layer's pullback from it.
     """
 
     tree: Any = None
     sources: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def split(self, pullback: Any, own: Leaves) -> Leaves:
-        """The residuals that have to be kept: not the layer's parameters, which the backward loop has at hand."""
+        """The residuals that have to be kept: not the layer's parameters, which the backward loop reads anyway."""
         leaves, self.tree = jax.tree.flatten(pullback)
         places, kept, self.sources = {id(leaf): place for place, leaf in enumerate(own)}, [], []
         for leaf in leaves:
@@ -59,9 +59,9 @@ class FusedBackward:
     """(params, opt_state, batch, dropout_key_B, tokens, rounding_key) -> (loss sum in nats, new params, new opt_state).
 
     Args:
-      graph: of the whole Transformer; cross_entropy: (x_BLD, w_head, targets_BL) -> sum in nats.
-      weights: parameters on their way in, gradients on their way out; update: of parts of the parameters.
-      dropout: whether the keys are used.
+      graph: of the Transformer. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+      weights: `train.step.Weights`, for parameters on their way in and gradients on their way out.
+      update: the update layer by layer. dropout: whether the keys are used.
     """
 
     graph: nnx.GraphDef
@@ -92,7 +92,7 @@ class FusedBackward:
             x_BLD, kept = self._forward(transformer(rest), computed["blocks"], x_BLD, key_B)
         loss, pull_end = jax.vjp(end, rest, x_BLD)
         d_end, d_BLD = pull_end(jnp.ones_like(loss))
-        # Copies under zero1 and zero2 are what the layers computed with; else the masters themselves.
+        # Under zero1 and zero2 the layers computed with copies, otherwise with the masters themselves.
         stack = None if computed is params else computed["blocks"]
         blocks, total, d_BLD = self._backward(params, opt_state, stack, kept, d_BLD, tokens, rounding)
         d_begin, = pull_begin(d_BLD)
@@ -100,7 +100,7 @@ class FusedBackward:
         return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
 
     def _forward(self, model: Any, stack: Any, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, list]:
-        """(output of the last block, for each segment its pullback, residuals [layers, ...], numbers and unroll)."""
+        """(output of the last block, per segment its pullback, residuals [layers, ...], layer numbers and unroll)."""
         out = []
         for segment, block in model.layers():
             recipe = _Pullback()
@@ -119,8 +119,8 @@ class FusedBackward:
     def _backward(self, params: Any, opt_state: Any, copies: Any, segments: list, d_BLD: jax.Array,
                   tokens: jax.Array, rounding: jax.Array) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
         """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
-        # What is gathered or scattered over its last dimension the compiler for GPUs transposes: without `row_major` it
-        # transposes the stacks instead, the optimizer's too, and copies of all layers are held.
+        # XLA's GPU compiler transposes what is gathered or scattered over its last dimension. Without `row_major` it
+        # transposes the stacks instead, those of the optimizer too, and holds copies of all layers.
         part = self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = self.update.shared(s), self._inverse(tokens)
@@ -133,7 +133,7 @@ class FusedBackward:
             d_BLD, d_own = recipe.join(kept, own)(d_BLD)
             grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
             grads = jax.tree.leaves(grads)
-            if self.weights.layout.mesh.size > 1:  # on one device it would transpose the activations of the product
+            if self.weights.layout.mesh.size > 1:  # on one device it would transpose the products' activations
                 grads = [row_major(grad) for grad in grads]
             with jax.named_scope("optimizer"):
                 square = squares(grads)
@@ -148,13 +148,13 @@ class FusedBackward:
         return carry[1], carry[2], carry[0]
 
     def _kept_as(self, grads: Any) -> Any:
-        """Gradients of some of the parameters as their update takes them."""
+        """Gradients of some of the parameters, in the dtype and sharding that their update expects."""
         axes = {name: self.weights.axes[name] for name in grads}
         return dataclasses.replace(self.weights, axes=axes).gradients(grads)
 
     def _finish(self, params: Any, opt_state: Any, blocks: tuple[Leaves, Leaves], grads: Any, total: jax.Array,
                 tokens: jax.Array, rounding: jax.Array) -> tuple[Any, Any]:
-        """(new params, new opt_state): everything outside of the blocks updated too."""
+        """(new params, new opt_state): updates everything outside of the blocks and joins it with them."""
         update, part = self.update, self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = update.shared(s), self._inverse(tokens)
@@ -176,7 +176,7 @@ class FusedBackward:
         return 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
 
     def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
-        """From a summed gradient whose squares sum to `square` to the mean one, clipped by its own norm."""
+        """The factor from a summed gradient, whose squares sum to `square`, to the mean one, clipped by that norm."""
         return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)
 
 

@@ -1,8 +1,8 @@
-"""Training state in pinned host memory: where a leaf lies, and the way between there and the device.
+"""Training state in pinned host memory: in which memory a leaf is, and how it gets to the device and back.
 
-A leaf's memory is said by its sharding alone, for devices that are here and for described ones: a program takes such
-leaves in host memory and gives them back there, in place. Inside a step they are typed so (`jax.typeof`), nothing
-computes on them, and what is computed with is fetched first.
+The sharding of a leaf alone says its memory, for present and for described devices. A program takes such leaves in
+host memory and returns them there, in place. Inside a step their types say so (`jax.typeof`): nothing computes on them,
+they are fetched first.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from ml_collections import ConfigDict
 from bytescope.model.remat.offload import HOST, here, stored_like
 
 KIND = "pinned_host"
-AT_ONCE = 2**30
+AT_ONCE = 2**30  # bytes that are initialized together on the way to host memory
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """The same division over the mesh, in pinned host memory."""
+    """The same sharding over the mesh, in pinned host memory."""
     moved = sharding.with_memory_kind(KIND)
-    # Devices that are only described list no memories, and their shardings drop the kind without a word. A mesh
-    # without devices keeps it; those of the program come from its other arguments.
+    # Devices that are only described list no memories, and their shardings silently drop the kind. A mesh without
+    # devices keeps it; the program takes its devices from its other arguments.
     return moved if moved.memory_kind else NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=KIND)
 
 
@@ -39,14 +39,14 @@ def has_host_memory(device: jax.Device) -> bool:
 
 
 def is_hosted(leaf: Any) -> bool:
-    """Whether an array, traced or described, is in host memory."""
+    """Whether an array, traced or abstract, is in host memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding.memory_kind == KIND
     return jax.typeof(leaf).memory_space == HOST
 
 
 def fetch(tree: Any) -> Any:
-    """The tree with every leaf on the device."""
+    """The tree with every leaf in device memory."""
     return jax.tree.map(here, tree)
 
 
@@ -56,12 +56,12 @@ def stow(tree: Any, like: Any) -> Any:
 
 
 def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A described array, in host memory."""
+    """The abstract array `leaf`, in host memory."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
 
 def hosted_state(state: Any, offload: ConfigDict) -> Any:
-    """The described state with what `config.offload` names in host memory: arrays, no counters."""
+    """The abstract state with what `config.offload` names in host memory: arrays, not the counters."""
     move = lambda leaf: described(leaf) if leaf.ndim else leaf  # noqa: E731
     params, opt_state = state.params, state.opt_state
     if offload.params:
@@ -74,8 +74,10 @@ def hosted_state(state: Any, offload: ConfigDict) -> Any:
 
 
 def turns(like: Any) -> list[list[int]]:
-    """The leaves of the described `like` by their numbers, as `in_turns` makes them: together what stays on the device,
-    then what goes to host memory, a GiB at a time."""
+    """Numbers of the leaves of the abstract `like`, grouped as `in_turns` makes them.
+
+    The first group stays on the device; the others go to host memory, about a GiB each.
+    """
     leaves = jax.tree.leaves(like)
     out: list[list[int]] = [[place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]]
     room = 0
@@ -91,19 +93,22 @@ def turns(like: Any) -> list[list[int]]:
 
 
 def chosen(make: Callable[..., Any], leaves: list[Any], places: list[int]) -> Any:
-    """`make` jitted for some leaves of its result, placed as the described `leaves`; the rest is never computed."""
+    """`make` jitted for the leaves number `places` of its result, placed as the abstract `leaves`.
+
+    The other leaves are never computed.
+    """
     def some(*args):
         everything = jax.tree.leaves(make(*args))
         return [everything[place] for place in places]
 
-    # Arguments stay even where, as for moments of zeros, nothing asks for them: described devices are known by them.
+    # Unused arguments stay, as for moments of zeros: described devices are known by the arguments.
     return jax.jit(some, out_shardings=[leaves[place].sharding for place in places], keep_unused=True)
 
 
 def in_turns(make: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    """`make` jitted, its results placed as the described `like`: what goes to host memory is made a GiB at a time.
+    """`make` jitted, its results placed as the abstract `like`; what goes to host memory is made a GiB at a time.
 
-    All of it together need not fit the device, where every array is born.
+    So all of it together need not fit the device, on which every array is made.
     """
     leaves, tree = jax.tree.flatten(like)
 

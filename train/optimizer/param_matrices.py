@@ -1,6 +1,6 @@
-"""Parameters as matrices, by name: what optimizers that look at rows and columns or at blocks of a matrix go by.
+"""Parameters as matrices, by name: for optimizers that work on rows, columns or blocks of a matrix.
 
-Leading axes (stacked layers) are a batch of matrices, so scanned and unrolled layers are updated alike.
+Leading axes (stacked layers) are a batch of matrices, so that scanned and unrolled layers are updated alike.
 """
 
 import math
@@ -13,10 +13,12 @@ import optax
 
 
 class Matrix(NamedTuple):
-    """inputs, outputs: how many of the last axes are a matrix' rows and its columns.
+    """How a parameter is a matrix.
 
-    block: axes that blocks of 8-bit state extend along, first to last: those that ZeRO does not divide, but in a
-    table the width, so that a rare token does not share a block with a frequent one. hidden: not a table.
+    inputs, outputs: how many of the last axes are the rows and the columns.
+    block: axes along which blocks of 8-bit state extend, in order: those that ZeRO does not shard, but in a table the
+    width, so that a rare token does not share a block with a frequent one.
+    hidden: whether it is between embedding and head; muon takes only such.
     """
 
     inputs: int
@@ -35,7 +37,7 @@ MATRICES = {
 
 
 def matrix_of(path: tuple) -> Matrix | None:
-    """The row of a parameter by its path; None for norms, biases and whatever else is no matrix."""
+    """The row of MATRICES for the parameter at `path`; None for norms, biases and whatever else is not a matrix."""
     return MATRICES.get(str(getattr(path[-1], "key", "")))
 
 
@@ -49,9 +51,10 @@ def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """`function(*arrays)` with results like its arguments, one layer after another where the parameter is stacked.
+    """`function(*arrays)`, with results of the shapes of its arguments, layer by layer where the parameter is stacked.
 
-    A loop in place: what `function` needs besides exists for one layer at a time.
+    `path`: of the parameter, which must be a row of MATRICES. The loop works in place, so what `function` allocates
+    exists for one layer at a time.
     """
     matrix = matrix_of(path)
     if arrays[0].ndim == matrix.inputs + matrix.outputs:
@@ -66,7 +69,7 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
 
 
 def each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` applied to every matrix alone: its state is a tree like the parameters, batched along a first axis."""
+    """`inner` applied to every matrix by itself; its state is a tree like the parameters, batched on a first axis."""
     def batched(path, leaf):
         return leaf.reshape(as_matrices(path, leaf.shape))
 
@@ -92,10 +95,11 @@ def each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def adafactor() -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum: a second moment by rows and columns of
-    each matrix, whole for vectors, 1 - t^-0.8 of it kept, and updates of RMS 1 at most.
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum.
 
-    Left out is the paper's scaling by the parameter's own RMS: the learning rate is absolute, as everywhere here.
+    The second moment is kept by rows and columns of each matrix, and in full for vectors, with decay 1 - t^-0.8;
+    updates have an RMS of at most 1. Left out is the paper's scaling by the parameter's own RMS: the learning rate is
+    absolute, as for all rows.
     """
     return each_matrix(optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1),
                                    optax.clip_by_block_rms(1.0)))
@@ -106,7 +110,7 @@ _NEWTON_SCHULZ, _ROUNDS = (3.4445, -4.7750, 2.0315), 5
 
 
 def orthogonalized(x_RC: jax.Array) -> jax.Array:
-    """About U V^T of a matrix U S V^T: singular values between 0.7 and 1.2, by Newton-Schulz iterations."""
+    """About U V^T of a matrix U S V^T [rows, columns]: singular values between 0.7 and 1.2, by Newton-Schulz rounds."""
     a, b, c = _NEWTON_SCHULZ
     x = x_RC.T if x_RC.shape[0] > x_RC.shape[1] else x_RC
     x = x / (jnp.linalg.norm(x) + 1e-8)
@@ -120,10 +124,10 @@ def orthogonalized(x_RC: jax.Array) -> jax.Array:
 
 
 def scale_by_muon(momentum: float) -> optax.GradientTransformation:
-    """The Nesterov momentum of each matrix, orthogonalized and scaled by 0.2 sqrt(max(rows, columns)): the RMS of an
-    AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv 2502.16982).
+    """The Nesterov momentum of each matrix, orthogonalized and scaled by 0.2 sqrt(max(rows, columns)).
 
-    All parameters must be rows of MATRICES. Layers take turns, so what devices gather of one is there for one alone.
+    That is the RMS of an AdamW update, so that both share a learning rate and a decay (Liu et al. 2025, arXiv
+    2502.16982). All parameters must be rows of MATRICES. Layers take turns, so that devices gather one layer at a time.
     """
     def direction(path, mean):
         shape = as_matrices(path, mean.shape)[1:]
@@ -136,8 +140,8 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
     def update(updates, state, params=None):
         del params
         average = jax.tree.map(lambda kept, grad: momentum * kept + (1.0 - momentum) * grad, state.trace, updates)
-        ahead = jax.tree.map(lambda kept, grad: momentum * kept + (1.0 - momentum) * grad, average, updates)
-        return jax.tree_util.tree_map_with_path(direction, ahead), optax.TraceState(average)
+        nesterov = jax.tree.map(lambda kept, grad: momentum * kept + (1.0 - momentum) * grad, average, updates)
+        return jax.tree_util.tree_map_with_path(direction, nesterov), optax.TraceState(average)
 
     return optax.GradientTransformation(optax.trace(momentum).init, update)
 

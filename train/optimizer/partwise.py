@@ -1,8 +1,8 @@
-"""The update part by part: each layer of the stacked blocks in its turn, then every other parameter by itself.
+"""The update part by part: each layer of the stacked blocks in turn, then every other parameter by itself.
 
-What an optimizer of this table computes for a parameter depends on that parameter alone, but for the norm that
-gradients are clipped by; so the result is the whole update's. Taken in turns it needs on the device one layer's
-state at a time: state that lives in host memory is fetched, updated and written back in place, layer by layer.
+What an optimizer of this project computes for a parameter depends on that parameter alone, except for the norm by which
+gradients are clipped; so the result equals that of one update of everything. In turns it needs the state of one layer
+on the device at a time: state in host memory is fetched, updated and written back in place, layer by layer.
 """
 
 import dataclasses
@@ -24,16 +24,17 @@ from bytescope.train.optimizer.rules import ROW_BY_ROW, ClipState, clip_scale, m
 
 Leaves = list[jax.Array]
 PIECE = 2**28  # bytes, about a layer's largest parameter
-HOLE = optax.MaskedNode()  # optax leaves it alone, and it has no leaves
+HOLE = optax.MaskedNode()  # optax ignores it, and it has no leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Parameters that are updated together: places of their leaves among `params` and among the rule's `kept` state.
+    """Parameters that are updated together.
 
+    params, kept: indices of their leaves among all parameters, and of their state among all leaves of the rule's state.
     turns: pieces of equal size along the first axis that are updated one after the other: the layers of a stack, rows
-    of a large table in host memory; 0 for all at once. stacked: whether they are layers. group: whose norm is one
-    where clipping is by layer.
+    of a large table in host memory; 0 for all at once. stacked: whether the pieces are layers. group: parts of the same
+    group share a norm where clipping is by layer.
     """
 
     params: tuple[int, ...]
@@ -44,36 +45,41 @@ class Part:
 
 
 def owner(path: tuple, known: set[tuple]) -> tuple | None:
-    """The path of the parameter that a leaf of optimizer state belongs to; None for counters and the like."""
+    """The path, one of `known`, of the parameter to which a leaf of optimizer state belongs; None for counters."""
     spans = (path[start:stop] for start in range(len(path)) for stop in range(len(path), start, -1))
     return next((span for span in spans if span in known), None)
 
 
 def rows_of_table(leaf: jax.ShapeDtypeStruct) -> int:
-    """Pieces of the rows of a table so that each takes a layer's room; 0 where it is small or its rows are divided."""
-    spec = leaf.sharding.spec
-    axes = (spec[0] if isinstance(spec[0], tuple) else (spec[0],)) if len(spec) else ()
-    if any(leaf.sharding.mesh.shape[axis] > 1 for axis in axes if axis):
+    """Pieces of the rows of a table, each of at most PIECE bytes; 0 where it is small or its rows are sharded."""
+    if _rows_sharded(leaf.sharding):
         return 0
     size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     fewest = -(-size // PIECE)
-    return next((n for n in range(fewest, leaf.shape[0] + 1) if leaf.shape[0] % n == 0), 0) if fewest > 1 else 0
+    if fewest <= 1:
+        return 0
+    return next((n for n in range(fewest, leaf.shape[0] + 1) if leaf.shape[0] % n == 0), 0)
+
+
+def _rows_sharded(sharding: jax.sharding.NamedSharding) -> bool:
+    """Whether the first axis is sharded over more than one device."""
+    first = sharding.spec[0] if len(sharding.spec) else None
+    axes = first if isinstance(first, tuple) else (first,)
+    return any(sharding.mesh.shape[axis] > 1 for axis in axes if axis)
 
 
 def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list[Part], list[int]]:
-    """(parts, places of the state that belongs to no parameter) of abstract or real trees.
+    """(parts, indices of the state that belongs to no parameter) of abstract or concrete trees.
 
-    `stacked`: the leaves of `blocks` lead with the layers; otherwise each entry of `blocks` is a layer, and a part.
-    `in_rows`: large tables may be updated some rows at a time.
+    `stacked`: whether the first axis of the leaves of `blocks` is the layers; otherwise each entry of `blocks` is a
+    layer, and a part. `in_rows`: whether large tables may be updated some rows at a time.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     leaves, kept_leaves, known = jax.tree.leaves(params), jax.tree.leaves(kept), set(paths)
     owners = [owner(path, known) for path, _ in jax.tree_util.tree_leaves_with_path(kept)]
     named: dict[str, list[int]] = {}
     for place, path in enumerate(paths):
-        in_blocks = path[0].key == "blocks"
-        name = jax.tree_util.keystr(path[:1 if stacked else 2] if in_blocks else path)
-        named.setdefault(name, []).append(place)
+        named.setdefault(jax.tree_util.keystr(_part_path(path, stacked)), []).append(place)
     parts = []
     for name, places in named.items():
         path = paths[places[0]]
@@ -88,16 +94,25 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
     return parts, [place for place, path in enumerate(owners) if path is None]
 
 
+def _part_path(path: tuple, stacked: bool) -> tuple:
+    """The path of the part to which the parameter at `path` belongs: all blocks if `stacked`, a block, or itself."""
+    if path[0].key != "blocks":
+        return path
+    return path[:1] if stacked else path[:2]
+
+
 @dataclasses.dataclass(frozen=True)
 class PartwiseUpdate:
-    """`optax.chain(mean_and_clip(max_norm), rule)` on the same state, part by part; MultiSteps' with `every` above 1.
+    """`optax.chain(mean_and_clip(max_norm), rule)` on the same state, part by part; MultiSteps' if `every` is above 1.
 
     Args:
       rule: what follows the clipping.
-      max_norm: of the mean gradient, 0 for none; `by_layer`: each layer's own, and one of all other parameters.
+      max_norm: to which the norm of the mean gradient is clipped, 0 for no clipping.
+      by_layer: whether each layer's norm is clipped by itself, and that of all other parameters together.
       every: calls whose gradients are summed before an update.
-      stacked: whether the blocks' leaves lead with the layers; in_rows: whether the rule takes rows apart.
-      precision: how updated parameters are rounded, each as in the whole update.
+      stacked: whether the first axis of the blocks' leaves is the layers.
+      in_rows: whether the rule may update some rows of a table at a time.
+      precision: how updated parameters are rounded; each bit as in an update of everything.
       params, opt_state: abstract trees.
     """
 
@@ -118,12 +133,13 @@ class PartwiseUpdate:
 
     @cached_property
     def parts(self) -> tuple[list[Part], list[int]]:
+        """(parts, indices of the state that belongs to no parameter), see `parts_of`."""
         inner = self.opt_state.inner_opt_state if self.every > 1 else self.opt_state
         return parts_of(self.params, inner[1], self.stacked, self.in_rows)
 
     def __call__(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array,
                  key: jax.Array) -> tuple[Any, Any]:
-        """(new params, new opt_state) from gradients summed over `tokens`; leaves stay in the memory they are in.
+        """(new params, new opt_state) from gradients summed over `tokens`; leaves stay in the memory that they are in.
 
         `key`: of the rounding of updated parameters.
         """
@@ -140,7 +156,7 @@ class PartwiseUpdate:
 
     def _update(self, params: Any, grads: Any, opt_state: Any, tokens: jax.Array, key: jax.Array,
                 when: jax.Array | None) -> tuple[Any, Any]:
-        """The update, or with `when` False nothing: the loops over parts then take no turn."""
+        """The update; nothing changes where `when` is False: then the loops over parts take no turn."""
         p, g, s = jax.tree.leaves(params), jax.tree.leaves(grads), jax.tree.leaves(opt_state[1])
         scales, norm = self.scales(g, tokens)
         shared = self.shared(s)
@@ -162,7 +178,7 @@ class PartwiseUpdate:
 
     def result(self, p: Leaves, s: Leaves, shared: Leaves, norm: jax.Array, clip: ClipState,
                when: jax.Array | None = None) -> tuple[Any, Any]:
-        """The lists as (params, opt_state), counters advanced."""
+        """The lists of leaves as (params, opt_state), with the counters advanced."""
         for place, value in zip(self.parts[1], self.counted(shared)):
             s[place] = value if when is None else jnp.where(when, value, s[place])
         norm = norm if when is None else jnp.where(when, norm, clip.grad_norm)
@@ -171,14 +187,17 @@ class PartwiseUpdate:
 
     @staticmethod
     def _after(own: Any, before: jax.Array | None) -> Any:
-        """`own`, not touched before the part in front is done: else the compiler fetches all parts' state at once."""
+        """`own` behind a barrier until `before` is computed: else the compiler fetches all parts' state at once."""
         return own if before is None else jax.lax.optimization_barrier((own, before))[0]
 
     def scales(self, grads: Leaves, tokens: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Group -> factor from summed to mean, clipped gradients (one a layer, [N], for stacked ones); global norm."""
+        """(group -> factor from summed to mean, clipped gradients, the global norm of the mean gradient), float32.
+
+        A factor is [N], one per layer, for a stack that is clipped by layer.
+        """
         inverse = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
         with jax.named_scope("grad_norm"):
-            if not self.by_layer and not any(map(is_hosted, grads)):  # to the last bit as `mean_and_clip` has it
+            if not self.by_layer and not any(map(is_hosted, grads)):  # bit-equal to `mean_and_clip`
                 norm = optax.tree.norm([grad.astype(jnp.float32) for grad in grads]) * inverse
                 return dict.fromkeys((part.group for part in self.parts[0]),
                                      clip_scale(norm, inverse, self.max_norm)), norm
@@ -196,14 +215,14 @@ class PartwiseUpdate:
         return scales, norm
 
     def _squares(self, part: Part, grads: Leaves) -> jax.Array:
-        """Sum of squares of a part's gradients, [N] of stacked ones; taken in turns."""
+        """Sum of squares of a part's gradients, [N] of stacked ones; computed in turns."""
         if not part.turns:
             return squares(fetch(grads))
         each = jax.lax.map(lambda i: squares(fetch([_piece(part, leaf, i) for leaf in grads])), jnp.arange(part.turns))
         return each if part.stacked else each.sum()
 
     def shared(self, kept: Leaves) -> Leaves:
-        """The state that belongs to no parameter: what `turn` and `counted` take."""
+        """The leaves of state that belong to no parameter, which `turn` and `counted` take."""
         return [kept[place] for place in self.parts[1]]
 
     def counted(self, shared: Leaves) -> Leaves:
@@ -227,7 +246,7 @@ class PartwiseUpdate:
 
     def layer(self, part: Part, index: jax.Array, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves,
               scale: jax.Array, key: jax.Array) -> tuple[Leaves, Leaves]:
-        """The part with piece `index` updated in place; `grads` are that piece's, [1, ...] each of a layer."""
+        """(params, kept) of the part, piece `index` updated in place; `grads`: of that piece, [1, ...] of a layer."""
         old = [_piece(part, leaf, index) for leaf in params], [_piece(part, leaf, index) for leaf in kept]
         new = self.turn(part, *old, grads, shared, scale, key, index)
         return tuple([jax.lax.dynamic_update_slice_in_dim(leaf, piece, index * piece.shape[0], 0)
@@ -235,7 +254,7 @@ class PartwiseUpdate:
 
     def turn(self, part: Part, params: Leaves, kept: Leaves, grads: Leaves, shared: Leaves, scale: jax.Array,
              key: jax.Array, index: jax.Array | int = 0) -> tuple[Leaves, Leaves]:
-        """New (params, kept) of one part or of its piece `index`, each leaf in the memory it came from."""
+        """New (params, kept) of one part or of its piece `index`; each leaf stays in its memory."""
         mean = [grad.astype(jnp.float32) * scale for grad in fetch(grads)]
         here = fetch(params)
         updates, new_kept, _ = self._rule(part, here, fetch(kept), mean, shared)
@@ -258,9 +277,9 @@ class PartwiseUpdate:
 
 def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Precision, every: int,
                   state: Any) -> PartwiseUpdate | None:
-    """The update by parts, for what cannot be taken whole: state in host memory, clipping by layer, fused backward.
+    """The update by parts where the config needs it (state in host memory, clipping by layer, fused backward), or None.
 
-    `every`: as of PartwiseUpdate; `state`: the abstract TrainState.
+    `every`: as of PartwiseUpdate; `state`: the abstract TrainState. Raises ValueError as `checks.check_partwise`.
     """
     if not check_partwise(config, precision):
         return None
@@ -270,13 +289,13 @@ def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Preci
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:
-    """Piece `index` of a part; of a stack [1, ...]: a stack of one, which every rule takes as it takes the whole."""
+    """Piece `index` of a leaf; of a stack [1, ...], a stack of one layer, which every rule takes like the full one."""
     size = leaf.shape[0] // part.turns
     return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, 0)
 
 
 def _spread(places: Sequence[int], leaves: Leaves, count: int) -> list[Any]:
-    """`leaves` at their places among `count`, holes elsewhere."""
+    """A list of `count` with `leaves` at the indices `places` and HOLE elsewhere."""
     out: list[Any] = [HOLE] * count
     for place, leaf in zip(places, leaves):
         out[place] = leaf

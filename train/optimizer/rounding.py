@@ -1,4 +1,4 @@
-"""Updates applied to parameters, in float32, and rounded to the dtype that the parameters are stored in."""
+"""Updates added to parameters in float32, and rounded to the dtype in which the parameters are stored."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ _MULTIPLIER, _MIX = jnp.uint32(747_796_405), jnp.uint32(277_803_737)
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
-    """uint32 of `shape`, by the place of each element and `key` alone: the same on every mesh.
+    """Random uint32 of `shape` that depend on the position of each element and on `key` alone: the same on every mesh.
 
-    `first`: the row, along the first axis of a larger array, with which this piece of it begins.
+    `first`: for a piece of a larger array, its first row along the first axis.
 
-    The place, counted by `key`'s odd stride from its start, goes through the permutation of PCG-RXS-M-XS (O'Neill
-    2014; as a hash, Jarzynski & Olano 2020). Compilers fuse it into what reads it: no array of
-    bits need exist.
+    The position, times an odd stride and from a start that `key` gives, goes through the permutation of PCG-RXS-M-XS
+    (O'Neill 2014; as a hash, Jarzynski & Olano 2020). Compilers fuse it into its readers, so that no array of bits need
+    exist.
     """
     start, stride = jax.random.bits(key, (2,), jnp.uint32)
     place = jnp.zeros(shape, jnp.uint32)
@@ -30,10 +30,11 @@ def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int =
 
 
 def round_stochastic(x: jax.Array, key: jax.Array, first: jax.Array | int = 0) -> jax.Array:
-    """float32 `x` in bfloat16: up with the probability that makes the mean `x` (Gupta et al. 2015, arXiv 1502.02551).
+    """float32 `x` in bfloat16, rounded up with the probability that makes the mean `x` (Gupta et al. 2015, arXiv
+    1502.02551).
 
-    Random low bits are added to the bit pattern and what is below bfloat16 is cut off. What is no finite number, or
-    a bfloat16 already, stays as it is. `first` as in `random_bits`.
+    Random low bits are added to the bit pattern, and the bits below bfloat16 are cut off. Numbers that are not finite,
+    or representable in bfloat16, stay as they are. `first` as in `random_bits`.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(key, x.shape, first) >> jnp.uint32(16))
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
@@ -42,9 +43,9 @@ def round_stochastic(x: jax.Array, key: jax.Array, first: jax.Array | int = 0) -
 
 def apply_update(param: jax.Array, update: jax.Array, precision: Precision, key: jax.Array, number: int,
                  first: jax.Array | int = 0) -> jax.Array:
-    """`param + update`, the sum in float32 and rounded to the parameter's dtype by `precision.rounding`.
+    """`param + update`, summed in float32 and rounded to the parameter's dtype as `precision.rounding` says.
 
-    `key`: of this update, from which parameter `number` of the tree draws its own; `first` as in `random_bits`.
+    `key`: of this update; parameter `number` of the tree derives its own. `first` as in `random_bits`.
     """
     total = param.astype(jnp.float32) + update.astype(jnp.float32)
     if precision.rounding == "stochastic":
@@ -53,7 +54,7 @@ def apply_update(param: jax.Array, update: jax.Array, precision: Precision, key:
 
 
 def apply_updates(params: Any, updates: Any, precision: Precision, key: jax.Array) -> Any:
-    """`apply_update` of every parameter of the tree."""
+    """`apply_update` for every parameter of the tree; `updates` is a tree like it, `key` that of this update."""
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten([apply_update(*pair, precision, key, number)
                            for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates)))])

@@ -1,4 +1,4 @@
-"""Optimizers and accumulation as rows of tables; gradients come as sums over tokens."""
+"""Optimizers as rows of a table, clipping, schedules and accumulation; gradients arrive as sums over tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,22 +13,22 @@ from bytescope.train.batch import BatchAlgebra
 from bytescope.train.optimizer.adam_8bit import scale_by_adam_8bit
 from bytescope.train.optimizer.param_matrices import adafactor, muon
 
-# What a norm is taken of where gradients are clipped: all of them, or each layer's and all others'.
+# Whose norm is clipped: that of all gradients, or that of each layer's and that of all others together.
 CLIPS = ("global", "layer")
 
 
 class ClipState(NamedTuple):
-    """`grad_norm`: global L2 norm of the mean gradient before clipping, float32 scalar."""
+    """The state of clipping. grad_norm: global L2 norm of the mean gradient before clipping, a float32 scalar."""
 
     grad_norm: jax.Array
 
 
 def mean_and_clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm: float32.
+    """Divides summed gradients by the `tokens` they were summed over, then clips their global norm, in float32.
 
-    The division happens here, after accumulation, so that micro-batches weigh by their unmasked
-    tokens and not each the same. `factor` is what the loss was multiplied by (train/optimizer/loss_scale.py).
-    `max_norm` 0 does not clip. The norm is kept for the metrics.
+    The division happens here, after accumulation, so that micro-batches count by their unmasked tokens and not equally.
+    `factor`: what the loss was multiplied by (train/optimizer/loss_scale.py). `max_norm`: 0 for no clipping. The norm
+    is kept in the state, for the metrics.
     """
     def init(params):
         del params
@@ -51,7 +51,7 @@ def _float32(tree: Any) -> Any:
 
 
 def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`rule` over parameters of any dtype as if they were float32: so is its state, but for what the rule narrows."""
+    """`rule` for parameters of any dtype as if they were float32: so is its state, except where the rule narrows it."""
     def init(params):
         # Of zeros: parameters may be abstract here.
         return rule.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params))
@@ -63,7 +63,10 @@ def in_float32(rule: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def clip_scale(norm: jax.Array, inverse: jax.Array, max_norm: float) -> jax.Array:
-    """The factor from a summed gradient to the mean one, `inverse`, with its `norm` brought down to `max_norm`."""
+    """The factor from a summed gradient to the clipped mean one.
+
+    `inverse`: the factor to the mean, whose norm is `norm`; `max_norm`: 0 for no clipping.
+    """
     return inverse * jnp.minimum(1.0, max_norm / norm) if max_norm else inverse
 
 
@@ -73,7 +76,7 @@ def squares(leaves: Any) -> jax.Array:
 
 
 def make_schedule(config: ConfigDict, steps: int) -> optax.Schedule:
-    """Linear warm-up, then a cosine to `end_fraction` of the peak at `steps` updates."""
+    """Number of the update -> learning rate: linear warm-up, then a cosine to `end_fraction` of the peak at `steps`."""
     peak, warmup = config.learning_rate, min(config.warmup_steps, max(steps - 1, 0))
     return optax.schedules.warmup_cosine_decay_schedule(
         peak / max(warmup, 1), peak, warmup, max(steps, warmup + 1), peak * config.end_fraction)
@@ -85,10 +88,10 @@ SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlgebra) -> optax.Schedule:
-    """The schedule times what `batch_scaling` makes of the tokens of each update.
+    """The schedule times (tokens of the update / `base_batch_tokens`) to the power of `batch_scaling`.
 
     Raises:
-      ValueError: scaling without the batch that the learning rate is for.
+      ValueError: scaling without the batch for which the learning rate was found.
     """
     power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
     if not power:
@@ -101,7 +104,7 @@ def scale_by_batch(schedule: optax.Schedule, config: ConfigDict, batch: BatchAlg
 
 
 def describe_scaling(config: ConfigDict, batch: BatchAlgebra) -> str:
-    """The scaling of the learning rate in one line, "" for none."""
+    """The scaling of the learning rate in one line for the user, "" for none."""
     power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
     if not power:
         return ""
@@ -122,7 +125,7 @@ def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTran
     return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=mu_dtype)
 
 
-# name -> how mean gradients become a direction; decay and learning rate follow alike for every row. AdamW is
+# name -> how mean gradients become a direction; decay and learning rate follow in the same way for every row. AdamW is
 # Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
 OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] = {
     "adamw": _adam,
@@ -137,12 +140,15 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
 }
 
 
-# Rows whose update of a table's row reads nothing of the other rows; muon leaves tables to AdamW.
+# Optimizers whose update of a row of a table reads no other row; muon leaves tables to AdamW.
 ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
 
 
 def make_rule(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """From the mean, clipped gradient to what is added to the parameters, in float32."""
+    """The transformation of the mean, clipped gradient into what is added to the parameters, in float32.
+
+    `config`: the group `optimizer`.
+    """
     return in_float32(optax.chain(
         OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale_by_learning_rate(schedule)))
@@ -150,11 +156,11 @@ def make_rule(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTra
 
 def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
                    multisteps: int | Callable[[jax.Array], jax.Array], accumulator: DTypeLike = jnp.float32) -> Any:
-    """The optimizer of `config.optimizer`; its update takes `tokens`, the unmasked tokens of the update.
+    """The optimizer of `config`, the group `optimizer`; its update takes `tokens`, the unmasked tokens of the update.
 
-    With `multisteps` above 1, or a function of the update, it is wrapped in `optax.MultiSteps`, which sums the
-    gradients of that many calls in an `accumulator` tree of its own; for 1 that tree would be pure loss, so there is no
-    wrapping.
+    With `multisteps` above 1, or a function of the number of the update, it is wrapped in `optax.MultiSteps`, which
+    sums the gradients of that many calls in a tree of its own, of dtype `accumulator`. For 1 that tree would be wasted,
+    so it is not wrapped.
     """
     chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule))
     if multisteps == 1:
@@ -163,6 +169,6 @@ def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
 
 
 def grad_norm(opt_state: Any) -> jax.Array:
-    """The norm that `mean_and_clip` saw last."""
+    """The norm before clipping that `mean_and_clip` kept last, a float32 scalar."""
     inner = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
     return inner[0].grad_norm
