@@ -103,6 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of the command line `argv` (default: that of the process). Raises UserError for a mistake in them."""
     parser = _Parser(prog="bytescope prepare", allow_abbrev=False,
                      description="Make token shards of text; bytescope train maps them into memory.")
     parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")

@@ -1,8 +1,8 @@
 """Checkpoints: Orbax, asynchronous and atomic, verified by content when they are read.
 
 Orbax renames a finished checkpoint into place, so a kill leaves either all of it or none. It does
-not notice a flipped byte, however: each checkpoint therefore carries a checksum per array, made on
-the device and independent of the mesh, and a state that does not match is damaged.
+not notice a flipped byte, however: each checkpoint therefore carries one checksum per array, computed
+on the device and independent of the mesh. A state that does not match them is damaged.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """Sum of the array's bit patterns, each weighted by an odd number of its place, modulo 2**32."""
+    """uint32: the sum of the array's bit patterns, each times an odd number of its position, modulo 2**32."""
     bits = jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
@@ -44,28 +44,28 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: Any) -> jax.Array:
-    """One uint32 per leaf of `state`, in tree order; the same on every mesh, and in either memory."""
+    """One uint32 per leaf of `state`, [leaves] in tree order; the same on every mesh, and in either memory."""
     leaves = jax.tree.leaves(state)
     sums = dict(enumerate(leaves))
     here = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
     sums |= zip(here, _checksums([leaves[place] for place in here]))
-    for place in sums.keys() - set(here):  # one after the other: they need not fit the device together
+    for place in sums.keys() - set(here):  # one after the other: together they need not fit the device
         sums[place] = jax.block_until_ready(_checksums([leaves[place]])[0])
     return jnp.stack([sums[place] for place in range(len(leaves))])
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run stands: optimizer updates done and sequences consumed."""
+    """How far a run is: optimizer updates done and sequences consumed."""
 
     step: int
     sequences: int
 
 
 def portable(state: Any) -> Any:
-    """`state` without what only its way of accumulating needs, so that any way can go on from it.
+    """`state` without what only its way of accumulation needs, so that a run can go on with another.
 
-    Between updates `optax.MultiSteps` holds a zero accumulator and counters that the step tells.
+    Between updates `optax.MultiSteps` holds a zero accumulator and counters that follow from the step.
     """
     if isinstance(state.opt_state, optax.MultiStepsState):
         return dataclasses.replace(state, opt_state=state.opt_state.inner_opt_state)
@@ -73,14 +73,14 @@ def portable(state: Any) -> Any:
 
 
 def complete(state: Any, abstract: Any) -> Any:
-    """The inverse of `portable` for a program whose state is `abstract`."""
+    """The inverse of `portable`, for a program whose abstract state is `abstract`."""
     wrapped = abstract.opt_state
     if not isinstance(wrapped, optax.MultiStepsState):
         return state
     rest = wrapped._replace(inner_opt_state=())
     zeros = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest),
                     out_shardings=jax.tree.map(lambda leaf: leaf.sharding, rest))()
-    # A copy of the step: the state is donated leaf by leaf, and no buffer twice.
+    # A copy of the step: the state is donated leaf by leaf, and no buffer may be donated twice.
     return dataclasses.replace(state, opt_state=zeros._replace(
         inner_opt_state=state.opt_state, gradient_step=zeros.gradient_step + state.step))
 
@@ -94,13 +94,22 @@ def describe(state: Any) -> dict[str, str]:
 def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     """The first array that is not the same in both, "" if there is none."""
     path = min((path for path, _ in saved.items() ^ wanted.items()), default="")
-    return path and f"{path} is {saved.get(path, 'not in it')}, not {wanted.get(path, 'wanted')}"
+    if not path:
+        return ""
+    if path not in saved:
+        return f"{path} is missing"
+    if path not in wanted:
+        return f"{path} does not belong to this one"
+    return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
 class Checkpoints:
-    """The checkpoints of one run: the newest `keep` and the one with the best held-out loss.
+    """The checkpoints of one run in `workdir`: the newest `keep` and the one with the lowest held-out loss.
 
     Every process of the run calls every method, in the same order; each writes and reads its own shards.
+
+    Raises:
+      UserError: `keep` is below 1.
     """
 
     def __init__(self, workdir: Path, keep: int, processes: Processes = ALONE):
@@ -116,7 +125,7 @@ class Checkpoints:
             enable_async_checkpointing=True, create=True)
         # Before Orbax lists what is there.
         self._unlisted = processes.from_first(self._set_aside_unlisted() if processes.first else None)
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates every save
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every save
         self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
 
     def steps(self) -> list[int]:
@@ -124,7 +133,10 @@ class Checkpoints:
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
     def save(self, state: Any, position: Position, eval_loss: float | None = None) -> None:
-        """Starts writing `state`; returns once it is copied off the device, so it may be donated."""
+        """Starts writing `state`; returns once it is copied off the device, so that it may be donated.
+
+        `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation.
+        """
         state = portable(state)
         meta = {**dataclasses.asdict(position), "checksums": np.asarray(checksums(state)).tolist(),
                 "arrays": describe(state)}
@@ -133,13 +145,13 @@ class Checkpoints:
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
 
     def restore(self, abstract: Any, warn: Callable[[str], None]) -> tuple[Any, Position] | None:
-        """The newest undamaged checkpoint, laid out as `abstract` says, whatever mesh or accumulation wrote it.
+        """The newest undamaged checkpoint, sharded as `abstract` says, whatever mesh or accumulation wrote it.
 
-        A damaged one is reported through `warn` and moved aside, never deleted; then the one before is tried.
+        A damaged one is reported through `warn` and moved aside, never deleted; then the one before it is tried.
         None if there is no checkpoint.
 
         Raises:
-          UserError: the newest one holds another model or optimizer.
+          UserError: the newest one is of another model or optimizer.
         """
         for step in self._unlisted:
             warn(f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self.aside}")
@@ -149,13 +161,13 @@ class Checkpoints:
                 return complete(read[0], abstract), read[1]
             aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
             self._manager.reload()
-            warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before")
+            warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before it")
         return None
 
     def _read(self, step: int, wanted: Any) -> tuple[Any, Position] | str:
         """The state and position of a checkpoint, or the damage that any of the processes found."""
-        # Without the manager: its restore ends with a barrier, at which a process that read well would wait for
-        # ever for one that did not.
+        # Without the manager: its restore ends with a barrier, at which a process that could read would wait for ever
+        # for one that could not.
         folder = self._manager.directory / str(step)
         state, damage = None, ""
         with stderr_held() as complaints:
@@ -164,7 +176,7 @@ class Checkpoints:
                 position = Position(int(meta["step"]), int(meta["sequences"]))
                 arrays, sums = dict(meta["arrays"]), meta["checksums"]
                 if other := _difference(arrays, describe(wanted)):
-                    raise UserError(f"checkpoint {step} in {self.root} holds another model or optimizer ({other}): "
+                    raise UserError(f"checkpoint {step} in {self.root} is of another model or optimizer ({other}): "
                                     "choose another --workdir")
                 with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
                     state = handler.restore(folder / "state", args=ocp.args.StandardRestore(wanted))
@@ -186,7 +198,7 @@ class Checkpoints:
         return target
 
     def _set_aside_unlisted(self) -> list[int]:
-        """Moves checkpoints whose metrics are no JSON: Orbax would not even list the others."""
+        """Moves checkpoints aside whose metrics are not JSON: with one of them Orbax would not list any."""
         bad = []
         for path in self.root.glob("*/metrics/metrics"):
             try:
@@ -197,10 +209,10 @@ class Checkpoints:
         return bad
 
     def wait(self) -> None:
-        """Returns when every started save is in place; raises what went wrong while writing."""
+        """Returns when every started save is in place; raises the error of a save that failed."""
         self._manager.wait_until_finished()
         self._processes.gather(None)  # process 0 renames last
 
     def close(self) -> None:
-        """Waits, then releases the writer threads."""
+        """Waits until every started save is in place, then releases the writer threads."""
         self._manager.close()

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 GIB = 2**30
-# Share of the time that the devices wait for data: from where on a row shows it, and a run says so at its end.
+# Share of the time that the devices wait for data from which on a row shows it, and the run mentions it at its end.
 SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """The metrics of one row in one line."""
+    """The metrics of one row, as `metrics.jsonl` has it, in one line."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
     norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
@@ -25,7 +25,7 @@ def describe(row: Mapping[str, Any]) -> str:
     if row["mfu"] is not None:
         parts.append(f"MFU {100 * row['mfu']:.1f} HFU {100 * row['hfu']:.1f} %")
     if row["data_wait_s"] >= SHOWN_WAIT * row["step_time_s"]:
-        parts.append(f"waits for data {100 * row['data_wait_s'] / row['step_time_s']:.0f} %")
+        parts.append(f"waiting for data {100 * row['data_wait_s'] / row['step_time_s']:.0f} %")
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts.append(f"mem {memory['in_use_bytes'] / GIB:.2f}/{memory['peak_bytes'] / GIB:.2f} GiB")
@@ -33,14 +33,18 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def make_console(speaks: bool = True) -> Console:
-    """The terminal, or 100 columns of plain text where there is none; one that says nothing unless it `speaks`."""
+    """The console of a run: the terminal, or plain text of 100 columns without one; silent unless it `speaks`."""
     if not speaks:
         return Console(quiet=True, force_terminal=False)
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 
 class Display:
-    """Shows rows as they come; `with Display(...) as display`."""
+    """Shows rows as they come, as a progress bar on a terminal and as lines elsewhere; `with Display(...) as display`.
+
+    Args:
+      steps: of the run. start: the step at which this start of it begins.
+    """
 
     def __init__(self, console: Console, steps: int, start: int):
         self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
@@ -61,7 +65,7 @@ class Display:
             self._progress.stop()
 
     def advance(self, step: int) -> None:
-        """A step is done, logged or not."""
+        """Step `step` is done, whether a row follows or not."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -77,7 +81,7 @@ class Display:
             self._progress.update(self._task, last=text, completed=row["step"])
 
     def note(self, text: str) -> None:
-        """A line beside the metrics."""
+        """Prints a line between the metrics."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def _left(self, step: int) -> str:

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a row, TensorBoard events, FLOPs and what they say of the device."""
+"""Metrics of a run: one JSON object per row, TensorBoard events, and the FLOPs of the model for its utilization."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from bytescope.train.run.workdir import write_atomically
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that a token multiplies with once: all matrices but the embedding look-ups."""
+    """Number of parameters in products with each token: all matrices except the embedding tables."""
     D, K = model.d_model, model.d_head
     attention = D * K * (2 * model.n_heads + 2 * model.n_kv_heads)
     mlp = D * model.d_ff * (3 if model.mlp == "swiglu" else 2)
@@ -22,9 +22,9 @@ def matmul_parameters(model: ModelConfig) -> int:
 def model_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """FLOPs of one training step per token: forward and backward, nothing recomputed.
 
-    6 a matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
-    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half as the
-    literature does. Leaves out norms, activations, softmax and the optimizer.
+    6 per matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half, as is usual.
+    Leaves out norms, activations, softmax and the optimizer.
     """
     core = 12 * model.n_layers * model.n_heads * model.d_head * seq_len
     return 6.0 * matmul_parameters(model) + core
@@ -34,7 +34,7 @@ METRICS = "metrics.jsonl"
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Whether the rows of a run hold the evaluation of `step`."""
+    """Whether the rows of a run in the file `path` contain the evaluation of `step`."""
     rows = [_parse(line) for line in _lines(path)]
     return any(row is not None and row["step"] == step and "eval_loss" in row for row in rows)
 
@@ -44,7 +44,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """The row of a line, None for a torn one."""
+    """The row of a line, None for an incomplete one."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) else None
@@ -53,9 +53,9 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: rows reach the disk one by one.
+    """`metrics.jsonl`, whose rows reach the disk one by one.
 
-    Opening drops a torn last line and every row past `step`, so that a resumed run writes them anew.
+    Opening drops an incomplete last line and every row after `step`, so that a resumed run writes them again.
     With `enabled=False` it writes nothing: another process does.
     """
 
@@ -76,12 +76,16 @@ class MetricsLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
 
 class Events:
-    """TensorBoard scalars of the same rows; `enabled=False` writes nothing."""
+    """TensorBoard scalars of the same rows; with `enabled=False` it writes nothing.
+
+    `step`: the step at which this start of the run begins; events of later steps are hidden.
+    """
 
     def __init__(self, directory: Path, step: int, enabled: bool):
         self._writer = None
@@ -102,5 +106,6 @@ class Events:
                     self._writer.add_scalar(tag, number, row["step"])
 
     def close(self) -> None:
+        """Writes what is buffered and closes the file."""
         if self._writer is not None:
             self._writer.close()

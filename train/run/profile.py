@@ -1,10 +1,10 @@
-"""--profile=STEPS: a trace of a few updates for XProf, TensorBoard and Perfetto, and where their time went.
+"""--profile=STEPS: a trace of a few updates for XProf, TensorBoard and Perfetto, and a breakdown of their time.
 
-The trace lies in WORKDIR/profile in the layout of TensorBoard's profile plugin (plugins/profile/<time>/), with
-perfetto_trace.json.gz beside it. Python's own calls are not traced: they would be most of it, and slow the host down.
-Annotations cost nothing while no trace runs, so the loop always has them. With several processes the first one
-traces its devices; the others run the same updates untraced. The device is waited for before the first traced update
-and after the last, nowhere between; training goes on after that, and its losses are those of a run without a trace.
+The trace is in WORKDIR/profile in the layout of TensorBoard's profile plugin (plugins/profile/<time>/), together with
+perfetto_trace.json.gz. Python's own calls are not traced: they would be most of it, and slow the host down.
+Annotations cost nothing while no trace runs, so the loop always has them. With several processes process 0 traces its
+devices; the others run the same updates untraced. The loop waits for the device before the first traced update and
+after the last, not between; training goes on after that, with the losses of a run without a trace.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.run.workdir import write_atomically
 
 FOLDER, BREAKDOWN = "profile", "profile.json"
-# Updates that pay for first calls: compiling small programs, filling caches and pools.
+# Updates that include the cost of first calls: compiling small programs, filling caches and pools.
 WARM_UP = 2
 _STEPS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 _HELP = "--profile=3 traces three updates after the first two, --profile=100-103 those updates"
@@ -37,8 +37,10 @@ _HELP = "--profile=3 traces three updates after the first two, --profile=100-103
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What --profile asks for: `count` updates after the first two of a start, or those from `first` to `last`; of no
-    text, nothing."""
+    """What --profile asks for: `count` updates after the first two of a start, or those from `first` to `last`.
+
+    An empty `text` asks for nothing.
+    """
 
     text: str
     count: int = 0
@@ -47,10 +49,10 @@ class Asked:
 
     @classmethod
     def parse(cls, text: str) -> "Asked":
-        """Raises UserError for what is neither a number of updates nor a range of them."""
+        """From the value of the flag. Raises UserError for what is neither a number of updates nor a range of them."""
         match = _STEPS.fullmatch(text)
         if not match:
-            raise UserError(f"--profile={text} names no updates: {_HELP}")
+            raise UserError(f"--profile={text} is not a number or a range of updates: {_HELP}")
         if match[2] is None:
             return cls(text, count=int(text))
         if int(match[2]) < int(match[1]):
@@ -58,15 +60,15 @@ class Asked:
         return cls(text, first=int(match[1]), last=int(match[2]))
 
     def updates(self, start: int, steps: int) -> range:
-        """The updates to trace of a run that is at `start` of `steps`. Raises UserError where it does not do them."""
+        """The updates to trace in a run that is at `start` of `steps`. Raises UserError where it will not run them."""
         if not self.text:
             return range(0)
         first, last = (start + WARM_UP + 1, start + WARM_UP + self.count) if self.count else (self.first, self.last)
         if first <= start:
-            raise UserError(f"--profile={self.text} begins at update {first}, and this run goes on after {start}: "
+            raise UserError(f"--profile={self.text} begins at update {first}, but this run resumes after {start}: "
                             f"give updates from {start + 1} to {steps}")
         if last > steps:
-            raise UserError(f"--profile={self.text} asks for update {last}, and the run ends at {steps}: give fewer, "
+            raise UserError(f"--profile={self.text} asks for update {last}, but the run ends at {steps}: give fewer, "
                             "or raise --config.train.steps")
         return range(first, last + 1)
 
@@ -75,22 +77,25 @@ NOTHING = Asked("")
 
 
 def host(name: str) -> TraceAnnotation:
-    """Marks work of the host in a trace: a context manager, its name as the breakdown shows it."""
+    """A context manager that marks work of the host in a trace, under the name that the breakdown shows."""
     return TraceAnnotation(HOST + name)
 
 
 def hosted(name: str) -> Callable:
-    """The same as a decorator of a function."""
+    """`host` as a decorator of a function."""
     return lambda function: jax.profiler.annotate_function(function, name=HOST + name)
 
 
 def update(step: int) -> StepTraceAnnotation:
-    """Marks update `step` of the run, the first being 1."""
+    """A context manager that marks update `step` of the run in a trace; the first is 1."""
     return StepTraceAnnotation("update", step_num=step)
 
 
 class Profile:
-    """Starts and ends the trace of `updates`; does nothing for an empty range. A context: leaving it ends a trace."""
+    """Starts and ends the trace of `updates`; does nothing for an empty range. A context manager that ends a trace.
+
+    `report`: of the compiled step, whose predicted seconds stand beside the measured ones.
+    """
 
     def __init__(self, updates: range, workdir: Path, report: Report, console: Console):
         self.updates, self.workdir, self.report, self.console = updates, workdir, report, console
@@ -100,7 +105,7 @@ class Profile:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Ends a trace that an error cut short, without a word: the error is what the user has to see."""
+        """Ends a trace that an error cut short, without output: the user has to see the error."""
         if self._running:
             self._running = False
             with contextlib.suppress(RuntimeError, OSError):
@@ -115,7 +120,7 @@ class Profile:
         return self._running and step == self.updates[-1]
 
     def turn(self, state: Any) -> None:
-        """Starts the trace, or ends it and tells where the time went. Waits for `state` first."""
+        """Starts the trace, or ends it and prints where the time went. Waits for `state` first."""
         jax.block_until_ready(state)
         if self._running:
             self.end()
@@ -124,14 +129,14 @@ class Profile:
         self._running = True
 
     def end(self) -> None:
-        """Ends a trace that runs, and tells where the time of its updates went."""
+        """Ends a trace that runs, and prints where the time of its updates went."""
         if not self._running:
             return
         self._running = False
         jax.profiler.stop_trace()
         try:
             self._tell()
-        except ReportError as error:  # what is traced is traced: no reason to stop a run
+        except ReportError as error:  # the trace itself is written: no reason to stop the run
             self.console.print(f"warning: no breakdown of the profile: {error}", soft_wrap=True)
 
     def _tell(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the process that must stand before jax starts its backend."""
+"""Settings of the process that are needed before jax starts its backend, and two that libraries make necessary."""
 
 import contextlib
 import ctypes
@@ -14,11 +14,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-SETTLE_S = 0.5  # for threads to end that a failed read left behind
+SETTLE_S = 0.5  # seconds for the threads of a failed read to end
 
 
 def prepare(config: ConfigDict) -> None:
-    """The compilation cache and, where asked, deterministic kernels. Call before any array exists."""
+    """Sets the compilation cache and, if asked for, deterministic kernels. Call before any array exists."""
     if config.train.deterministic:
         # Bit-equal reruns on GPUs: no atomics in reductions and scatters, no timing-dependent kernel choice.
         flags = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
@@ -32,10 +32,10 @@ def prepare(config: ConfigDict) -> None:
 
 
 def return_freed_memory() -> None:
-    """Gives the host memory that compiling left free back to the system.
+    """Returns host memory that compiling has freed to the system.
 
-    glibc keeps freed blocks in its arenas; after a compile that is some 200 MB which a CPU run would
-    otherwise hold to its end beside its buffers. Does nothing where there is no glibc.
+    glibc keeps freed blocks in its arenas; after a compile these are some 200 MB, which a CPU run would
+    otherwise hold to its end besides its buffers. Does nothing without glibc.
     """
     if sys.platform == "linux":
         try:
@@ -45,15 +45,18 @@ def return_freed_memory() -> None:
 
 
 class Held:
-    """Standard error of a `with` block, held back: shown at its end unless `drop` was set."""
+    """Standard error of a `with` block, held back and shown at its end unless `drop` is set."""
 
     drop = False
 
 
 @contextlib.contextmanager
 def stderr_held() -> Iterator[Held]:
-    """For a call whose failure is told in one line: a library's threads go on about reads that nobody waits for
-    any more, each with a traceback, some of them only when the failed coroutine is collected."""
+    """Holds standard error back, for a call whose failure is reported in one line.
+
+    A library's threads print a traceback each for reads that nobody waits for any more, some of them only when the
+    failed coroutine is collected.
+    """
     sys.stderr.flush()
     held, screen = Held(), os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -74,6 +77,6 @@ def stderr_held() -> Iterator[Held]:
 
 
 def _but_coroutines(unraisable: Any) -> None:
-    """Says what could not be raised, except by a coroutine that was given up with the read it belonged to."""
+    """Prints an exception that could not be raised, unless it is of a coroutine that a failed read abandoned."""
     if not inspect.iscoroutine(unraisable.object):
         sys.__unraisablehook__(unraisable)

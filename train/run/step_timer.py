@@ -1,4 +1,4 @@
-"""Seconds and tokens of steps, and how long the devices stood still for want of data."""
+"""Seconds and tokens per step, and the seconds in which the devices were waiting for data."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Lap:
-    """Means over the steps of a lap: seconds, tokens, and of the seconds those in which the devices waited for data."""
+    """Means per step of a lap: seconds, tokens, and the part of the seconds in which the devices waited for data."""
 
     seconds: float
     tokens: float
@@ -24,12 +24,12 @@ class Clock:
 
     def __init__(self):
         self._watch = _Watch()
-        self._told = self._told_waiting = 0.0  # seconds of all laps
+        self._total = self._total_waiting = 0.0  # seconds of all laps
         self.skip()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """The block gets the next batch. Of its time what falls into a running step is hidden; the rest is waiting."""
+        """A context in which the next batch is fetched. Time while a step runs is hidden; the rest is waiting."""
         began = time.perf_counter()
         yield
         ended, idle_since = time.perf_counter(), self._watch.idle_since()
@@ -37,7 +37,7 @@ class Clock:
             self._waiting += max(ended - max(began, idle_since), 0.0)
 
     def dispatched(self, result: jax.Array) -> None:
-        """A step was given to the devices; `result` is ready when it is done."""
+        """A step was dispatched to the devices; `result` is ready when the step is done."""
         self._watch.follow(result)
 
     def tick(self, tokens: int) -> None:
@@ -45,19 +45,19 @@ class Clock:
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
 
     def lap(self) -> Lap:
-        """The steps since the last lap."""
+        """Ends the lap and returns its means; begins the next."""
         seconds, steps = time.perf_counter() - self._began, max(self._steps, 1)
         lap = Lap(seconds / steps, self._tokens / steps, self._waiting / steps)
-        self._told, self._told_waiting = self._told + seconds, self._told_waiting + self._waiting
+        self._total, self._total_waiting = self._total + seconds, self._total_waiting + self._waiting
         self.skip()
         return lap
 
     def waited(self) -> float:
         """Share of the time of all laps in which the devices waited for data."""
-        return self._told_waiting / self._told if self._told else 0.0
+        return self._total_waiting / self._total if self._total else 0.0
 
     def skip(self) -> None:
-        """Begins a lap; what was since the last one counts nowhere."""
+        """Begins a lap; the time since the last lap counts nowhere."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
 
     def close(self) -> None:
@@ -66,10 +66,10 @@ class Clock:
 
 
 class _Watch:
-    """When the devices ran out of work.
+    """Records when the devices run out of work.
 
-    A thread of its own waits for each result: the loop cannot, since it reads data meanwhile. It must have ended before
-    the interpreter does: Python ends a daemon inside of jax by aborting the process.
+    A thread waits for each result: the loop cannot, since it reads data meanwhile. The thread must end before the
+    interpreter does: a daemon thread inside jax would make Python abort the process.
     """
 
     def __init__(self):
@@ -95,7 +95,7 @@ class _Watch:
 
     def _wait(self) -> None:
         while (result := self._results.get()) is not None:
-            # One that failed has ended too; the loop is told why where it reads its metrics.
+            # A step that failed has ended too; the loop raises the error where it reads the metrics.
             with contextlib.suppress(Exception):
                 result.block_until_ready()
             with self._lock:

@@ -56,7 +56,7 @@ def test_waiting_for_a_slow_source_is_told_and_readers_ahead_hide_it(tmp_path, m
     share, seconds, said = train(tmp_path / "alone", **{"data.workers": 0, "data.prefetch": 0})
     # A step of this model is far shorter than its eight windows take.
     assert seconds > 0.5 * ROWS * DELAY and share > 0.5
-    assert "waits for data" in said and "raise data.workers" in said
+    assert "waiting for data" in said and "raise data.workers" in said
     _, ahead, _ = train(tmp_path / "ahead", **{"data.workers": 8, "data.prefetch": 16})
     assert ahead < 0.5 * seconds
 
