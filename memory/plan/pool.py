@@ -170,7 +170,7 @@ class Pool:
             if self._stopped.is_set():
                 break
             self.answers.put((job, answer))
-            # A measured peak is that of a process, so each needs a fresh one. A worker that grew too large is replaced too.
+            # A measured peak is that of a process, so each job needs a fresh one. One that grew is replaced too.
             if answer.get("dead") or self._measure or answer.get("rss_bytes", 0) > self._most:
                 self._dismiss(worker)
                 worker = None
