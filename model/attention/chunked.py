@@ -94,7 +94,7 @@ def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = 
         i, j = ij
         out, peak, total = sums
         k, v = read(j)
-        scores = _scores(q[i], k, mask and mask(i, j))
+        scores = _scores(q[i], k, None if mask is None else mask(i, j))
         old_peak = peak[i]
         new_peak = jnp.maximum(old_peak, scores.max(-1))
         probs = jnp.exp(scores - new_peak[..., None])
@@ -132,7 +132,7 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
         dq, d_keys = sums
         k, v = read(j)
         with jax.named_scope("kernel_recompute"):
-            probs = jnp.exp(_scores(q[i], k, mask and mask(i, j)) - lse[i][..., None])
+            probs = jnp.exp(_scores(q[i], k, None if mask is None else mask(i, j)) - lse[i][..., None])
         d_probs = one("bgrlk,bgsk->bgrls", d_out[i], v)
         d_scores = (probs * (d_probs - delta[i][..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
         d_block = (one("bgrls,bgrlk->bgsk", d_scores, q[i]), one("bgrls,bgrlk->bgsk", probs.astype(q.dtype), d_out[i]))

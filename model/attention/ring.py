@@ -204,7 +204,7 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLH
     return rank.positions(dq).reshape(q_BLHK.shape).astype(q_BLHK.dtype), dk, dv
 
 
-# ---- the whole, on globally shaped arrays -----------------------------------------------------------------
+# ---- all ranks, on globally shaped arrays -----------------------------------------------------------------
 
 def _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
     x = ring.activation

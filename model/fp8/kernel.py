@@ -61,19 +61,19 @@ def scaled_product(a_MC: jax.Array, a_scale: jax.Array, b_NC: jax.Array, b_scale
       interpret: run as plain jax, for tests without a GPU.
     """
     (M, C), N = a_MC.shape, b_NC.shape[0]
-    whole = [-(-size // TILE) * TILE for size in (M, N, C)]
-    a_MC, b_NC = _padded(a_MC, whole[0], whole[2]), _padded(b_NC, whole[1], whole[2])
+    padded = [-(-size // TILE) * TILE for size in (M, N, C)]
+    a_MC, b_NC = _padded(a_MC, padded[0], padded[2]), _padded(b_NC, padded[1], padded[2])
     # Scales lead with the tile: a program reads those of its rows side by side.
-    tiles = whole[2] // TILE
-    a_scale, b_scale = _padded(a_scale.T, tiles, whole[0]), _padded(b_scale.T, tiles, whole[1])
+    tiles = padded[2] // TILE
+    a_scale, b_scale = _padded(a_scale.T, tiles, padded[0]), _padded(b_scale.T, tiles, padded[1])
     out = pl.pallas_call(
-        partial(_kernel, tiles), grid=(whole[0] // TILE, whole[1] // TILE),
-        in_specs=[pl.BlockSpec((TILE, whole[2]), lambda i, j: (i, 0)),
-                  pl.BlockSpec((TILE, whole[2]), lambda i, j: (j, 0)),
+        partial(_kernel, tiles), grid=(padded[0] // TILE, padded[1] // TILE),
+        in_specs=[pl.BlockSpec((TILE, padded[2]), lambda i, j: (i, 0)),
+                  pl.BlockSpec((TILE, padded[2]), lambda i, j: (j, 0)),
                   pl.BlockSpec((tiles, TILE), lambda i, j: (0, i)),
                   pl.BlockSpec((tiles, TILE), lambda i, j: (0, j))],
         out_specs=pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((whole[0], whole[1]), dtype), name="fp8_product",
+        out_shape=jax.ShapeDtypeStruct((padded[0], padded[1]), dtype), name="fp8_product",
         compiler_params=pallas_triton.CompilerParams(num_warps=8, num_stages=3), interpret=interpret,
     )(a_MC, b_NC, a_scale, b_scale)
     return out[:M, :N]

@@ -44,7 +44,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
     """
     split = [nnx.split(piece) for piece in pieces]
     states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))
-    told = [(state.get_metadata()["axes"], dtype if state.get_metadata()["contracted"] else None) for state in states]
+    uses = [(state.get_metadata()["axes"], dtype if state.get_metadata()["contracted"] else None) for state in states]
     blank = [state.replace(None) for state in states]
 
     def tile(place, x_BCD, weights):
@@ -56,7 +56,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
 
     def gather(values):
         return [place.weight(value.astype(compute or value.dtype), axes)
-                for value, (axes, compute) in zip(values, told)]
+                for value, (axes, compute) in zip(values, uses)]
 
     @jax.custom_vjp
     def over(x_BLD, values):
@@ -74,7 +74,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
     def backward(kept, d_BLD):
         x_BLD, values = kept
         d_BLD, sums = place.by_rank(gradients, (x_BLD, d_BLD), gather(values))
-        d_values = [place.gradient(one, axes).astype(value.dtype) for one, value, (axes, _) in zip(sums, values, told)]
+        d_values = [place.gradient(one, axes).astype(value.dtype) for one, value, (axes, _) in zip(sums, values, uses)]
         return d_BLD, d_values
 
     def gradients(place, x_BLD, d_BLD, weights):

@@ -33,7 +33,7 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
     partial.mkdir(parents=True)
     dtype = next(name for name, kind in DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(kind).max)
 
-    def told(pieces: Iterable[str | None]) -> Iterator[str | None]:
+    def counted(pieces: Iterable[str | None]) -> Iterator[str | None]:
         for piece in pieces:
             yield piece
             advance(len((piece or "").encode()))
@@ -41,7 +41,7 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
     try:
         shards = []
         for split, part in zip(SPLITS, text.split(), strict=True):
-            arrays = tokenize(told(texts(part.documents)), tokenizer)
+            arrays = tokenize(counted(texts(part.documents)), tokenizer)
             shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
         if {shard["split"] for shard in shards} != set(SPLITS):
             raise UserError(f"{text.title!r} holds too little text to train on one part and hold out another: give "

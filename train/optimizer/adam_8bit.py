@@ -153,11 +153,15 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             root_nu, nu_scale = quantize(root_nu, block, encode_unsigned)
             return step, mu, root_nu, mu_scale, nu_scale
 
+        def of_parameter(path, grad, mu, root_nu, mu_scale, nu_scale):
+            if block_shape(path, grad.shape):
+                return by_layer(quantized, path, grad, mu, root_nu, mu_scale, nu_scale)
+            return *one(grad, mu, root_nu), mu_scale, nu_scale
+
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         columns = [tree.flatten_up_to(kept) for kept in state[1:]]
-        rows = [by_layer(quantized, path, grad, *own) if block_shape(path, grad.shape)
-                else (*one(grad, *own[:2]), *own[2:]) for (path, grad), *own in zip(leaves, *columns)]
-        step, *kept = (tree.unflatten(column) for column in (zip(*rows) if rows else [()] * len(state)))
+        rows = [of_parameter(path, grad, *own) for (path, grad), *own in zip(leaves, *columns)]
+        step, *kept = [tree.unflatten([row[place] for row in rows]) for place in range(len(state))]
         return step, EightBitState(count, *kept)
 
     return optax.GradientTransformation(init, update)

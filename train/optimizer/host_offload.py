@@ -62,7 +62,9 @@ def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def hosted_state(state: Any, offload: ConfigDict) -> Any:
     """The abstract state with what `config.offload` names in host memory: arrays, not the counters."""
-    move = lambda leaf: described(leaf) if leaf.ndim else leaf  # noqa: E731
+    def move(leaf):
+        return described(leaf) if leaf.ndim else leaf
+
     params, opt_state = state.params, state.opt_state
     if offload.params:
         params = jax.tree.map(move, params)

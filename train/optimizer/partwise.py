@@ -234,7 +234,10 @@ class PartwiseUpdate:
         if not part.turns:
             if when is None:
                 return self.turn(part, params, kept, grads, shared, scale, key)
-            once = lambda _, own: self.turn(part, *own, grads, shared, scale, key)  # noqa: E731
+
+            def once(_: jax.Array, own: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
+                return self.turn(part, *own, grads, shared, scale, key)
+
             return jax.lax.fori_loop(0, when.astype(jnp.int32), once, (params, kept))
 
         def layer(index: jax.Array, stacks: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:

@@ -110,10 +110,10 @@ def describe_scaling(config: ConfigDict, batch: BatchAlgebra) -> str:
         return ""
     sizes = [batch.tokens_at(start) for start, _ in batch.schedule or ((0, batch.accumulation),)]
     factors = [(size / base) ** power for size in sizes]
-    several = lambda form, values: " then ".join(form.format(value) for value in values)  # noqa: E731
-    return (f"{config.learning_rate:g} x {several('{:.4g}', factors)} = "
-            f"{several('{:.4g}', [config.learning_rate * factor for factor in factors])} "
-            f"({config.batch_scaling}, {several('{:,}', sizes)} / {base:,} tokens)")
+    shown = " then ".join(f"{factor:.4g}" for factor in factors)
+    rates = " then ".join(f"{config.learning_rate * factor:.4g}" for factor in factors)
+    tokens = " then ".join(f"{size:,}" for size in sizes)
+    return f"{config.learning_rate:g} x {shown} = {rates} ({config.batch_scaling}, {tokens} / {base:,} tokens)"
 
 
 def decayed(params: Any) -> Any:
