@@ -19,12 +19,12 @@ from bytescope.memory.plan.trainer import Trainer
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "report": ("report", "peak, composition, timeline and findings of one program", (
-        "llama_8b h200:8", "--hlo=step.after_optimizations.hlo.pb --json=a.json", "tiny --html=a.html --export=xprof/")),
+        "llama_8b h200:8 --html=report.html", "--hlo=step.after_optimizations.hlo.pb --json=a.json")),
     "compare": ("compare", "remat policies, or any keys of a config, against each other", (
         "llama_8b h200:8 --remat=none,full,dots --html=c.html",
         "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8")),
     "levers": ("levers", "what each memory saving saves and costs, one after the other", (
-        "llama_8b h200 --html=levers.html", "llama_8b rtx4090 --stages=bf16,remat,offload")),
+        "llama_8b h200 --html=levers.html", "llama_8b rtx4090 --stages=bf16,full,offload")),
     "fit": ("fit", "from a budget to the fastest configuration that fits it", (
         "llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro")),
     "front": ("frontier", "at each of ten budgets the least recomputation that fits", (
@@ -37,10 +37,10 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "runs/tiny/profile", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "diff": ("diff", "what grew or shrank between two reports' JSON files", (
         "before.json after.json", "before.json after.json --fail-above=2")),
-    "configs": ("listings", "the shipped configs, a line each", ("",)),
-    "targets": ("listings", "what programs can be compiled for, with memory and rates", ("",)),
+    "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),
+    "targets": ("listings", "what programs can be compiled for, with memory and rates", ("", "--grep=H100")),
     "keys": ("listings", "every config key with its default and meaning", ("", "--grep=remat")),
-    "policies": ("listings", "every remat policy and what it keeps", ("",)),
+    "policies": ("listings", "every remat policy and what it keeps", ("", "--grep=offload")),
 }
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command

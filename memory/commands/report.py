@@ -64,7 +64,12 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     from bytescope.memory.analyze import report_of
 
     program = trainer.program(args.config, overrides, target)
-    compilation = program.compile_for_report(exact=True)
+    try:
+        compilation = program.compile_for_report(exact=True)
+    except ValueError as error:  # an offload that moves nothing: the message says what to change
+        if hasattr(error, "exit_code"):
+            raise
+        raise ReportError(" ".join(str(error).split())) from error
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
     report = _with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
                                       loop=trainer.loop_overhead(program)))

@@ -38,7 +38,7 @@ class Address(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a run in several processes to `parser`."""
-    group = parser.add_argument_group("several processes", "detected under SLURM and Open MPI; otherwise give")
+    group = parser.add_argument_group("several processes (detected under SLURM and Open MPI)")
     group.add_argument("--coordinator", metavar="H:P", help="host:port where process 0 listens, the same for all")
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes")

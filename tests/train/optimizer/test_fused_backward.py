@@ -26,11 +26,10 @@ def losses(overrides, devices=1):
     {"model.tie_embeddings": True, "model.norm": "layernorm", "model.bias": True, "model.position": "learned",
      **BY_LAYER}, {"offload.optimizer": True, "offload.params": True},
     {"precision.preset": "bf16_params"}], ids=str)
-def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
-    # XLA of 0.12 fuses the two programs of `full` differently: one of three losses is off by its last bit.
-    other = overrides == {"remat.policy": "full"} and jax.__version_info__ >= (0, 12)
-    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides),
-                               rtol=np.finfo(np.float32).eps if other else 0)
+def test_losses_are_those_of_the_unfused_update_but_for_the_last_bit(overrides):
+    # The same operations on every number; where a compiler fuses a layer's otherwise the last bit of a loss may differ:
+    # which of these does depends on jaxlib and on the processor.
+    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=2 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
