@@ -33,15 +33,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
                     description=__doc__.split(": ", 1)[1], epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="config file or shipped name, by --config=FILE too (default: tiny)")
+    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="config file or name (default: tiny)")
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
     parser.add_argument("--workdir", type=Path, metavar="DIR",
-                        help="run directory, new or to resume (default: runs/<config>-<time>)")
-    parser.add_argument("--extend", action="store_true", help="continue past the steps that the run was planned for")
-    parser.add_argument("--fit", action="store_true", help="train the fastest configuration that bytescope fit finds here")
+                        help="new or to resume (default: runs/<config>-<time>)")
+    parser.add_argument("--extend", action="store_true", help="continue past the planned steps")
+    parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
     parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes per device, such as 72GiB")
-    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103, and print where their time went")
+    parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)

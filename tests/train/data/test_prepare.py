@@ -236,7 +236,7 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path, monkeypatch, fails, cap
 
 def test_help_is_short_and_needs_no_jax(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from train.data.prepare import main\ntry: main(['--help'])\n"
+        [sys.executable, "-c", "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
          "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)"],
         capture_output=True, text=True, check=True)
     assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 16

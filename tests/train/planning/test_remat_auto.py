@@ -53,7 +53,8 @@ def test_losses_equal_none_within_the_budget(overrides, devices, low, plain):
 
 def test_unrolled_layers_with_room_make_nothing_again(plain):
     """The graph is that of a loop over the layers; the program has none."""
-    program = small_program({**KEYS, "model.scan": False, "remat.policy": "auto", "remat.cost": "flops"})
+    keys = {**KEYS, "model.scan": False, "remat.policy": "auto", "remat.cost": "flops"}
+    program = settled_program(small_config(keys), jax.devices()[:1])
     assert report_of(program.compile_for_report()).work["recompute"]["flops"] == {}
     np.testing.assert_allclose(run_losses(program, 3), plain, rtol=1e-5)
 
