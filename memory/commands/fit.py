@@ -24,7 +24,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
-from bytescope.memory.plan import fit, fit_space, levers
+from bytescope.memory.plan import fit, fit_json, fit_space, levers
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan.variants import Trials
 from bytescope.memory.text import fit as fit_text
@@ -113,7 +113,7 @@ def _finish(args: argparse.Namespace, walk: fit.Walk, flat: Mapping[str, Any], o
         given = shlex.join(f"--config.{key}={text}" for key, text in overrides)
         return " ".join(filter(None, (given, levers.differing(keys, values, flat))))
 
-    out = walk.to_json(flags, versions(), measured)
+    out = fit_json.to_json(walk, flags, versions(), measured)
     fit_text.show(out, args.config)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")

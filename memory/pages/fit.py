@@ -25,7 +25,7 @@ NOTES = (
 
 
 def render(out: Mapping[str, Any], config: str) -> str:
-    """The page of a fit's JSON (`memory.plan.fit`), as text; `config` is the file it is about."""
+    """The page of a fit's JSON (`memory.plan.fit_json`), as text; `config` is the file it is about."""
     return page(
         "fit", f"{config} · fit", page_data(out),
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(out["target"]),

@@ -5,21 +5,10 @@ none does, it moves tensors and then state to host memory; last, if allowed, it 
 raises the micro-batch while that is predicted to pay, and accumulates micro-batches to the batch asked for. Meshes are
 compared by the step that recomputes everything: without the recomputation, its predicted time is a lower bound for
 every plan on that mesh.
-
-The JSON of a fit has these keys (sizes are bytes on ONE device):
-
-- `best`: a row of `memory.plan.rows` with `flags`, what to add to the command line; null where nothing fits.
-- `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_step_seconds`,
-  `recompute_flops_fraction`, `fits` and `verdict`; null where a variant cannot run.
-- `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
-  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
-- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `target`, `versions`; `programs`: how many were compiled, those
-  in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -300,28 +289,6 @@ class Walk:
         for other, variant, answer in zip(more, variants, self.trials.compile(variants)):
             if self.record("neighbour", variant, answer, str(other)) is self.best:
                 self._plan = other
-
-    # ---- the result --------------------------------------------------------------------------------------------
-
-    def to_json(self, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
-                measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The fit as JSON values; see the module for the keys.
-
-        flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run.
-        """
-        best, certificate, host = None, None, self.trials.host_budget
-        if self.best is not None:
-            row = Row.of(dict(self.best.keys), self.best.answer)
-            best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
-                "flags": flags(self.best.keys), "what": self.best.what}
-        elif self.tightest is not None:
-            certificate = self.tightest.certificate(flags(self.tightest.keys), self.budget, host)
-        return {
-            "best": best, "walk": [step.to_json() for step in self.steps], "certificate": certificate,
-            "budget_bytes": self.budget, "host_budget_bytes": None if host == math.inf else int(host),
-            "batch_tokens": self.space.tokens, "target": self.trials.target.to_json(), "versions": dict(versions),
-            "programs": self.trials.compiles, "seconds": self.seconds, "stopped": self.stopped,
-        }
 
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:

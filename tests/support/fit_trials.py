@@ -10,7 +10,7 @@ import re
 from types import SimpleNamespace
 
 from bytescope.memory.devices import targets
-from bytescope.memory.plan import fit, fit_space, variants
+from bytescope.memory.plan import fit, fit_json, fit_space, variants
 from bytescope.memory.remat.block_graph import Block, Step
 
 GIB = 2**30
@@ -134,4 +134,5 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
 
 def as_json(done):
     """The JSON of a walk."""
-    return done.to_json(lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items()), {"jax": "9"})
+    flags = lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items())  # noqa: E731
+    return fit_json.to_json(done, flags, {"jax": "9"})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bytescope.memory.plan import fit
+from bytescope.memory.plan import fit, fit_json
 from bytescope.memory.plan.fit_space import SQUEEZES
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.plan.variants import Stopped, Trials
@@ -266,5 +266,5 @@ def test_the_json_has_every_key():
 
 def test_what_was_measured_stands_in_the_best_row():
     done = walk(84)
-    out = done.to_json(lambda keys: "", {}, {"tokens_per_s": 5.0, "step_seconds": 2.0, "peak_bytes": None})
+    out = fit_json.to_json(done, lambda keys: "", {}, {"tokens_per_s": 5.0, "step_seconds": 2.0, "peak_bytes": None})
     assert out["best"]["measured"]["tokens_per_s"] == 5.0 and NONE in done.steps[0].what

@@ -1,0 +1,43 @@
+"""The result of a fit as JSON values.
+
+Its keys (sizes are bytes on ONE device):
+
+- `best`: a row of `memory.plan.rows` with `flags`, what to add to the command line; null where nothing fits.
+- `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_step_seconds`,
+  `recompute_flops_fraction`, `fits` and `verdict`; null where a variant cannot run.
+- `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
+  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `target`, `versions`; `programs`: how many were compiled, those
+  in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bytescope.memory.plan.fit import Walk
+from bytescope.memory.plan.rows import Row
+
+
+def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
+            measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A walk that has ended as JSON values; see the module for the keys.
+
+    flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run.
+    """
+    best, certificate, host = None, None, walk.trials.host_budget
+    if walk.best is not None:
+        row = Row.of(dict(walk.best.keys), walk.best.answer)
+        best = dataclasses.asdict(dataclasses.replace(row, measured=measured or row.measured)) | {
+            "flags": flags(walk.best.keys), "what": walk.best.what}
+    elif walk.tightest is not None:
+        certificate = walk.tightest.certificate(flags(walk.tightest.keys), walk.budget, host)
+    return {
+        "best": best, "walk": [step.to_json() for step in walk.steps], "certificate": certificate,
+        "budget_bytes": walk.budget, "host_budget_bytes": None if host == math.inf else int(host),
+        "batch_tokens": walk.space.tokens, "target": walk.trials.target.to_json(), "versions": dict(versions),
+        "programs": walk.trials.compiles, "seconds": walk.seconds, "stopped": walk.stopped,
+    }
