@@ -34,6 +34,8 @@ def pytest_configure(config):
     if unknown := asked - set(oracles.ORACLES):
         raise pytest.UsageError(f"--require-oracles={','.join(sorted(unknown))}: of {', '.join(oracles.ORACLES)}")
     oracles.required.update(asked)
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist would put the files with most tests first
+        config.option.loadscopereorder = False
 
 
 def pytest_runtest_setup(item):
