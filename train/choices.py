@@ -23,7 +23,8 @@ from bytescope.train.parallel.xla_options import compiler_options
 class Choices:
     """What a config comes to on some devices, checked: all that a program is assembled from.
 
-    kernel, matmul: as in `Program`.
+    `kernel` is the attention kernel and the reason for it, `matmul` likewise how the matrix products of the blocks are
+    computed.
     """
 
     config: ConfigDict

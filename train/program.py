@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
-from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
+from bytescope.model import Transformer
 from bytescope.model.names import NAMES
 from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
 from bytescope.train.batch import BatchAlgebra
@@ -34,24 +34,14 @@ from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, e
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Choices):
     """A training program, described: nothing is allocated until `init` runs.
 
-    `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings. `kernel` is the attention kernel and the
-    reason for it, `matmul` likewise how the matrix products of the blocks are computed.
+    `state` and `batch_shapes` are trees of ShapeDtypeStruct with shardings.
     """
 
-    config: ConfigDict
-    layout: Layout
-    model: ModelConfig
-    precision: Precision
-    kernel: tuple[str, str]
-    matmul: tuple[str, str]
-    remat: RematPlan
-    batch: BatchAlgebra
     parts: StepParts
     state: TrainState
-    transformer: Callable[..., Transformer]  # as `Choices.transformer`
     graph: nnx.GraphDef
     decided: str = ""  # the plan that `remat.policy=auto` chose, in a line; "" without it
 
@@ -240,8 +230,7 @@ def assemble(choices: Choices) -> Program:
         local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro)
     parts = StepParts(loss, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
                       partwise=partwise, fused=fused)
-    return Program(config, layout, choices.model, precision, choices.kernel, choices.matmul, choices.remat, batch,
-                   parts, state, choices.transformer, graph)
+    return Program(**vars(choices), parts=parts, state=state, graph=graph)
 
 
 def _micro_steps(config: ConfigDict, batch: BatchAlgebra) -> int | Callable[[jax.Array], jax.Array]:
