@@ -29,14 +29,6 @@ def test_shipped_config_describes_a_program(name):
     assert set(flatten(program.config)) == set(flatten(base.get_config()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_docstring_is_the_record_of_the_experiment(name):
-    text = (SHIPPED / f"{name}.py").read_text().split('"""')[1]
-    assert "bytescope train" in text
-    for word in ("Hardware:", "Memory:", "Loss:"):
-        assert word in text, f"{name} does not record its {word}"
-
-
 @pytest.mark.parametrize(("key", "text", "value"), [
     ("train.steps", "7", 7), ("optimizer.learning_rate", "1", 1.0), ("optimizer.learning_rate", "3e-4", 3e-4),
     ("model.scan", "false", False), ("model.scan", "1", True), ("data.source", "a,b", "a,b"),
