@@ -1,7 +1,7 @@
 """A small training program on fixed tokens, for tests: built from the shipped tiny config."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -77,9 +77,13 @@ def made_state(program: Program) -> TrainState:
     return jax.tree_util.tree_map_with_path(one, program.state)
 
 
-def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None) -> np.ndarray:
-    """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps]."""
-    state, step, losses = state or first_state(program), program.step, []
+def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None,
+               step: Callable | None = None) -> np.ndarray:
+    """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps].
+
+    `step`: the program's step, compiled otherwise than it compiles it.
+    """
+    state, step, losses = state or first_state(program), step or program.step, []
     batches = fixed_batches(program.batch.global_rows, program.batch.seq_len, program.model.vocab_size, steps, masked)
     for host in batches:
         for batch in calls(program, host):

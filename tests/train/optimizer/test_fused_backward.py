@@ -20,16 +20,25 @@ def losses(overrides, devices=1):
     return run_losses(program, 3, state=made_state(program))
 
 
+def exact_losses(overrides):
+    program = small_program({**TINY, **overrides})
+    step = program.lower().compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
+    return run_losses(program, 3, state=made_state(program), step=step)
+
+
 @pytest.mark.parametrize("overrides", [
     {"remat.policy": "full"}, {"remat.policy": "none"},
     {"remat.policy": "dots_no_batch", "remat.layers": "0-1:full", "model.dropout": 0.1},
     {"model.tie_embeddings": True, "model.norm": "layernorm", "model.bias": True, "model.position": "learned",
      **BY_LAYER}, {"offload.optimizer": True, "offload.params": True},
     {"precision.preset": "bf16_params"}], ids=str)
-def test_losses_are_those_of_the_unfused_update_but_for_the_last_bit(overrides):
-    # The same operations on every number; where a compiler fuses a layer's otherwise the last bit of a loss may differ:
-    # which of these does depends on jaxlib and on the processor.
-    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=2 * np.finfo(np.float32).eps)
+def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
+    # The same operations on every number. XLA's CPU compiler rounds anew where it fuses some of them, and which it fuses
+    # depends on jaxlib and the processor: here it fuses none. XLA of 0.12 compiles the two programs of `full` differently
+    # all the same: one of three losses is off by its last bit.
+    other = overrides == {"remat.policy": "full"} and jax.__version_info__ >= (0, 12)
+    np.testing.assert_allclose(exact_losses({**overrides, **FUSED}), exact_losses(overrides),
+                               rtol=np.finfo(np.float32).eps if other else 0)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
