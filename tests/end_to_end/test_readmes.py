@@ -1,5 +1,6 @@
 """The READMEs say what is so: their commands parse, their links lead somewhere, the front page's tree is the disk's."""
 
+import argparse
 import itertools
 import re
 import shlex
@@ -75,9 +76,9 @@ def simple_commands(words):
 
 
 def parsed(argv):
-    """The command's arguments by the parser that runs it, or its version or help, which have none."""
+    """The command's arguments by the parser that runs it; of its version or help none."""
     if argv and argv[-1] in ("--version", "--help"):
-        return None
+        return argparse.Namespace()
     return cli.parse(argv)
 
 
@@ -168,7 +169,7 @@ def test_files_and_commands_named_in_a_line_exist(page):
 def test_library_examples_compile(page):
     for language, block in blocks(page.read_text(encoding="utf-8")):
         if language == "python":
-            compile(block, relative(page), "exec")
+            assert compile(block, relative(page), "exec")
 
 
 @pytest.mark.parametrize("page", READMES, ids=relative)
@@ -236,7 +237,7 @@ def test_a_mistake_in_a_command_is_seen(line):
                                   "bytescope keys --grep=remat", "bytescope --version"])
 def test_a_right_command_is_not_a_mistake(line):
     (argv,) = commands(f"```\n{line}\n```\n")
-    parsed(argv)
+    assert parsed(argv) is not None
 
 
 def test_broken_links_are_seen():
