@@ -16,7 +16,7 @@ from bytescope.memory.costs import flops
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import MATMULS, OUTSIDE_CORE, POLICIES, RematPlan
 from bytescope.train.program import build
-from support.toy import fixed_batches, run_losses, small_config, small_program
+from support.toy import first_state, fixed_batches, run_losses, small_config, small_program
 
 NAMED = sorted(set(POLICIES) - {"custom"})
 
@@ -27,7 +27,7 @@ def gradients(overrides, devices=1):
     host = next(fixed_batches(8, 32, 64, 1))
     batch = {name: jnp.asarray(array) for name, array in host.items()}
     keys = jax.random.split(jax.random.key(0), 8)
-    return jax.jit(jax.value_and_grad(program.parts.loss))(program.init().params, batch, keys)
+    return jax.jit(jax.value_and_grad(program.parts.loss))(first_state(program).params, batch, keys)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from bytescope.train.program import build
-from support.toy import fixed_batches, run_losses, small_config, small_program
+from support.toy import first_state, fixed_batches, run_losses, small_config, small_program
 
 EQUAL = 1e-5  # relative, fp32, over 20 steps
 
@@ -81,11 +81,15 @@ def test_multisteps_holds_one_more_tree_only_when_it_accumulates():
     assert not isinstance(trees[1, "multisteps"].state.opt_state, optax.MultiStepsState)
 
 
-def test_initial_parameters_are_the_same_on_every_mesh():
-    one = small_program().init()
-    eight = small_program({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8).init()
-    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(eight.params)):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize("mesh", [
+    {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, {"mesh.strategy": "ddp"}, {"mesh.strategy": "zero1"},
+    {"mesh.strategy": "zero2", "mesh.data": 2, "batch.mode": "scan", "batch.accumulation": 2},
+    {"mesh.data": 2, "mesh.context": 4}, {"mesh.tensor": 4, "mesh.sequence_parallel": True, "model.n_kv_heads": 4},
+    {"mesh.fsdp": 4, "mesh.tensor": 2, "model.scan": False, "remat.policy": "full", "batch.accumulation": 2}], ids=str)
+def test_a_first_state_is_the_same_on_every_mesh(mesh):
+    """The state that other tests start from, made once on one device, is what every program makes of its own."""
+    program = small_program({"batch.micro": 8, **mesh}, 8)
+    jax.tree.map(np.testing.assert_array_equal, program.init(), first_state(program))
 
 
 def test_state_is_donated_and_arguments_carry_their_path():

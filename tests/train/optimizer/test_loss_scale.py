@@ -16,7 +16,7 @@ from bytescope.train.data.feed import calls
 from bytescope.train.errors import NonFinite
 from bytescope.train.loop import run
 from bytescope.train.optimizer.loss_scale import Scaling
-from support.toy import fixed_batches, small_config, small_program
+from support.toy import first_state, fixed_batches, small_config, small_program
 
 SUMMED = {"batch.micro": 4, "batch.accumulation": 2}
 
@@ -49,8 +49,8 @@ def test_an_overflow_skips_the_update_and_is_recovered_from(mode):
     keys = {"precision.preset": "fp16", **MODES[mode]}
     program = small_program({**keys, "precision.loss_scale_init": 2.0**22})
     host, = fixed_batches(8, 32, 64, 1)
-    before = jax.device_get(program.init())
-    state, (first,) = steps_of(program, program.init(), [host])
+    before = jax.device_get(first_state(program))
+    state, (first,) = steps_of(program, first_state(program), [host])
     assert first["skipped_steps"] == 1 and first["loss_scale"] == 2.0**21 and not np.isfinite(first["grad_norm"])
     assert np.isfinite(first["loss"]) and int(state.step) == 1
     kept = [(tree.params, inner(tree)[1:]) for tree in (before, jax.device_get(state))]
@@ -61,7 +61,7 @@ def test_an_overflow_skips_the_update_and_is_recovered_from(mode):
     assert {row["skipped_steps"] for row in done} == {skipped + 1}
     assert {row["loss_scale"] for row in done} == {2.0 ** (21 - skipped)}
     fresh = small_program({**keys, "precision.loss_scale_init": done[0]["loss_scale"] / 4})
-    _, want = steps_of(fresh, fresh.init(), [host] * 2)
+    _, want = steps_of(fresh, first_state(fresh), [host] * 2)
     assert [row["lr"] for row in done] == [row["lr"] for row in want]
     np.testing.assert_allclose([row["loss"] for row in done], [row["loss"] for row in want], rtol=1e-3)
 
@@ -78,8 +78,8 @@ def test_an_overflow_in_any_micro_batch_skips_all(mode, bad):
     host, = fixed_batches(8, 32, 64, 1)
     quiet = slice(4, 8) if bad == 0 else slice(0, 4)
     host["targets"][quiet] = IGNORE  # no gradient at all from the other micro-batch
-    before = jax.device_get(program.init().params)
-    state, rows = steps_of(program, program.init(), [host])
+    before = jax.device_get(first_state(program).params)
+    state, rows = steps_of(program, first_state(program), [host])
     assert rows[0]["skipped_steps"] == 1
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
     if mode == "multisteps":
