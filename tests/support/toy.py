@@ -77,6 +77,12 @@ def made_state(program: Program) -> TrainState:
     return jax.tree_util.tree_map_with_path(one, program.state)
 
 
+def unfused_step(program: Program) -> Callable:
+    """The program's step, compiled with XLA's fusion pass off: where XLA fuses operations it rounds otherwise, and which
+    it fuses depends on jaxlib and the processor."""
+    return program.lower().compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
+
+
 def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: TrainState | None = None,
                step: Callable | None = None) -> np.ndarray:
     """Loss of each of `steps` updates on `fixed_batches` from `state`, or a fresh one; float64 [steps].

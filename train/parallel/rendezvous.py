@@ -95,22 +95,29 @@ def _collect(port: int, count: int, deadline: float, peers: dict[int, Peer]) -> 
     """Fills `peers` until all are there or the deadline is over."""
     with _listen(port) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while len(peers) < count - 1 and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is listener:
-                    selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
-                    continue
-                peer, messages = key.fileobj, key.fileobj.receive()
-                if messages is None:  # gone again, or not one of ours
-                    selector.unregister(peer)
-                    peer.close()
-                    for index in [index for index, known in peers.items() if known is peer]:
-                        del peers[index]
-                for message in messages or ():
-                    _greet(message, peer, count, peers)
-        for key in selector.get_map().values():
-            if key.fileobj not in peers.values():
-                key.fileobj.close()
+        try:
+            while len(peers) < count - 1 and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.fileobj is listener:
+                        selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
+                    else:
+                        _hear(key.fileobj, selector, count, peers)
+        finally:  # who connected and was not greeted is not kept waiting, whatever ended this
+            for key in list(selector.get_map().values()):
+                if key.fileobj not in peers.values():
+                    key.fileobj.close()
+
+
+def _hear(peer: Peer, selector: selectors.BaseSelector, count: int, peers: dict[int, Peer]) -> None:
+    """Reads what has arrived from one connection; forgets it when it is gone again, or not one of ours."""
+    messages = peer.receive()
+    if messages is None:
+        selector.unregister(peer)
+        peer.close()
+        for index in [index for index, known in peers.items() if known is peer]:
+            del peers[index]
+    for message in messages or ():
+        _greet(message, peer, count, peers)
 
 
 def _greet(message: list[Any], peer: Peer, count: int, peers: dict[int, Peer]) -> None:

@@ -25,7 +25,7 @@ def describe(row: Mapping[str, Any]) -> str:
     if row["mfu"] is not None:
         parts.append(f"MFU {100 * row['mfu']:.1f} HFU {100 * row['hfu']:.1f} %")
     if row["data_wait_s"] >= SHOWN_WAIT * row["step_time_s"]:
-        parts.append(f"waiting for data {100 * row['data_wait_s'] / row['step_time_s']:.0f} %")
+        parts.append(f"data wait {100 * row['data_wait_s'] / row['step_time_s']:.0f} %")
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts.append(f"mem {memory['in_use_bytes'] / GIB:.2f}/{memory['peak_bytes'] / GIB:.2f} GiB")

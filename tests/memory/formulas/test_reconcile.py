@@ -127,6 +127,7 @@ WIDE = {"model.d_model": 128, "model.d_head": 64, "model.n_heads": 2, "model.n_k
         "model.n_layers": 4, "model.vocab_size": 640, "data.seq_len": 64, "batch.micro": 2}
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("keys", [
     {"precision.preset": "fp8", "remat.policy": "selective"},
     {"model.mlp_chunk": 16, "remat.policy": "selective", "precision.preset": "bf16"},

@@ -8,7 +8,7 @@ from bytescope import memory
 from bytescope.memory.devices import targets
 from bytescope.train.optimizer.rules import OPTIMIZERS
 from bytescope.train.program import build
-from support.toy import made_state, run_losses, small_config, small_program
+from support.toy import made_state, run_losses, small_config, small_program, unfused_step
 
 TINY = {"model.d_model": 16, "model.d_ff": 16, "model.n_layers": 2, "batch.micro": 2, "optimizer.clip_norm": 0.0}
 FUSED = {"optimizer.fused_backward": True}
@@ -22,8 +22,7 @@ def losses(overrides, devices=1):
 
 def exact_losses(overrides):
     program = small_program({**TINY, **overrides})
-    step = program.lower().compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
-    return run_losses(program, 3, state=made_state(program), step=step)
+    return run_losses(program, 3, state=made_state(program), step=unfused_step(program))
 
 
 @pytest.mark.parametrize("overrides", [
@@ -33,8 +32,7 @@ def exact_losses(overrides):
      **BY_LAYER}, {"offload.optimizer": True, "offload.params": True},
     {"precision.preset": "bf16_params"}], ids=str)
 def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
-    # The same operations on every number. XLA's CPU compiler rounds anew where it fuses some of them, and which it
-    # fuses depends on jaxlib and the processor: here it fuses none. XLA of 0.12 compiles the two programs of `full`
+    # The same operations on every number, where the compiler fuses none. XLA of 0.12 compiles the two programs of `full`
     # differently all the same: one of three losses is off by its last bit.
     other = overrides == {"remat.policy": "full"} and jax.__version_info__ >= (0, 12)
     np.testing.assert_allclose(exact_losses({**overrides, **FUSED}), exact_losses(overrides),
