@@ -78,8 +78,8 @@ def made_state(program: Program) -> TrainState:
 
 
 def unfused_step(program: Program) -> Callable:
-    """The program's step, compiled with XLA's fusion pass off: where XLA fuses operations it rounds otherwise, and which
-    it fuses depends on jaxlib and the processor."""
+    """The program's step, compiled with XLA's fusion pass off: where XLA fuses operations it rounds otherwise, and
+    which it fuses depends on jaxlib and the processor."""
     return program.lower().compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
 
 

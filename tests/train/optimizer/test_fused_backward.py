@@ -32,8 +32,8 @@ def exact_losses(overrides):
      **BY_LAYER}, {"offload.optimizer": True, "offload.params": True},
     {"precision.preset": "bf16_params"}], ids=str)
 def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
-    # The same operations on every number, where the compiler fuses none. XLA of 0.12 compiles the two programs of `full`
-    # differently all the same: one of three losses is off by its last bit.
+    # The same operations on every number, where the compiler fuses none. XLA of 0.12 compiles the two programs of
+    # `full` differently all the same: one of three losses is off by its last bit.
     other = overrides == {"remat.policy": "full"} and jax.__version_info__ >= (0, 12)
     np.testing.assert_allclose(exact_losses({**overrides, **FUSED}), exact_losses(overrides),
                                rtol=np.finfo(np.float32).eps if other else 0)

@@ -57,8 +57,14 @@ def one_device(overrides):
 @pytest.fixture(scope="module")
 def one():
     known = {}
-    return lambda overrides: known.setdefault(
-        str({k: v for k, v in overrides.items() if k.startswith("model.")}), one_device(overrides))
+
+    def of(overrides):
+        key = str({k: v for k, v in overrides.items() if k.startswith("model.")})
+        if key not in known:
+            known[key] = one_device(overrides)
+        return known[key]
+
+    return of
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
