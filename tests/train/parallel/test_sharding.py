@@ -74,11 +74,12 @@ def test_losses_equal_those_of_one_device(name, one):
 
 
 def test_losses_of_a_padded_vocabulary_in_parts():
-    """Fused by XLA of 0.12, one of the 20 losses is off by 1.1e-5: both sides without fusion."""
+    """As XLA of 0.12 fuses them one of the 20 losses is off by 1.1e-5: there both sides are compiled without fusion."""
     overrides = {"model.vocab_size": 63, "model.n_kv_heads": 4, "batch.micro": 16}
     split = small_program({**overrides, "model.vocab_multiple": 4, "mesh.tensor": 4}, 4)
     whole = small_program({**overrides, "model.vocab_multiple": 1})
-    found, wanted = (run_losses(program, step=unfused_step(program)) for program in (split, whole))
+    unfused = jax.__version_info__ >= (0, 12)
+    found, wanted = (run_losses(program, step=unfused_step(program) if unfused else None) for program in (split, whole))
     np.testing.assert_allclose(found, wanted, rtol=EQUAL)
 
 
