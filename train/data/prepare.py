@@ -104,8 +104,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags of the command line `argv` (default: that of the process). Raises UserError for a mistake in them."""
-    parser = _Parser(prog="bytescope prepare", allow_abbrev=False, epilog="example: bytescope prepare --source=texts/ "
-                     "--out=shards/ --tokenizer=tokenizer.json; exit codes: 0 done, 2 a mistake or a full disk",
+    parser = _Parser(prog="bytescope prepare", allow_abbrev=False,
+                     epilog="example: bytescope prepare --source=texts/ --out=shards/",
                      description="Make token shards of text; bytescope train maps them into memory.")
     parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new or empty folder")
