@@ -4,8 +4,8 @@ import pytest
 
 from support.korthikanti import MODELS, ROWS, kept, units
 
-CASES = [*(("22B", *row) for row in ROWS), *((model, "megatron", True) for model in ("175B", "530B", "1T")),
-         ("175B", "selective", True)]
+# The other 17 rows take the same programs at other widths: tests/bench/published.py prints all 24.
+CASES = [*(("22B", *row) for row in ROWS), ("1T", "megatron", True)]
 
 
 @pytest.mark.oracle("cuda")

@@ -53,7 +53,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize("arithmetic", [
     {}, {"model.scan": False}, {"model.attention": "chunked", "model.attention_chunk": 8}, {"model.dropout": 0.1}],
     ids=["scan", "unrolled", "chunked", "dropout"])
-@pytest.mark.parametrize("policy", NAMED)
+@pytest.mark.parametrize("policy", sorted(set(NAMED) - {"none"}))
 def test_gradients_equal_none(policy, arithmetic, kept):
     assert_same(gradients({**arithmetic, "remat.policy": policy}), kept(**arithmetic))
 
