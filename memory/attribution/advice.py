@@ -1,0 +1,128 @@
+"""Advice for a step that does not fit: the levers left to try, the cheapest that fits by compiled bytes, `fit`. Pure.
+
+In: a report whose `config` is that of the program (the keys of the trainer's configs/base.py). `open_levers` has the
+levers; `tried` asks a caller's compiler for the bytes of the promising ones; `lines` puts it in words. Nothing here
+compiles. For a command that refuses a report (`report.fits is False`):
+
+    levers = open_levers(report)
+    found = tried(report, levers, bytes_of)  # predicted bytes of the program with these keys; [] without a compiler
+    for line in lines(report, levers, found, fit_command(name, target, overrides, report)):
+        print(line)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable, Sequence
+
+from bytescope.memory.attribution.open_levers import Keys, Lever, case_of, open_levers, together
+from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
+from bytescope.memory.records import Report
+from bytescope.memory.units import GIB, MIB, human
+
+__all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]
+
+# At most so many variants are compiled, and none begun that would end after so many seconds.
+MOST, SECONDS = 4, 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A variant that was compiled: its lever, and its predicted bytes on one device; None and why for one that cannot
+    run."""
+
+    lever: Lever
+    bytes: int | None
+    why: str = ""
+
+
+def tried(report: Report, levers: Sequence[Lever], bytes_of: Callable[[Keys], int],
+          tell: Callable[[str], None] = lambda line: None, each_s: float = 0.0) -> list[Tried]:
+    """Compiles the promising levers, the cheapest first, until one fits; then all that keep the curve together.
+
+    A lever is promising if the rows that it shrinks are larger than what is missing.
+
+    Args:
+        bytes_of: the predicted bytes on one device of the program with some keys; ValueError for one that cannot run.
+        tell: called with a line before each compile.
+        each_s: seconds that a compile takes, as far as known: none is begun that would end after `SECONDS`.
+    """
+    if report.limit_bytes is None:
+        return []
+    missing = report.predicted_bytes - report.limit_bytes
+    promising = [lever for lever in levers if lever.curve and lever.most(report) >= missing][:MOST - 1]
+    whole = together(levers, report)
+    if whole is not None and whole.most(report) >= missing and whole.keys not in [each.keys for each in promising]:
+        promising.append(whole)
+    began, found = time.monotonic(), []
+    for lever in promising:
+        if time.monotonic() - began + each_s > SECONDS:
+            break
+        tell(f"does it fit with {lever.flags}?")
+        since = time.monotonic()
+        try:
+            found.append(Tried(lever, bytes_of(lever.keys)))
+        except ValueError as error:
+            found.append(Tried(lever, None, " ".join(str(error).split())))
+        each_s = max(each_s, time.monotonic() - since)
+        if found[-1].bytes is not None and found[-1].bytes <= report.limit_bytes:
+            break
+    return found
+
+
+def lines(report: Report, levers: Sequence[Lever], found: Sequence[Tried], fit: str = "") -> list[str]:
+    """The advice, line by line: what was compiled, else what is left to try, and the command that searches.
+
+    fit: that command; "" leaves it out.
+    """
+    out: list[str] = []
+    compiled = [each for each in found if each.bytes is not None]
+    if compiled:
+        out.append("compiled with one change, the cheapest first:")
+        out += [f"  {human(each.bytes)}  {_verdict(each.bytes, report)}  {each.lever.flags}" for each in compiled]
+    fits = any(each.bytes <= (report.limit_bytes or 0) for each in compiled)
+    left = [lever for lever in levers if lever not in [each.lever for each in found]]
+    if not fits and left:
+        out.append("not compiled, the cheapest first, with the most that each can free:")
+        out += [f"  {human(lever.most(report))}  {lever.flags}" + (f"  ({lever.costs})" if lever.costs else "")
+                for lever in left]
+    if case_of(report) is not None and not levers:
+        out.append("the config has no memory lever left: take a smaller model, shorter sequences "
+                   f"(--config.{DATA_SEQ_LEN}), or more devices")
+    if fit and levers:
+        out.append(f"the fastest that fits, found by compiling: {fit}")
+    return out
+
+
+def _verdict(size: int, report: Report) -> str:
+    missing = size - (report.limit_bytes or 0)
+    return "fits" if missing <= 0 else f"{human(missing)} too much"
+
+
+def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], report: Report) -> str:
+    """The `bytescope fit` that searches for the fastest configuration of the same task, quoted for a shell; "" for a
+    report that has no config of the trainer's or no limit.
+
+    Overrides that would hold a lever of the search are left out; the tokens of an update stay.
+
+    Args:
+        config: as the command line names it. target: likewise, "" or "local" for the devices at hand.
+        overrides: (dotted key, text) as given.
+    """
+    case = case_of(report)
+    if case is None or report.limit_bytes is None:
+        return ""
+    held = [key for key, _ in overrides if key.startswith((REMAT, BATCH))]
+    words = ["bytescope", "fit", config, *([target] if target not in ("", "local") else []),
+             f"--budget={_budget(report.limit_bytes)}",
+             *([f"--batch-tokens={case.tokens}"] if any(key.startswith(BATCH) for key in held) else []),
+             *(f"--config.{key}={text}" for key, text in overrides if key not in held)]
+    return shlex.join(words)
+
+
+def _budget(limit: int) -> str:
+    """A limit as text, rounded down to a tenth of a GiB, or to a MiB below one."""
+    return f"{math.floor(10 * limit / GIB) / 10:g}GiB" if limit >= GIB else f"{max(limit // MIB, 1)}MiB"

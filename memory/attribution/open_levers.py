@@ -1,0 +1,316 @@
+"""The memory levers that a config has not used yet and could: keys to set, the cheapest in time first. Pure.
+
+In: a report with the config that was compiled (`Report.config`, keys of the trainer's configs/base.py). Out: `Lever`,
+with the most that it can free by the rows of the report. A lever is a function and its place in LEVERS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_ACCUMULATION_SCHEDULE,
+    BATCH_MICRO,
+    BATCH_MODE,
+    BATCH_TOKENS,
+    DATA_SEQ_LEN,
+    LOSS_KIND,
+    MESH,
+    MESH_DATA,
+    MESH_FSDP,
+    MESH_STRATEGY,
+    MODEL_ATTENTION,
+    MODEL_MLP_CHUNK,
+    MODEL_SCAN,
+    OFFLOAD,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMS,
+    OPTIMIZER_CLIP,
+    OPTIMIZER_FUSED_BACKWARD,
+    OPTIMIZER_NAME,
+    PRECISION_PRESET,
+    REMAT_GRANULARITY,
+    REMAT_LAYERS,
+    REMAT_POLICY,
+)
+from bytescope.memory.formulas.training_state import STRATEGIES
+from bytescope.memory.records import Report
+
+Keys = Mapping[str, str]
+
+# Rows of the breakdown that grow with the batch, and those that are state of the parameters.
+_BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
+_STATE_ROWS = ("params", "optimizer", "accumulator", "gradients")
+# Policies that keep more than `selective` does, and those that keep no more than `full`.
+_ABOVE_SELECTIVE = ("none", "dots", "minimal")
+_LEAST_KEPT = ("full", "sqrt", "offload", "auto")
+# Pieces of the sequence that an MLP is computed in, in positions.
+_TILE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """Keys that make a step smaller.
+
+    Fields:
+        keys: dotted key -> text. frees: row of the breakdown -> the largest share of it that goes, 0.0 to 1.0.
+        curve: whether the loss curve stays what it is. costs: what the lever costs, in words.
+    """
+
+    keys: Keys
+    frees: Mapping[str, float]
+    curve: bool = True
+    costs: str = ""
+
+    @property
+    def flags(self) -> str:
+        """What to add to the command, quoted for a shell."""
+        return flags(self.keys)
+
+    def most(self, report: Report) -> int:
+        """The most bytes of one device that the lever can free, by the rows at the peak; what packs worse than it has
+        to counts as freed."""
+        rows = {**self.frees, "fragmentation": 1.0}
+        return int(sum(share * report.breakdown.get(row, 0) for row, share in rows.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A config on its devices. axes: sizes of the mesh's axes, none of them -1."""
+
+    flat: Mapping[str, Any]
+    axes: Mapping[str, int]
+    host_memory: bool
+    report: Report
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether an update can have more than one micro-batch."""
+        return not self.flat[OPTIMIZER_FUSED_BACKWARD] and not self.flat[OFFLOAD_PARAMS]
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of an update; the most, with a schedule."""
+        if self.flat[BATCH_ACCUMULATION_SCHEDULE]:
+            return max(count for _, count in _schedule(self.flat))
+        if self.flat[BATCH_TOKENS]:
+            return max(self.flat[BATCH_TOKENS] // (self.flat[BATCH_MICRO] * self._tokens_per_row), 1)
+        return self.flat[BATCH_ACCUMULATION]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an update over all devices."""
+        return self.flat[BATCH_TOKENS] or self.flat[BATCH_MICRO] * self.micro_steps * self._tokens_per_row
+
+    @property
+    def _tokens_per_row(self) -> int:
+        return self.axes["data"] * self.axes["fsdp"] * self.flat[DATA_SEQ_LEN]
+
+
+def case_of(report: Report) -> Case | None:
+    """The case of a report; None where the program has no config of the trainer's."""
+    flat = report.config
+    needed = (BATCH_MICRO, DATA_SEQ_LEN, LOSS_KIND, MESH_FSDP, OFFLOAD_PARAMS, OPTIMIZER_NAME, REMAT_POLICY)
+    if any(key not in flat for key in needed):
+        return None
+    axes = {axis: int(flat[MESH + axis]) for axis in ("data", "fsdp", "context", "tensor")}
+    known = math.prod(size for size in axes.values() if size > 0)
+    rest = max(int(report.target.get("n_devices") or 1) // known, 1)
+    return Case(flat, {axis: size if size > 0 else rest for axis, size in axes.items()},
+                 report.target.get("platform") not in (None, "cpu"), report)
+
+
+def open_levers(report: Report) -> list[Lever]:
+    """The levers that the config of a report has not used and could, cheapest in time first; those that change the loss
+    curve come last. [] for a program without a config of the trainer's, or without a lever left."""
+    case = case_of(report)
+    if case is None:
+        return []
+    return [lever for make in LEVERS if (lever := make(case)) is not None]
+
+
+def together(levers: Sequence[Lever], report: Report) -> Lever | None:
+    """All levers that keep the curve and stay on the device, at their strongest, as one; None for fewer than two."""
+    case = case_of(report)
+    used = [lever for lever in levers if lever.curve and not any(key.startswith(OFFLOAD) for key in lever.keys)
+            and lever.keys.get(REMAT_POLICY) != "offload"]
+    if case is None or len(used) < 2:
+        return None
+    keys: dict[str, str] = {}
+    frees: dict[str, float] = {}
+    for lever in used:
+        keys |= lever.keys
+        frees |= {row: max(share, frees.get(row, 0.0)) for row, share in lever.frees.items()}
+    if BATCH_MICRO in keys:
+        keys |= _micro_keys(case, case.flat[BATCH_MICRO])
+        frees |= dict.fromkeys(_BATCH_ROWS, 1.0)
+    return Lever(keys, frees, True, "all of these")
+
+
+def flags(keys: Keys) -> str:
+    """Keys as flags of the command line, quoted for a shell."""
+    return shlex.join(f"--config.{key}={text}" for key, text in keys.items())
+
+
+# ---- the levers -----------------------------------------------------------------------------------------------------
+
+
+def _chunked_loss(case: Case) -> Lever | None:
+    if case.flat[LOSS_KIND] != "full":
+        return None
+    return Lever({LOSS_KIND: "chunked"}, {"logits_loss": 1.0, "residuals": 1.0})
+
+
+def _flash_attention(case: Case) -> Lever | None:
+    if case.flat[MODEL_ATTENTION] != "naive":
+        return None
+    return Lever({MODEL_ATTENTION: "auto"}, {"residuals": 1.0, "workspace": 1.0})
+
+
+def _zero3(case: Case) -> Lever | None:
+    strategy, shared = case.flat[MESH_STRATEGY], case.axes["fsdp"] * case.axes["context"]
+    if shared < 2 or strategy == "zero3" or strategy not in STRATEGIES:
+        return None
+    rows = [row for row in _STATE_ROWS if row not in STRATEGIES[strategy].sharded]
+    return Lever({MESH_STRATEGY: "zero3"}, dict.fromkeys(rows, 1 - 1 / shared), True, "more collectives")
+
+
+def _replicas(case: Case) -> Lever | None:
+    data = case.axes["data"]
+    if data < 2 or case.flat[MESH_STRATEGY] == "ddp":
+        return None
+    keys = {MESH_DATA: "1", MESH_FSDP: str(data * case.axes["fsdp"])}
+    return Lever(keys, dict.fromkeys(_STATE_ROWS, 1 - 1 / data), True, "more collectives between replicas")
+
+
+def _selective(case: Case) -> Lever | None:
+    if case.flat[REMAT_POLICY] not in _ABOVE_SELECTIVE or case.flat[REMAT_LAYERS]:
+        return None
+    return Lever({REMAT_POLICY: "selective"}, {"residuals": 1.0})
+
+
+def _micro(case: Case) -> Lever | None:
+    """The largest micro-batch that may fit, each of an update's micro-batches by the same rule."""
+    micro = case.flat[BATCH_MICRO]
+    if micro < 2 or not case.accumulates:
+        return None
+    report = case.report
+    moving = sum(report.breakdown.get(row, 0) for row in (*_BATCH_ROWS, "fragmentation"))
+    room = moving - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
+    divisors = [size for size in range(1, min(micro // 2, 10**6) + 1) if micro % size == 0]
+    size = max((size for size in divisors if moving * size <= room * micro), default=1)
+    return Lever(_micro_keys(case, micro // size), dict.fromkeys(_BATCH_ROWS, 1 - size / micro))
+
+
+def _micro_keys(case: Case, times: int) -> dict[str, str]:
+    """The keys of an update of `times` as many micro-batches, with as many sequences in all."""
+    keys = {BATCH_MICRO: str(case.flat[BATCH_MICRO] // times)}
+    if case.flat[BATCH_ACCUMULATION_SCHEDULE]:
+        steps = ",".join(f"{start}:{times * count}" for start, count in _schedule(case.flat))
+        return {**keys, BATCH_ACCUMULATION_SCHEDULE: steps}
+    if not case.flat[BATCH_TOKENS]:
+        keys[BATCH_ACCUMULATION] = str(times * case.micro_steps)
+    # Accumulated within one step: one accumulator, which is the gradient.
+    return keys if case.micro_steps > 1 or case.flat[BATCH_MODE] == "scan" else {**keys, BATCH_MODE: "scan"}
+
+
+def _schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(first update, micro-batches from it on) of `batch.accumulation_schedule`."""
+    pairs = (str(text).split(":") for text in flat[BATCH_ACCUMULATION_SCHEDULE])
+    return [(int(start), int(count)) for start, count in pairs]
+
+
+def _full(case: Case) -> Lever | None:
+    layers = bool(case.flat[REMAT_LAYERS])
+    if case.flat[REMAT_POLICY] in _LEAST_KEPT and not layers:
+        return None
+    keys = {REMAT_POLICY: "full", **({REMAT_LAYERS: ""} if layers else {})}
+    return Lever(keys, {"residuals": 1.0}, True, "every block runs forward twice")
+
+
+def _parts(case: Case) -> Lever | None:
+    """Attention and MLP recomputed one after the other, where a block's recomputation is what is left."""
+    if case.flat[REMAT_POLICY] not in ("full", "offload") or case.flat[REMAT_GRANULARITY] != "block":
+        return None
+    return Lever({REMAT_GRANULARITY: "parts"}, {"workspace": 0.5})
+
+
+def _tiled_mlp(case: Case) -> Lever | None:
+    length = case.flat[DATA_SEQ_LEN] // max(case.axes["context"], 1)
+    if case.flat[MODEL_MLP_CHUNK] or length < 2 * _TILE or length % _TILE:
+        return None
+    return Lever({MODEL_MLP_CHUNK: str(_TILE)}, {"workspace": 1.0, "residuals": 1.0})
+
+
+def _blocks_to_host(case: Case) -> Lever | None:
+    if not case.host_memory or case.flat[REMAT_POLICY] not in ("full", "sqrt"):
+        return None
+    return Lever({REMAT_POLICY: "offload"}, {"residuals": 1.0}, True, "block inputs cross the host link")
+
+
+def _moments_to_host(case: Case) -> Lever | None:
+    if not case.host_memory or case.flat[OFFLOAD_OPTIMIZER]:
+        return None
+    return Lever({OFFLOAD_OPTIMIZER: "true"}, {"optimizer": 1.0}, True, "moments cross the host link each update")
+
+
+def _params_to_host(case: Case) -> Lever | None:
+    by_layer = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.axes["fsdp"] * case.axes["context"] == 1
+    if not case.host_memory or case.flat[OFFLOAD_PARAMS] or case.micro_steps > 1 or not by_layer:
+        return None
+    return Lever({OFFLOAD_OPTIMIZER: "true", OFFLOAD_PARAMS: "true"}, {"optimizer": 1.0, "params": 1.0}, True,
+                 "parameters and moments cross the host link")
+
+
+def _narrow_compute(case: Case) -> Lever | None:
+    if case.flat[PRECISION_PRESET] != "fp32":
+        return None
+    return Lever({PRECISION_PRESET: "bf16"}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "changes the arithmetic")
+
+
+def _narrow_moments(case: Case) -> Lever | None:
+    if case.flat[OPTIMIZER_NAME] != "adamw":
+        return None
+    return Lever({OPTIMIZER_NAME: "adamw_8bit"}, {"optimizer": 0.75}, False, "changes the arithmetic")
+
+
+def _fused_update(case: Case) -> Lever | None:
+    closed = (case.flat[OPTIMIZER_FUSED_BACKWARD], case.micro_steps > 1, not case.flat[MODEL_SCAN],
+              case.flat[PRECISION_PRESET] == "fp16", case.flat[REMAT_POLICY] == "sqrt")
+    if any(closed):
+        return None
+    return Lever({OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}, {"gradients": 1.0}, False,
+                 "each layer is clipped by its own norm")
+
+
+def _narrow_params(case: Case) -> Lever | None:
+    if case.flat[PRECISION_PRESET] != "bf16":
+        return None
+    return Lever({PRECISION_PRESET: "bf16_params"}, {"params": 0.5, "gradients": 0.5}, False,
+                 "no float32 master parameters")
+
+
+def _smaller_batch(case: Case) -> Lever | None:
+    micro = case.flat[BATCH_MICRO]
+    if micro < 2 or case.accumulates:
+        return None
+    return Lever({BATCH_MICRO: str(micro // 2)}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "a smaller batch per update")
+
+
+def _shorter(case: Case) -> Lever | None:
+    length = case.flat[DATA_SEQ_LEN]
+    if length < 2 or length % 2:
+        return None
+    return Lever({DATA_SEQ_LEN: str(length // 2)}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "shorter sequences")
+
+
+# In the order of what they cost: first time, little of it, then much; then those that change the loss curve.
+LEVERS: tuple[Callable[[Case], Lever | None], ...] = (
+    _chunked_loss, _flash_attention, _selective, _micro, _zero3, _replicas, _tiled_mlp, _full, _parts, _blocks_to_host,
+    _moments_to_host, _params_to_host, _narrow_compute, _narrow_moments, _fused_update, _narrow_params, _smaller_batch,
+    _shorter)
