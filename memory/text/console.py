@@ -1,0 +1,102 @@
+"""The console that every view and command prints to: as wide as the terminal, and safe against what programs name.
+
+    console = make_console()                    # stdout; make_console(stderr=True) for a bar or a warning
+    put(report_text.render(report))             # prints one view, never cropped
+
+On a terminal the width is the terminal's, asked again at each print. Elsewhere COLUMNS rules, else 100. NO_COLOR is
+respected. Markup, emoji codes and highlighting are off: `[red]` in a module's name is printed as it is, and so that a
+name cannot move the cursor, control characters become a replacement character.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import IO, Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+DEFAULT_WIDTH = 100
+# From here on two blocks stand beside each other.
+TWO_COLUMNS = 100
+# C0 and C1 controls except for the end of a line, marks that turn the direction of writing, and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+
+
+def safe(text: str) -> str:
+    """The text with a replacement character for all that would move the cursor or cannot be encoded."""
+    return _UNSAFE.sub(_REPLACEMENT, text)
+
+
+def one_line(text: str) -> str:
+    """As `safe`, for a name in a table: ends of lines become spaces."""
+    return safe(" ".join(text.splitlines()) if "\n" in text or "\r" in text else text)
+
+
+def shorten(text: str, width: int) -> str:
+    """The text in `width` columns, its middle left out for an ellipsis: the ends of a name tell it from others."""
+    if cell_len(text) <= width:
+        return text
+    if width < 2:
+        return "…"[:width]
+    head, tail = text, text
+    while cell_len(head) > width // 2:
+        head = head[:-1]
+    while cell_len(tail) > width - cell_len(head) - 1:
+        tail = tail[1:]
+    return f"{head}…{tail}"
+
+
+class SafeConsole(Console):
+    """A console whose text cannot move the cursor, whatever the names in it."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does it, every segment made `safe`."""
+        for segment in super().render(renderable, options):
+            if not segment.control and _UNSAFE.search(segment.text):
+                segment = Segment(safe(segment.text), segment.style)
+            yield segment
+
+
+def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:
+    """A console of stdout, of stderr or of `file`; `options`: of rich's Console, such as quiet=True."""
+    stream = file or (sys.stderr if stderr else sys.stdout)
+    options = {"markup": False, "emoji": False, "highlight": False, **options}
+    if is_terminal(stream):
+        # COLUMNS may be that of a terminal which has been resized since; without it rich asks the terminal.
+        environ = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+        return SafeConsole(stderr=stderr, file=file, _environ=environ, **options)
+    return SafeConsole(stderr=stderr, file=file, **{"width": columns(), **options})
+
+
+def put(renderable: RenderableType, console: Console | None = None) -> None:
+    """Prints one view, to stdout where no console is given. Nothing is cropped: a line that is too long on a very
+    narrow terminal wraps there, with its figures."""
+    (console or make_console()).print(renderable, crop=False)
+
+
+def columns() -> int:
+    """The width without a terminal: COLUMNS, else 100."""
+    given = os.environ.get("COLUMNS", "")
+    return int(given) if given.isascii() and given.isdigit() and int(given) else DEFAULT_WIDTH
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; one that is closed or has no `isatty` is none."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
+def settle_streams() -> None:
+    """Makes stdout and stderr print a character that their encoding lacks as `?`, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
