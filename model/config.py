@@ -1,6 +1,7 @@
 """The shape of a transformer. GPT-2 and Llama are values of these fields, not classes."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,8 @@ class ModelConfig:
         if self.position == "rope" and self.d_head % 2:
             raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an "
                              "even width")
-        if len(self.rope_scaling) not in (0, 4):
+        numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
+        if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 4):
             raise ValueError(
-                f"model.rope_scaling={self.rope_scaling}: give () or (factor, low_frequency_factor, "
-                "high_frequency_factor, original_positions)")
+                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, or four positive numbers: "
+                "factor,low_frequency_factor,high_frequency_factor,original_positions")

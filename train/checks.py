@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.ilp import COSTS
+from bytescope.memory.units import parse_bytes
 from bytescope.model import ModelConfig, Precision, RematPlan
 from bytescope.model.layers import MLPS, POSITIONS
 from bytescope.model.names import TILED, names_in
 from bytescope.model.norm import NORMS
 from bytescope.train.batch import BatchAlgebra
+from bytescope.train.config import flatten
 from bytescope.train.losses import LOSSES
 from bytescope.train.optimizer.host_offload import has_host_memory
+from bytescope.train.optimizer.loss_scale import GREATEST
 from bytescope.train.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
 from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.parallel.layout import Layout
@@ -30,8 +34,9 @@ CHOICES = {
 
 # key -> least value. Sizes of the model, batch and mesh have checks of their own.
 LEAST = {
-    "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
+    "seed": 0, "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
+    "model.norm_eps": 0.0,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
     "mesh.prefetch": 0, "batch.tokens": 0, "optimizer.base_batch_tokens": 0,
@@ -39,20 +44,60 @@ LEAST = {
 }
 
 
+# Keys whose values lie above 0, and those of rates of decay: from 0 to below 1.
+POSITIVE = ("model.init_std", "model.rope_theta")
+DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
+# Whole numbers are int32 on a device, or count what no run has more of; tokens per update may be more. Others are
+# float32 there.
+LARGEST, LARGE = 2**31 - 1, ("batch.tokens", "optimizer.base_batch_tokens")
+LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
+
+
 def _value(config: ConfigDict, key: str) -> Any:
     """The value of the dotted `key`."""
-    group, name = key.split(".")
-    return config[group][name]
+    *groups, name = key.split(".")
+    for group in groups:
+        config = config[group]
+    return config[name]
 
 
 def check_values(config: ConfigDict) -> None:
-    """Raises ValueError for a value that is not in its table, or below the least valid one."""
+    """Raises ValueError for a value that is not in its table, not a finite number, or outside the range of its key."""
+    for key, value in flatten(config).items():
+        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:  # nor nan
+            raise ValueError(f"{key}={value}: give a finite number of float32")
+        if isinstance(value, int) and abs(value) > LARGEST and key not in LARGE:
+            raise ValueError(f"{key}={value}: give at most {LARGEST}")
     for key, least in LEAST.items():
-        if not (value := _value(config, key)) >= least:  # so that nan is refused
+        if (value := _value(config, key)) < least:
             raise ValueError(f"{key}={value}: give {least} or more")
+    for key in POSITIVE:
+        if (value := _value(config, key)) <= 0:
+            raise ValueError(f"{key}={value}: give a number above 0")
+    for key in DECAYS:
+        if not 0 <= (value := _value(config, key)) < 1:
+            raise ValueError(f"{key}={value}: give a number from 0 to below 1, such as 0.9")
     for key, table in CHOICES.items():
         if (value := _value(config, key)) not in table:
             raise ValueError(f"{key}={value!r}: choose one of {', '.join(table)}")
+    if (scale := config.precision.loss_scale_init) > GREATEST:
+        raise ValueError(f"precision.loss_scale_init={scale}: give at most {GREATEST:g}")
+    if config.remat.budget:
+        try:
+            parse_bytes(config.remat.budget)
+        except ReportError as error:
+            raise ValueError(f"remat.budget: {error}") from error
+
+
+def doubtful(config: ConfigDict) -> list[str]:
+    """What a settled config may well not mean, a line each: it runs all the same."""
+    lines, optimizer, steps = [], config.optimizer, config.train.steps
+    if optimizer.warmup_steps > steps:
+        lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
+                     f"comes to {optimizer.learning_rate:g}; lower one or raise the other")
+    if not optimizer.learning_rate:
+        lines.append("optimizer.learning_rate=0: no parameter will change")
+    return lines
 
 
 def check_sequence(config: ConfigDict, layout: Layout) -> None:

@@ -20,6 +20,7 @@ from bytescope.train.parallel.rendezvous import meet
 LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX",
              "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 FLAGS = ("coordinator", "process", "processes")
+LONGEST_S = 10**6  # seconds to wait for other processes: eleven days
 NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
 
 
@@ -52,8 +53,8 @@ def find(args: argparse.Namespace) -> Address | None:
     Raises:
       UserError: flags that cannot be combined, or a launcher's environment that cannot be read.
     """
-    if args.timeout <= 0:
-        raise UserError(f"--timeout={args.timeout:g}: give a positive number of seconds")
+    if not 0 < args.timeout <= LONGEST_S:  # nor nan
+        raise UserError(f"--timeout={args.timeout:g}: give a positive number of seconds, at most {LONGEST_S}")
     given = {name: getattr(args, name) for name in FLAGS}
     if given == {"coordinator": None, "process": None, "processes": 1}:
         return None

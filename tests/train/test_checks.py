@@ -1,0 +1,55 @@
+"""Values that no run can want are refused at the start, in a line with the value and what is valid."""
+
+import pytest
+
+from bytescope.model import ModelConfig
+from bytescope.train.__main__ import parse
+from bytescope.train.checks import DECAYS, POSITIVE, check_values, doubtful
+from bytescope.train.errors import UserError
+from bytescope.train.parallel.processes import find
+from support.toy import small_config
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(("key", "values"), [
+    ("optimizer.learning_rate", ("nan", "inf", "-1e-3", "1e39")), ("model.norm_eps", ("-1e-5", "nan")),
+    *((key, ("1.0", "-0.1", "nan", "2")) for key in DECAYS), *((key, ("0", "-0.02", "inf")) for key in POSITIVE),
+    ("train.sample_temperature", ("inf", "nan", "-1", "0")), ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
+    ("seed", ("-1", "2147483648", "99999999999999999999")), ("model.vocab_size", ("99999999999",)),
+    ("train.steps", ("0", "3000000000")), ("optimizer.weight_decay", ("-0.1", "inf")), ("optimizer.eps", ("-1", "nan")),
+    ("optimizer.end_fraction", ("-0.1", "inf")), ("optimizer.clip_norm", ("-1", "nan")),
+    ("optimizer.warmup_steps", ("-1",)), ("remat.budget", ("much", "-5GiB", "nan", "7 parsecs")),
+    ("model.d_model", ("10000000000",)), ("batch.micro", ("4294967296",))])
+def test_a_value_that_no_run_can_want_is_refused(key, values):
+    for value in values:
+        with pytest.raises(ValueError) as caught:
+            check_values(small_config({key: value}))
+        assert str(caught.value).startswith(key) and "\n" not in str(caught.value), value
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("seed", "2147483647"), ("batch.tokens", "4000000000"), ("optimizer.b1", "0"), ("optimizer.learning_rate", "0"),
+    ("remat.budget", "72GiB"), ("model.norm_eps", "0")])
+def test_the_ends_of_the_ranges_are_valid(key, value):
+    check_values(small_config({key: value}))
+
+
+@pytest.mark.parametrize("text", ["a,b,c,d", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
+def test_scaling_of_rotary_positions_takes_four_positive_numbers(text):
+    with pytest.raises(ValueError, match="rope_scaling=.*four positive numbers"):
+        ModelConfig.from_dict(small_config({"model.rope_scaling": text}).model)
+    assert ModelConfig.from_dict(small_config({"model.rope_scaling": "8,1,4,8192"}).model).rope_scaling[0] == 8
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "-3", "1e18"])
+def test_a_timeout_is_a_number_of_seconds(text):
+    with pytest.raises(UserError, match="--timeout=.*positive number of seconds"):
+        find(parse([f"--timeout={text}"]))
+
+
+def test_what_is_doubtful_is_said_and_runs():
+    assert doubtful(small_config()) == []
+    line, = doubtful(small_config({"optimizer.warmup_steps": 21}))
+    assert "warmup_steps=21" in line and "train.steps=20" in line
+    assert "no parameter" in doubtful(small_config({"optimizer.learning_rate": 0}))[0]
