@@ -16,9 +16,14 @@ from markupsafe import Markup
 
 from bytescope.memory.units import human
 
+# The scripts that draw charts, in the order in which they need each other.
+CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
+# Pages that plotly.js still draws.
+PLOTLY = ("compare", "estimate", "frontier", "levers", "report")
+
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:
-    """The page NAME as text, about 5 MB: it holds plotly.js and asks the network for nothing.
+    """The page NAME as text: one file that holds its charts' scripts and asks the network for nothing.
 
     Args:
       name: of the template, the styles and the script.
@@ -34,19 +39,27 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates, with `human` and `tojson` as filters; `static` and `plotly` put in files as they are."""
+    """The templates, with `human` and `tojson` as filters; `static` and `library` put in files as they are."""
     found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     found.filters["human"] = human
-    found.globals |= {"static": _static, "plotly": _plotly}
+    found.globals |= {"static": _static, "library": _library}
     return found
 
 
 def _static(name: str) -> Markup:
     file = resources.files("bytescope.memory.pages") / "static" / name
     return Markup(file.read_text(encoding="utf-8"))
+
+
+def _library(name: str) -> Markup:
+    """What draws the charts of the page NAME."""
+    if name in PLOTLY:
+        return _plotly()
+    # In a block, so that `charts` alone is seen outside.
+    return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(_static, CHARTS)))
 
 
 @functools.cache

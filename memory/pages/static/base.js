@@ -31,6 +31,13 @@ const base = (() => {
     if (className) node.className = className;
     return node;
   };
+  const svg = (tag, attributes, text) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes || {}))
+      if (value !== undefined && value !== null) node.setAttribute(name, value);
+    if (text !== undefined) node.textContent = text;
+    return node;
+  };
   // A heading that sorts a table: `sort` is {by, down}, `key` the heading's own.
   const sorter = (tag, title, key, sort, onclick) => {
     const head = make(tag), button = make("button", title + (sort.by === key ? (sort.down ? " ↓" : " ↑") : ""));
@@ -54,11 +61,12 @@ const base = (() => {
 
   // ---- charts ---------------------------------------------------------------------------------------
   const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const family = () => getComputedStyle(document.body).fontFamily;
   const CLEAR = "rgba(0,0,0,0)";
   const layout = () => ({
     paper_bgcolor: CLEAR, plot_bgcolor: CLEAR, hovermode: "closest",
     modebar: { bgcolor: CLEAR, color: color("soft"), activecolor: color("accent") },
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("soft") },
+    font: { family: family(), size: 12.5, color: color("soft") },
     hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), align: "left",
       font: { color: color("ink"), size: 12.5 } },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
@@ -94,6 +102,6 @@ const base = (() => {
     root.dataset.ready = "yes";
   };
 
-  return { root, $, address, remember, human, count, exact, percent, plain, make, sorter, color, chart, axis, HOVER,
-    across, down, note, start, data: () => JSON.parse($("data").textContent) };
+  return { root, $, address, remember, human, count, exact, percent, plain, make, svg, sorter, color, family, chart,
+    axis, HOVER, across, down, note, start, data: () => JSON.parse($("data").textContent) };
 })();

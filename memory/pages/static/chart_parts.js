@@ -1,0 +1,180 @@
+"use strict";
+// What charts.js is made of that draws no data: scales, ticks, the width of text, the tooltip and the legend.
+const parts = (() => {
+  const { make, svg } = base;
+
+  // ---- text: its width is measured on a canvas, so that margins are known before anything is drawn ----
+  const SIZE = 12, pen = make("canvas").getContext("2d");
+  const widths = new Map();
+  const textWidth = (text, size = SIZE) => {
+    const key = size + " " + text;
+    if (!widths.has(key)) {
+      pen.font = `${size}px ${base.family()}`;
+      widths.set(key, pen.measureText(text).width);
+    }
+    return widths.get(key);
+  };
+  const cut = (text, room, size = SIZE) => {
+    if (textWidth(text, size) <= room) return text;
+    let length = text.length;
+    while (length > 1 && textWidth(text.slice(0, length) + "…", size) > room) length--;
+    return length > 1 ? text.slice(0, length) + "…" : "";
+  };
+  // Lines of words, each at most `room` wide where its words are.
+  const wrap = (text, room, size = SIZE) => {
+    const lines = [];
+    for (const word of String(text).split(" ")) {
+      const longer = lines.length ? lines[lines.length - 1] + " " + word : word;
+      if (lines.length && textWidth(longer, size) <= room) lines[lines.length - 1] = longer; else lines.push(word);
+    }
+    return lines;
+  };
+
+  // ---- scales and ticks -------------------------------------------------------------------------------
+  // `at` takes a value to a pixel and `back` a pixel to a value; `range` is in values on logarithmic axes too.
+  const scale = ({ type, range: [low, high] }, from, to) => {
+    const log = type === "log", place = log ? (v) => Math.log10(Math.max(v, Number.MIN_VALUE)) : (v) => v;
+    const start = place(low), ratio = (to - from) / (place(high) - start || 1);
+    return { low, high, from, to, at: (v) => from + (place(v) - start) * ratio, back: (pixel) => {
+      const value = start + (pixel - from) / ratio;
+      return log ? 10 ** value : value;
+    } };
+  };
+  const STEPS = [1, 2, 2.5, 5, 10];
+  const niceStep = (span, most) => {
+    const rough = span / Math.max(most, 1), power = 10 ** Math.floor(Math.log10(rough));
+    return power * STEPS.find((step) => step * power >= 0.999 * rough);
+  };
+  const decimals = (step) => {
+    for (let places = 0; places < 12; places++)
+      if (Math.abs(Math.round(step * 10 ** places) - step * 10 ** places) < 1e-6 * step * 10 ** places) return places;
+    return 12;
+  };
+  const tidy = (v) => {
+    const size = Math.abs(v);
+    if (size && (size >= 1e7 || size < 1e-4)) return v.toExponential(1).replace(".0e", "e").replace("e+", "e");
+    return (Number.isInteger(v) ? v : Number(v.toPrecision(4))).toLocaleString("en-US", { maximumFractionDigits: 9 });
+  };
+  const linearTicks = ({ range: [low, high], whole }, most) => {
+    let step = niceStep(high - low || 1, most);
+    if (whole) step = Math.max(1, Math.round(step));
+    const places = decimals(step), ticks = [];
+    const write = (v) => (Math.max(Math.abs(low), Math.abs(high)) >= 1e7 ? tidy(v) : v.toLocaleString("en-US",
+      { minimumFractionDigits: places, maximumFractionDigits: places }));
+    for (let k = Math.ceil(low / step - 1e-9); k * step <= high + 1e-9 * step; k++)
+      ticks.push([k * step, write(k * step || 0)]);
+    return ticks;
+  };
+  const logTicks = ({ range: [low, high] }, most) => {
+    const decades = Math.log10(high / low), first = Math.floor(Math.log10(low));
+    // Within one decade ones, twos and fives may leave a single tick: the linear ones are better there.
+    if (decades < 1) return linearTicks({ range: [low, high] }, most);
+    const factors = 3 * decades <= 2 * most ? [1, 2, 5] : [1], every = Math.ceil(decades / Math.max(most, 1));
+    const found = [];
+    for (let power = first; power <= Math.log10(high); power += every)
+      for (const factor of factors) found.push(factor * 10 ** power);
+    return found.filter((v) => v >= low * 0.9999 && v <= high * 1.0001).map((v) => [v, tidy(v)]);
+  };
+  // [value, text] of each tick of an axis that has `most` at the most.
+  const ticks = (axis, most) => {
+    if (axis.type === "names") return axis.names.map((name, i) => [i, name]);
+    const found = axis.ticks ? axis.ticks.map((v, i) => [v, axis.text ? axis.text[i] : tidy(v)])
+      : (axis.type === "log" ? logTicks : linearTicks)(axis, most);
+    const [low, high] = axis.range, slack = 1e-9 * Math.abs(high - low);
+    return found.filter(([v]) => v >= low - slack && v <= high + slack)
+      .map(([v, text]) => [v, (axis.format ? axis.format(v) : text) + (axis.suffix || "")]);
+  };
+  // Of labels with {at, width} those that do not run into the one before: every first, second, third ...
+  const apart = (labels, gap = 10) => {
+    for (let every = 1; every < labels.length; every++) {
+      const some = labels.filter((_, i) => i % every === 0);
+      if (some.every((one, i) => !i || Math.abs(one.at - some[i - 1].at)
+        >= (one.width + some[i - 1].width) / 2 + gap)) return some;
+    }
+    return labels.slice(0, 1);
+  };
+
+  // ---- the tooltip: one for the document --------------------------------------------------------------
+  const box = make("div", undefined, "tip");
+  box.setAttribute("role", "status");
+  box.hidden = true;
+  const hide = () => { box.hidden = true; };
+  // `lines`: texts, of which the first stands out, or rows {name, value, color, strong}. At (x, y) of the window.
+  const show = (lines, x, y, spoken) => {
+    if (!box.isConnected) document.body.append(box);
+    box.setAttribute("aria-live", spoken ? "polite" : "off");
+    box.replaceChildren(...lines.filter(Boolean).map((line, i) => {
+      if (typeof line === "string") return make("p", line, i ? "" : "first");
+      const row = make("p", undefined, "row" + (line.strong ? " first" : "")), dot = make("i", "", "dot");
+      dot.style.background = line.color || "transparent";
+      row.append(dot, make("span", line.name), make("b", line.value));
+      return row;
+    }));
+    box.hidden = false;
+    const { width, height } = box.getBoundingClientRect(), page = document.documentElement;
+    const right = x + 14 + width <= page.clientWidth - 4 ? x + 14 : x - 14 - width;
+    box.style.left = Math.max(4, Math.min(right, page.clientWidth - width - 4)) + "px";
+    box.style.top = Math.max(4, Math.min(y + 14, window.innerHeight - height - 4)) + "px";
+  };
+  window.addEventListener("scroll", hide, { passive: true });
+
+  // ---- symbols ----------------------------------------------------------------------------------------
+  const round = (v) => Math.round(10 * v) / 10;
+  const around = (corners, turn, inner = 1) => (x, y, r) => {
+    const points = [];
+    for (let k = 0; k < corners; k++) {
+      const angle = 2 * Math.PI * (k / corners + turn), reach = k % 2 ? r * inner : r;
+      points.push(`${round(x + reach * Math.sin(angle))} ${round(y - reach * Math.cos(angle))}`);
+    }
+    return `M${points.join("L")}Z`;
+  };
+  const SYMBOLS = {
+    circle: (x, y, r) => `M${round(x - r)} ${round(y)}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0Z`,
+    square: (x, y, r) => around(4, 0.125)(x, y, 1.25 * r),
+    diamond: (x, y, r) => around(4, 0)(x, y, 1.3 * r),
+    "triangle-up": (x, y, r) => around(3, 0)(x, y, 1.3 * r),
+    "triangle-down": (x, y, r) => around(3, 0.5)(x, y, 1.3 * r),
+    star: (x, y, r) => around(10, 0, 0.45)(x, y, 1.4 * r),
+    hexagon: (x, y, r) => around(6, 0)(x, y, 1.15 * r),
+    cross: (x, y, r) => {
+      const a = round(r * 0.4), b = round(1.1 * r), c = round(b - a);
+      return `M${round(x - a)} ${round(y - b)}h${2 * a}v${c}h${c}v${2 * a}h${-c}v${c}h${-2 * a}v${-c}h${-c}v${-2 * a}`
+        + `h${c}Z`;
+    },
+    tick: (x, y, r) => `M${round(x)} ${round(y - r)}v${2 * r}`,
+  };
+  const symbol = (name, x, y, r) => (SYMBOLS[name] || SYMBOLS.circle)(x, y, r);
+
+  // ---- the legend -------------------------------------------------------------------------------------
+  // Buttons that hide and show the series of their key. Several charts may share one: legend(box, entries) gives
+  // {hidden, onchange}, which stands in the place of `legend: true` in each of them.
+  const swatch = ({ color, symbol: shape, line, open }) => {
+    const picture = svg("svg", { width: 14, height: 12, "aria-hidden": "true" });
+    if (line) picture.append(svg("path", { d: "M0 6H14", fill: "none", stroke: color, "stroke-width": 2.5,
+      "stroke-dasharray": line === "dashed" ? "4 3" : null }));
+    if (shape) picture.append(svg("path", { d: symbol(shape, 7, 6, 4.5), fill: open ? "none" : color, stroke: color,
+      "stroke-width": open || shape === "tick" ? 1.6 : 0 }));
+    if (!shape && !line) picture.append(svg("rect", { x: 1, y: 0.5, width: 11, height: 11, rx: 3, fill: color }));
+    return picture;
+  };
+  const legend = (list, entries, state = { hidden: new Set(), onchange: [] }) => {
+    list.classList.add("keys");
+    list.replaceChildren(...entries.map((entry) => {
+      const key = entry.key || entry.name, item = make("li"), button = make("button");
+      button.type = "button";
+      button.title = "hide or show";
+      button.setAttribute("aria-pressed", String(!state.hidden.has(key)));
+      button.append(swatch(entry), make("span", entry.name));
+      button.onclick = () => {
+        if (!state.hidden.delete(key)) state.hidden.add(key);
+        button.setAttribute("aria-pressed", String(!state.hidden.has(key)));
+        for (const redraw of state.onchange) redraw();
+      };
+      item.append(button);
+      return item;
+    }));
+    return state;
+  };
+
+  return { textWidth, cut, wrap, scale, ticks, apart, show, hide, symbol, round, legend };
+})();
