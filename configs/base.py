@@ -197,6 +197,7 @@ def _train() -> ConfigDict:
     train.sample_prompt = "def "  # text that the sample begins with
     train.sample_temperature = 0.8  # sampling temperature
     train.tensorboard = True  # write TensorBoard event files
+    train.wandb = ""  # project of Weights & Biases that gets the same rows; empty: none
     train.cache_dir = ""  # folder of compiled programs; empty: $XDG_CACHE_HOME/bytescope/xla; none: no cache
     return train
 

@@ -25,11 +25,12 @@ from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_met
 from bytescope.train.parallel.processes import ALONE, Processes
 from bytescope.train.planning.remat_auto import settled_program
 from bytescope.train.program import Program
-from bytescope.train.run import profile, startup
+from bytescope.train.run import profile, startup, wandb_run
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.failures import explained, refuse_if_too_big
-from bytescope.train.run.metrics import METRICS, Events, MetricsLog, has_evaluation, model_flops_per_token
+from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation, model_flops_per_token
+from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.runtime import return_freed_memory
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import Identity, claim_together, write_atomically
@@ -45,7 +46,7 @@ class Run:
     data: Data
     checkpoints: Checkpoints
     log: MetricsLog
-    events: Events
+    recorders: Recorders
     display: Display
     compiled: startup.Compiled
     evaluate: Any
@@ -67,9 +68,9 @@ class Run:
         return bool(self.agreed)
 
     def record(self, row: dict[str, Any]) -> None:
-        """Writes one row of metrics to disk, to TensorBoard and to the screen."""
+        """Writes one row of metrics to disk, to the recorders and to the screen."""
         self.log.write(row)
-        self.events.write(row)
+        self.recorders.write(row)
         self.display.show(row)
 
 
@@ -244,6 +245,8 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
       UserError: what a user can mend, by kind; train/errors.py has the exit codes.
     """
     asked.updates(0, config.train.steps)
+    if processes.first:
+        wandb_run.check(config.train.wandb)
     try:
         program = settled_program(config, tell=lambda line: console.print(line, soft_wrap=True),
                                   agree=processes.from_first)
@@ -290,11 +293,11 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what compiling and restoring have freed
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
-          contextlib.closing(Events(workdir / "events", position.step,
-                                    enabled=config.tensorboard and processes.first)) as events,
+          Recorders(workdir, position.step, program.config, compiled.report, sample(program.mesh.local_devices[0]),
+                    processes.first, lambda line: console.print(line, soft_wrap=True)) as recorders,
           Display(console, config.steps, position.step) as display,
           profile.Profile(traced, workdir, compiled.report, console) as tracer):
-        run = Run(program, data, checkpoints, log, events, display, compiled, program.evaluate,
+        run = Run(program, data, checkpoints, log, recorders, display, compiled, program.evaluate,
                   startup.peak_flops(program), tracer, processes)
         console.print(f"run directory {workdir}", soft_wrap=True)
         with stop_on_signals(run.stop), contextlib.closing(Clock()) as clock:
@@ -307,6 +310,7 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
             display.note(f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
                          "data.prefetch, or read token shards (bytescope prepare)")
         text = sample_text(program, data, state.params)
+        recorders.finish(config.steps, text)
         if text:
             display.note(f"sample:\n{text}")
         display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))

@@ -1,8 +1,7 @@
-"""Metrics of a run: one JSON object per row, TensorBoard events, and the FLOPs of the model for its utilization."""
+"""Metrics of a run: one JSON object per row, and the FLOPs of the model for its utilization."""
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,33 +78,3 @@ class MetricsLog:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
-
-
-class Events:
-    """TensorBoard scalars of the same rows; with `enabled=False` it writes nothing.
-
-    `step`: the step at which this start of the run begins; events of later steps are hidden.
-    """
-
-    def __init__(self, directory: Path, step: int, enabled: bool):
-        self._writer = None
-        if enabled:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
-                from tensorboardX import SummaryWriter
-            self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else None, flush_secs=10)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Adds the numbers of `row` at its step; nested objects as group/name."""
-        if self._writer is None:
-            return
-        for name, value in row.items():
-            values = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-            for tag, number in values.items():
-                if tag != "step" and isinstance(number, (int, float)):
-                    self._writer.add_scalar(tag, number, row["step"])
-
-    def close(self) -> None:
-        """Writes what is buffered and closes the file."""
-        if self._writer is not None:
-            self._writer.close()

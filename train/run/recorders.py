@@ -1,0 +1,57 @@
+"""Where the rows of a run go besides metrics.jsonl: to TensorBoard and to wandb, as the config asks."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from bytescope.memory.devices.live import LiveMemory
+from bytescope.memory.records import Report
+from bytescope.train.config import flatten
+from bytescope.train.run.tensorboard import Events, scalars
+from bytescope.train.run.wandb_run import WandbRun
+
+
+class Recorders:
+    """The recorders of one start of a run; a context manager that closes them.
+
+    Args:
+      workdir: the run directory. step: the step at which this start begins.
+      config: of the run, settled. report: of the compiled step.
+      live: the memory of a device now, which tells by how many simulated devices its figures are shared.
+      enabled: False for a process that is not the first: it records nothing.
+      tell: says in a line what failed.
+    """
+
+    def __init__(self, workdir: Path, step: int, config: ConfigDict, report: Report, live: LiveMemory | None,
+                 enabled: bool, tell: Callable[[str], None]):
+        self._predicted = report.predicted_bytes * (live.sharing if live else 1)
+        self._recorders: list[Events | WandbRun] = []
+        if not enabled:
+            return
+        keys = flatten(config)
+        if config.train.tensorboard:
+            self._recorders.append(Events(workdir / "events", step, keys, report))
+        if config.train.wandb:
+            self._recorders.append(WandbRun(workdir, config.train.wandb, keys, report, tell))
+
+    def __enter__(self) -> "Recorders":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        with contextlib.ExitStack() as stack:  # every one is closed, whatever happens to the others
+            for recorder in self._recorders:
+                stack.callback(recorder.close, failed=kind is not None)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Records a row of metrics or of an evaluation, and with measured memory the predicted."""
+        values = scalars(row, self._predicted)
+        for recorder in self._recorders:
+            recorder.write(row["step"], values)
+
+    def finish(self, step: int, sample: str) -> None:
+        """Records the sample of the finished run, "" for none."""
+        for recorder in self._recorders:
+            recorder.finish(step, sample)

@@ -1,0 +1,118 @@
+"""TensorBoard: the rows of a run as scalars in named groups, its config as text and as hparams, the sample as text.
+
+Events are written where they are made, not by a thread of a library's: a disk that is full is an error of the row that
+met it, instead of a run that waits for a queue nobody empties.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.records import Report
+from bytescope.memory.units import human
+
+# Key of a row -> the tag of its curve; viewers show the tags before one slash together.
+TAGS = {
+    "loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/learning_rate",
+    "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps", "batch_tokens": "train/batch_tokens",
+    "tokens_per_s": "speed/tokens_per_s", "step_time_s": "speed/step_time_s", "data_wait_s": "speed/data_wait_s",
+    "mfu": "speed/mfu", "hfu": "speed/hfu", "eval_loss": "held-out/loss", "eval_tokens": "held-out/tokens",
+}
+HELD_OUT, PREDICTED = TAGS["eval_loss"], "memory/predicted_bytes"
+# Curves that belong into one chart: title -> tags, in TensorBoard's tab of custom scalars.
+CHARTS = {"loss": [TAGS["loss"], HELD_OUT],
+          "bytes in use, predicted and measured": [PREDICTED, "memory/in_use_bytes", "memory/peak_bytes"]}
+
+
+def scalars(row: Mapping[str, Any], predicted: int | None = None) -> dict[str, float]:
+    """The numbers of a row of metrics.jsonl by tag; a key without a row in TAGS stands in the group "train".
+
+    predicted: bytes that the report predicts, of as many devices as the measured ones; a constant beside those.
+    """
+    found = {}
+    for name, value in row.items():
+        nested = value if isinstance(value, Mapping) else {}
+        found |= {f"{name}/{inner}": number for inner, number in nested.items()}
+        if not nested and name != "step":
+            found[TAGS.get(name, f"train/{name}")] = value
+    found = {tag: float(number) for tag, number in found.items() if isinstance(number, int | float)}
+    if predicted is not None and "memory" in row:
+        found[PREDICTED] = float(predicted)
+    return found
+
+
+def summary(report: Report) -> dict[str, str]:
+    """What a report predicts of one device, by name, as people read it."""
+    return {"peak": human(report.peak_bytes), "allocated": human(report.allocated_bytes),
+            "predicted": human(report.predicted_bytes), "limit": human(report.limit_bytes), "verdict": report.verdict}
+
+
+class Events:
+    """An event file of one start of a run.
+
+    Args:
+      directory: of the run's event files, made where it is missing.
+      step: the step at which this start begins. Events of later steps, of a start that was killed, are hidden.
+      config: by dotted key. report: of the compiled step.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, step: int, config: Mapping[str, Any], report: Report):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
+            from tensorboardX import summary as protos
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._protos, self._event, self._step = protos, Event, step
+        directory.mkdir(parents=True, exist_ok=True)
+        # Numbered, so that two starts within a second have files of their own, read in this order.
+        number = len(list(directory.iterdir()))
+        self._file = EventsWriter(str(directory / "events"), f".{number:04}")
+        self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        experiment, began, self._ended = protos.hparams(
+            {key: _hparam(value) for key, value in config.items()}, {HELD_OUT: 0.0})
+        self._add(experiment, began, protos.custom_scalars(
+            {"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}}))
+        self._text("config", _lines(f"{key} = {json.dumps(value)}" for key, value in config.items()), step)
+        self._text("report", _lines(f"{name}: {text}" for name, text in summary(report).items()), step)
+        self._file.flush()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds scalars at a step; they are on the disk when this returns."""
+        self._add(*(self._protos.scalar(tag, value) for tag, value in values.items()), step=step)
+        self._file.flush()
+
+    def finish(self, step: int, sample: str) -> None:
+        """Adds the sample of the finished run, and that it is finished."""
+        if sample:
+            self._text("sample", _lines(sample.splitlines()), step)
+        self._add(self._ended, step=step)
+        self._file.flush()
+
+    def close(self, failed: bool) -> None:
+        """Closes the file."""
+        del failed  # the file of a run that failed is like any other
+        self._file.close()
+
+    def _add(self, *summaries: Any, step: int = 0) -> None:
+        for found in summaries:
+            self._file.write_event(self._event(wall_time=time.time(), step=step, summary=found))
+
+    def _text(self, tag: str, text: str, step: int) -> None:
+        self._add(self._protos.text(tag, text), step=step)
+
+
+def _hparam(value: Any) -> Any:
+    """A value as the hparams tab has it: numbers, truths and texts."""
+    return value if isinstance(value, bool | int | float | str) else json.dumps(value)
+
+
+def _lines(lines: Any) -> str:
+    """Lines as Markdown that shows them as they are."""
+    return "\n".join(f"    {line}" for line in lines)
