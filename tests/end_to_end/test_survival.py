@@ -15,7 +15,7 @@ from bytescope.memory.records import Report
 from bytescope.train.errors import DoesNotFit, UserError
 from bytescope.train.run.checkpoint import Checkpoints
 from bytescope.train.run.failures import explain, refuse_if_too_big
-from support import events
+from support.formats import shown
 
 CONFIG = """
 from bytescope.configs import tiny
@@ -135,7 +135,7 @@ def test_killed_at_any_moment_the_curve_is_bit_identical(place, uninterrupted):
     assert "resumed at step" in done.stdout
     assert rows(workdir) == rows(uninterrupted[1])
     assert last_checksums(workdir) == last_checksums(uninterrupted[1])
-    curves = [events.shown(folder / "events") for folder in (workdir, uninterrupted[1])]
+    curves = [shown(folder / "events") for folder in (workdir, uninterrupted[1])]
     for tag in ("train/loss", "train/learning_rate", "held-out/loss", "memory/predicted_bytes"):
         assert curves[0][tag] == curves[1][tag] and len(curves[0][tag]) == (3 if tag == "held-out/loss" else 30)
 

@@ -21,8 +21,8 @@ from bytescope.memory.pages import report as report_page
 from bytescope.memory.records import Collective, Communication, Report
 from bytescope.memory.text import report as report_text
 from support import programs
+from support.formats import field
 from support.oracles import require
-from support.proto import field
 
 
 def groups(*fields):

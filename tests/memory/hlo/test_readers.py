@@ -25,7 +25,7 @@ from bytescope.memory.records import (
     load,
 )
 from support import programs
-from support.proto import field
+from support.formats import field
 
 pytestmark = pytest.mark.quick
 

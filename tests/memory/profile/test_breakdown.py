@@ -13,7 +13,7 @@ from bytescope.memory.profile import breakdown, xplane
 from bytescope.memory.profile.breakdown import divide, host_rows, inmost
 from bytescope.memory.profile.op_scopes import OpScope, OpScopes
 from bytescope.memory.profile.xplane import Operation, Span, Trace
-from support.proto import field
+from support.formats import field
 
 pytestmark = pytest.mark.quick
 

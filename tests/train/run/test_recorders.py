@@ -19,7 +19,7 @@ from bytescope.train.run import wandb_run
 from bytescope.train.run.metrics import METRICS
 from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.tensorboard import scalars
-from support.events import shown, wandb_records
+from support.formats import shown, wandb_records
 from support.toy import small_config
 
 pytestmark = pytest.mark.quick

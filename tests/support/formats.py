@@ -1,4 +1,4 @@
-"""What was recorded of a run: TensorBoard's event files as its reader shows them, and the records of wandb's files."""
+"""Binary formats by hand: protobuf fields, TensorBoard's event files as its reader shows them, wandb's records."""
 
 import struct
 import warnings
@@ -58,3 +58,18 @@ def wandb_records(path: Path) -> list:
             found.append(Record.FromString(parts))
             parts = b""
     return found
+
+
+def varint(value):
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def field(number, value):
+    """One protobuf field: an int as varint, bytes or str with their length."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    value = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(value)) + value
