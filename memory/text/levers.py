@@ -21,10 +21,10 @@ BAR = 56  # columns of the longest bar
 
 # Category -> (letter of its bar where there is no colour, colour); the page's colours.
 COLOURS = {
-    "params": ("P", "#6c98ec"), "optimizer": ("O", "#977fe8"), "accumulator": ("A", "#c584da"),
-    "gradients": ("G", "#e97bab"), "residuals": ("R", "#ee9b58"), "workspace": ("W", "#45bcac"),
-    "logits_loss": ("L", "#ec7676"), "collectives": ("C", "#d3bb42"), "batch": ("b", "#7fc468"),
-    "outputs": ("o", "#83b6cf"), "unattributed": ("?", "#87919c"), "fragmentation": ("f", "#4b545f"),
+    "params": ("P", "#0072b2"), "optimizer": ("O", "#e69f00"), "accumulator": ("A", "#863967"),
+    "gradients": ("G", "#009e73"), "residuals": ("R", "#d55e00"), "workspace": ("W", "#56b4e9"),
+    "logits_loss": ("L", "#cc79a7"), "collectives": ("C", "#74f0c0"), "batch": ("b", "#f3e745"),
+    "outputs": ("o", "#5b5700"), "unattributed": ("?", "#dbe3ec"), "fragmentation": ("f", "#737a82"),
 }
 
 
