@@ -1,6 +1,13 @@
-"""The palette: readers with any of the three colour deficiencies tell apart what lies side by side."""
+"""The palette: readers with any of the three colour deficiencies tell apart what lies side by side.
+
+Differences: Sharma, Wu, Dalal, "The CIEDE2000 Color-Difference Formula: Implementation Notes, Supplementary Test Data,
+and Mathematical Observations", Color Research and Application 30 (2005), of CIELAB at D65.
+Deficiencies: Machado, Oliveira, Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency",
+IEEE Transactions on Visualization and Computer Graphics 15 (2009), the matrices of severity 1.0, on linear RGB.
+"""
 
 import itertools
+import math
 import re
 from importlib import resources
 
@@ -9,12 +16,67 @@ import pytest
 from bytescope.memory import pages
 from bytescope.memory.records import ROWS, STEP_PHASES
 from bytescope.memory.text.levers import COLOURS
-from support.colours import DEFICIENCIES, difference, seen
 
 pytestmark = pytest.mark.quick
 STATIC = resources.files(pages) / "static"
 # Areas of equal colour would need a legend that says where they lie. Rows that are empty leave others as neighbours.
 NEIGHBOURS, REACH, ANY = 10, 4, 8
+
+DEFICIENCIES = {
+    "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.0721750), (0.0193339, 0.1191920, 0.9503041))
+_WHITE = (0.95047, 1.0, 1.08883)
+
+
+def linear(colour):
+    """`#rrggbb` as linear red, green and blue from 0 to 1 (IEC 61966-2-1)."""
+    values = [int(colour[k:k + 2], 16) / 255 for k in (1, 3, 5)]
+    return [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+
+
+def lab(rgb):
+    """CIELAB (L*, a*, b*) of linear RGB."""
+    xyz = [sum(k * v for k, v in zip(row, rgb, strict=True)) for row in _XYZ]
+    ratios = [value / white for value, white in zip(xyz, _WHITE, strict=True)]
+    x, y, z = (r ** (1 / 3) if r > (6 / 29) ** 3 else r / (3 * (6 / 29) ** 2) + 4 / 29 for r in ratios)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def seen(colour, deficiency="none"):
+    """CIELAB of `#rrggbb` as readers with a deficiency see it."""
+    rgb = linear(colour)
+    return lab([min(max(sum(k * v for k, v in zip(row, rgb, strict=True)), 0.0), 1.0)
+                for row in DEFICIENCIES[deficiency]])
+
+
+def difference(one, other):
+    """CIEDE2000 of two CIELAB colours; below about 2 nobody tells them apart, from 10 on nobody mixes them up."""
+    (l1, a1, b1), (l2, a2, b2) = one, other
+    c_mean = (math.hypot(a1, b1) + math.hypot(a2, b2)) / 2
+    g = 0.5 * (1 - math.sqrt(c_mean**7 / (c_mean**7 + 25**7)))
+    c1, c2 = math.hypot((1 + g) * a1, b1), math.hypot((1 + g) * a2, b2)
+    h1, h2 = (math.degrees(math.atan2(b, (1 + g) * a)) % 360 for a, b in ((a1, b1), (a2, b2)))
+    turn = (h2 - h1 + 180) % 360 - 180 if c1 * c2 else 0.0
+    delta_l, delta_c = l2 - l1, c2 - c1
+    delta_h = 2 * math.sqrt(c1 * c2) * math.sin(math.radians(turn / 2))
+    l_mean, c_mean = (l1 + l2) / 2, (c1 + c2) / 2
+    h_mean = (h1 + turn / 2) % 360 if c1 * c2 else h1 + h2
+    t = (1 - 0.17 * _cos(h_mean - 30) + 0.24 * _cos(2 * h_mean) + 0.32 * _cos(3 * h_mean + 6)
+         - 0.20 * _cos(4 * h_mean - 63))
+    s_l = 1 + 0.015 * (l_mean - 50) ** 2 / math.sqrt(20 + (l_mean - 50) ** 2)
+    s_c, s_h = 1 + 0.045 * c_mean, 1 + 0.015 * c_mean * t
+    rotation = (-2 * math.sqrt(c_mean**7 / (c_mean**7 + 25**7))
+                * math.sin(math.radians(60 * math.exp(-(((h_mean - 275) / 25) ** 2)))))
+    return math.sqrt((delta_l / s_l) ** 2 + (delta_c / s_c) ** 2 + (delta_h / s_h) ** 2
+                     + rotation * (delta_c / s_c) * (delta_h / s_h))
+
+
+def _cos(degrees):
+    return math.cos(math.radians(degrees))
 
 
 def palette(name, theme):
