@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "trace": ("trace", "where a step's time went, from a profiler's trace", (
         "runs/tiny/profile", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "diff": ("diff", "what grew or shrank between two reports' JSON files", (
-        "before.json after.json", "before.json after.json --fail-above=2")),
+        "before.json after.json --html=diff.html", "before.json after.json --fail-above=2")),
     "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),
     "targets": ("listings", "what programs can be compiled for, with memory and rates", ("", "--grep=H100")),
     "keys": ("listings", "every config key with its default and meaning", ("", "--grep=remat")),

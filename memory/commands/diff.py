@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from bytescope.memory import records
+from bytescope.memory.commands.arguments import write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import diff
 from bytescope.memory.text import diff as diff_text
@@ -26,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", metavar="AFTER.json", help="the report to compare")
     parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
                         help="exit with 1 if peak or allocated bytes grew by more than this")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the difference as a page that opens offline: "
+                        "both timelines, and what grew")
 
 
 def _percent(text: str) -> float:
@@ -43,8 +47,20 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     changes = diff.diff(before, after)
     console = Console(width=WIDTH) if not Console().is_terminal else Console()
     console.print(diff_text.render(before, after, changes))
+    if args.html:
+        from bytescope.memory.pages import diff as diff_page
+
+        write(args.html, diff_page.render(before, after, _names(args.before, args.after)))
     failed = diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         console.print(f"{change.name} grew {percent}, above {args.fail_above:g} %", style="bold red")
     return 1 if failed else 0
+
+
+def _names(before: str, after: str) -> tuple[str, str]:
+    """What the page calls two files: their names, with the folder where those are the same."""
+    paths = Path(before), Path(after)
+    if paths[0].name != paths[1].name:
+        return paths[0].name, paths[1].name
+    return tuple(str(Path(path.absolute().parent.name) / path.name) for path in paths)

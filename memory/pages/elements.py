@@ -19,11 +19,13 @@ class Figure(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of a table: text, of which a newline starts a new line; the text on hover; a class that colours it."""
+    """A cell of a table: text, of which a newline starts a new line; the text on hover; a class that colours it; the
+    number that a sortable table orders it by, where that is not its text."""
 
     text: str
     title: str = ""
     kind: str = ""
+    value: float | None = None
 
 
 class Head(NamedTuple):
@@ -97,7 +99,7 @@ def figure(name: str, count: int | None, note: str = "") -> Figure:
 
 def size(count: int | None) -> Cell:
     """A number of bytes with the exact count on hover; an empty cell for None."""
-    return Cell("" if count is None else human(count), exact(count))
+    return Cell("" if count is None else human(count), exact(count), value=count)
 
 
 def fits(judgement: bool | None) -> Cell:

@@ -10,7 +10,7 @@ from bytescope.memory.records import ROWS, Report
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Bytes of one thing in the first and the second report; `kind`: total, category, residual, buffer."""
+    """Bytes of one thing in the first and the second report; `kind`: total, category, residual, workspace, buffer."""
 
     kind: str
     name: str
@@ -31,7 +31,8 @@ class Change:
 
 
 def diff(before: Report, after: Report) -> tuple[Change, ...]:
-    """The totals, then what changed: categories, residuals by name, buffers at the peak; the largest change first.
+    """The totals, then what changed: categories, residuals by name, workspace by scope, buffers at the peak; of
+    each the largest change first.
 
     Buffers are matched by what they are (category, phase, module, operation, shape, dtype), since the
     compiler's names for them change from one compile to the next.
@@ -40,9 +41,10 @@ def diff(before: Report, after: Report) -> tuple[Change, ...]:
               for name in ("peak_bytes", "allocated_bytes", "host_bytes")]
     parts = [*_changes("category", before.breakdown, after.breakdown, ROWS),
              *_changes("residual", before.residuals_by_name, after.residuals_by_name),
+             *_changes("workspace", before.workspace_by_scope, after.workspace_by_scope),
              *_changes("buffer", _by_identity(before), _by_identity(after))]
     changed = [change for change in parts if change.growth]
-    order = ("category", "residual", "buffer")
+    order = ("category", "residual", "workspace", "buffer")
     return (*totals, *sorted(changed, key=lambda c: (order.index(c.kind), -abs(c.growth), c.name)))
 
 

@@ -47,6 +47,44 @@ const base = (() => {
     head.append(button);
     return head;
   };
+  // The headings of a table become buttons that sort its rows: by the data-value of a cell, else by its text. An empty
+  // cell stays last.
+  const sortable = (table) => {
+    const heads = [...table.tHead.rows[0].cells], rows = table.tBodies[0];
+    const of = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
+    const by = (column, down) => (one, other) => {
+      const a = of(one, column), b = of(other, column);
+      if (a === "" || b === "") return (a === "") - (b === "");
+      const order = isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+      return down ? -order : order;
+    };
+    heads.forEach((head, column) => {
+      const title = head.textContent, button = make("button", title);
+      button.type = "button";
+      button.onclick = () => {
+        const down = head.getAttribute("aria-sort") !== "descending";
+        for (const other of heads) {
+          other.removeAttribute("aria-sort");
+          other.firstChild.textContent = other.firstChild.textContent.replace(/ [↓↑]$/, "");
+        }
+        head.setAttribute("aria-sort", down ? "descending" : "ascending");
+        button.textContent = title + (down ? " ↓" : " ↑");
+        rows.append(...[...rows.rows].sort(by(column, down)));
+      };
+      head.replaceChildren(button);
+    });
+  };
+  // Rows that do not have every word of the input are hidden; `said` tells how many are left.
+  const filtered = (input, table, said) => {
+    const rows = [...table.tBodies[0].rows];
+    const apply = () => {
+      const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+      for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+      said.textContent = `${count(rows.filter((row) => !row.hidden).length)} of ${count(rows.length)}`;
+    };
+    input.oninput = apply;
+    apply();
+  };
   const copy = async (button) => {
     const source = button.previousElementSibling;
     // The clipboard is closed to some pages: the words are selected first, and the button says so.
@@ -97,11 +135,12 @@ const base = (() => {
     const theme = (name) => { root.dataset.theme = name; draw(); };
     wish.addEventListener("change", () => theme(wished()));
     $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
+    for (const table of document.querySelectorAll("table.sortable")) sortable(table);
     for (const button of document.querySelectorAll(".copy")) button.onclick = () => copy(button);
     draw();
     root.dataset.ready = "yes";
   };
 
-  return { root, $, address, remember, human, count, exact, percent, plain, make, svg, sorter, color, family, chart,
+  return { root, $, address, remember, human, count, exact, percent, plain, make, svg, sorter, filtered, color, family, chart,
     axis, HOVER, across, down, note, start, data: () => JSON.parse($("data").textContent) };
 })();

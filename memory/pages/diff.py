@@ -1,0 +1,180 @@
+"""Two reports against each other as one HTML file that opens offline: both timelines, and what grew and shrank.
+
+What does not move is prepared here for `templates/diff.html`; the timelines and the waterfall are drawn by
+`static/diff.js`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.pages.elements import Cell, Figure, Table, exact, row_name, size, table, where
+from bytescope.memory.pages.frame import page
+from bytescope.memory.pages.report import flatten
+from bytescope.memory.plan.diff import Change, diff
+from bytescope.memory.records import Report, TimelinePoint
+from bytescope.memory.units import column_unit, human
+
+# Places along the schedule at which both timelines are drawn, and rows of the table, at most.
+MAX_PLACES, MAX_CHANGES = 600, 400
+NOTES = (
+    "Both schedules are drawn over the whole width, whatever their lengths: a place is a share of the schedule, not a "
+    "time. Each place has the highest bytes of its stretch, so no peak is lost.",
+    "All bytes are of one device. The rows of the waterfall add up from the allocated bytes before to those after.",
+    "Buffers are matched by what they are: category, phase, scopes, operation, shape and dtype. One whose shape "
+    "changed is a row that went and a row that came.",
+)
+
+
+def render(before: Report, after: Report, names: tuple[str, str] = ("before", "after")) -> str:
+    """The page of two reports, as text. `names`: what the reports are called, such as their files."""
+    changes = diff(before, after)
+    parts = [change for change in changes if change.kind != "total"]
+    return page(
+        "diff", f"{names[0]} and {names[1]} · difference", page_data(before, after, names), names=names,
+        where=_both(where(before.target), where(after.target)), figures=_figures(before, after), versions="",
+        warnings=_warnings(before, after), programs=_programs(before, after, names),
+        same=not _config(before, after), changes=_changes(parts[:MAX_CHANGES]),
+        left=max(len(parts) - MAX_CHANGES, 0), notes=NOTES)
+
+
+def page_data(before: Report, after: Report, names: Sequence[str]) -> dict[str, Any]:
+    """Everything the script draws, as JSON values; bytes on one device."""
+    both = (before, after)
+    places = min(max(len(before.timeline), len(after.timeline)), MAX_PLACES)
+    most = max((report.peak_bytes for report in both), default=0)
+    return {
+        "names": list(names), "unit": column_unit(most, 1.0), "places": places,
+        "lines": [_line(report.timeline, places) for report in both],
+        "limits": [report.limit_bytes for report in both], "waterfall": waterfall(before, after),
+    }
+
+
+def _line(timeline: Sequence[TimelinePoint], places: int) -> dict[str, list]:
+    """The highest point of the stretch at each place: bytes, phase and instruction; empty for no timeline."""
+    found = [max(timeline[i * len(timeline) // places:max((i + 1) * len(timeline) // places,
+                                                          i * len(timeline) // places + 1)],
+                 key=lambda point: point.bytes) for i in range(places)] if timeline else []
+    return {"bytes": [point.bytes for point in found], "phase": [point.phase for point in found],
+            "instruction": [point.instruction for point in found]}
+
+
+def waterfall(before: Report, after: Report) -> list[dict[str, Any]]:
+    """The bars from the allocated bytes before to those after: `row` of the breakdown ("" for the two totals), `name`,
+    `from` and `bytes`, which are negative for what shrank. Rows that stayed are left out."""
+    reached, bars = before.allocated_bytes, [_bar("", "before", 0, before.allocated_bytes)]
+    changed = sorted((change for change in diff(before, after) if change.kind == "category"),
+                     key=lambda change: -change.growth)
+    for change in changed:
+        bars.append(_bar(change.name, row_name(change.name), reached, change.growth))
+        reached += change.growth
+    if reached != after.allocated_bytes:  # damaged or foreign reports, whose rows do not add up
+        bars.append(_bar("unattributed", "not in the rows", reached, after.allocated_bytes - reached))
+    return [*bars, _bar("", "after", 0, after.allocated_bytes)]
+
+
+def _bar(row: str, name: str, start: int, count: int) -> dict[str, Any]:
+    return {"row": row, "name": name, "from": start, "bytes": count}
+
+
+# ---- the header -----------------------------------------------------------------------------------------------
+
+def _both(one: str, other: str) -> str:
+    return one if one == other else f"{one} → {other}"
+
+
+def _figures(before: Report, after: Report) -> list[Figure]:
+    figures = [("predicted", "predicted_bytes"), ("peak live", "peak_bytes"), ("allocated", "allocated_bytes")]
+    found = [Figure(name, human(getattr(after, field)), f"was {human(getattr(before, field))}, "
+                    f"{_growth(getattr(before, field), getattr(after, field))}", exact(getattr(after, field)))
+             for name, field in figures]
+    seconds = [report.roofline.get("total") for report in (before, after)]
+    if all(isinstance(value, int | float) and value > 0 for value in seconds):
+        change = 100 * (seconds[1] / seconds[0] - 1)
+        found.append(Figure("predicted step", f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %"))
+    return found
+
+
+def _growth(before: int, after: int) -> str:
+    """A change in words: "+1.20 GiB (+6.1 %)"."""
+    change = after - before
+    if not change:
+        return "unchanged"
+    share = f" ({100 * change / before:+.1f} %)" if before else ""
+    return f"{'+' if change > 0 else '-'}{human(abs(change))}{share}"
+
+
+def _warnings(before: Report, after: Report) -> list[str]:
+    """What makes the two programs hard to compare, a sentence each."""
+    found = []
+    targets = [str(report.target.get("name") or "no target") for report in (before, after)]
+    if targets[0] != targets[1]:
+        found.append(f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
+                     "kernels are part of this difference.")
+    jax = [str(report.versions.get("jax") or "an unknown version") for report in (before, after)]
+    if jax[0] != jax[1]:
+        found.append(f"Compiled by different versions of jax, {jax[0]} and {jax[1]}: the compiler is part of this "
+                     "difference.")
+    methods = {report.method for report in (before, after)}
+    if len(methods) > 1:
+        found.append("One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
+                     "differ by some per cent for the same program.")
+    return found
+
+
+def _programs(before: Report, after: Report, names: Sequence[str]) -> Table:
+    """What was compiled, before and after: what names the programs, then every version and config key that differs."""
+    rows = [("report", *names), ("program", before.program, after.program),
+            ("target", *(str(report.target.get("name") or "") for report in (before, after))),
+            ("verdict", before.verdict, after.verdict),
+            ("limit", *(human(report.limit_bytes) for report in (before, after)))]
+    versions = _different(before.versions, after.versions)
+    jax = ("jax", *(str(report.versions.get("jax", "")) for report in (before, after)))
+    rows += [jax] if "jax" not in [name for name, *_ in versions] else []
+    rows += [*versions, *_config(before, after)]
+    columns = (("", "name", lambda row: row[0]), ("before", "text", lambda row: _differing(row, 1)),
+               ("after", "text", lambda row: _differing(row, 2)))
+    return table(columns, rows)
+
+
+def _differing(row: tuple[str, str, str], side: int) -> Cell:
+    """A value, which stands out where the other is not the same."""
+    return Cell(row[side] or "-", kind="tight" if row[1] != row[2] and row[0] != "report" else "")
+
+
+def _config(before: Report, after: Report) -> list[tuple[str, str, str]]:
+    return _different(*(dict(flatten(report.config)) for report in (before, after)))
+
+
+def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(name, value before, value after) of the names whose values differ."""
+    pairs = ((str(name), *(str(side.get(name, "")) for side in (before, after))) for name in
+             dict.fromkeys((*before, *after)))
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+# ---- what changed ---------------------------------------------------------------------------------------------
+
+def _changes(changes: Iterable[Change]) -> Table:
+    columns = (
+        ("kind", "text", lambda change: change.kind),
+        ("what", "name", lambda change: row_name(change.name) or "(no name)"),
+        ("before", "num", lambda change: size(change.before)),
+        ("after", "num", lambda change: size(change.after)),
+        ("change", "num", _change),
+        ("%", "num", _percent),
+    )
+    return table(columns, sorted(changes, key=lambda change: -abs(change.growth)))
+
+
+def _change(change: Change) -> Cell:
+    sign = "+" if change.growth > 0 else "-"
+    return Cell(f"{sign}{human(abs(change.growth))}", f"{change.growth:+,} bytes",
+                "exceeds" if change.growth > 0 else "fits", change.growth)
+
+
+def _percent(change: Change) -> Cell:
+    if not change.before:
+        return Cell("new", value=1e9)
+    return Cell(f"{change.percent:+.1f}", value=round(change.percent, 2))
