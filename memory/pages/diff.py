@@ -13,7 +13,7 @@ from bytescope.memory.pages.elements import Cell, Figure, Table, exact, row_name
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report import flatten
 from bytescope.memory.plan.diff import Change, diff
-from bytescope.memory.records import Report, TimelinePoint
+from bytescope.memory.records import STEP_PHASES, Report, TimelinePoint
 from bytescope.memory.units import column_unit, human
 
 # Places along the schedule at which both timelines are drawn, and rows of the table, at most.
@@ -36,7 +36,7 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
         where=_both(where(before.target), where(after.target)), figures=_figures(before, after), versions="",
         warnings=_warnings(before, after), programs=_programs(before, after, names),
         same=not _config(before, after), changes=_changes(parts[:MAX_CHANGES]),
-        left=max(len(parts) - MAX_CHANGES, 0), notes=NOTES)
+        left=max(len(parts) - MAX_CHANGES, 0), phases=STEP_PHASES, notes=NOTES)
 
 
 def page_data(before: Report, after: Report, names: Sequence[str]) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def _different(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tupl
 
 def _changes(changes: Iterable[Change]) -> Table:
     columns = (
-        ("kind", "text", lambda change: change.kind),
         ("what", "name", lambda change: row_name(change.name) or "(no name)"),
+        ("kind", "text", lambda change: change.kind),
         ("before", "num", lambda change: size(change.before)),
         ("after", "num", lambda change: size(change.after)),
         ("change", "num", _change),

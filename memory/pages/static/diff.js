@@ -13,10 +13,11 @@
     const inner = bars.filter((bar) => !total(bar)).flatMap((bar) => [bar.from, bar.from + bar.bytes]);
     const low = Math.min(...ends), narrow = inner.length > 0 && high - low < 0.3 * high;
     const span = narrow ? high - low : high, start = narrow ? low - 0.6 * span : 0;
+    const room = $("waterfall").clientWidth < 600 ? 0.7 : 0.25;  // for the words beside the longest bar
     charts.xy("waterfall", {
       height: 34 * bars.length + 62, legend: false, horizontal: true,
       x: { title: `allocated on one device, ${unit}` + (narrow ? "; the axis does not begin at 0" : ""),
-        range: [start / size, (high + 0.3 * span) / size] },
+        range: [start / size, (high + room * span) / size] },
       y: { type: "names", names: bars.map((bar) => bar.name) },
       series: [{ kind: "bar", x: bars.map((_, i) => i), from: bars.map((bar) => bar.from / size),
         y: bars.map((bar) => bar.bytes / size),

@@ -124,7 +124,7 @@ def test_categories_are_told_apart(theme, deficiency):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 def test_phases_are_told_apart(theme, deficiency):
-    colours = palette("report.css", theme)
+    colours = palette("base.css", theme)
     looks = [seen(colours["p-" + phase], deficiency) for phase in STEP_PHASES]
     assert min(difference(one, other) for one, other in itertools.combinations(looks, 2)) >= NEIGHBOURS
 
