@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "names": ("names", "every checkpoint name: shape, sharding, bytes, FLOPs to recompute", (
         "llama_8b h200:8", "tiny --json=names.json")),
     "trace": ("trace", "where a step's time went, from a profiler's trace", (
-        "runs/tiny/profile", "runs/tiny/profile --report=runs/tiny/memory.json")),
+        "runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "diff": ("diff", "what grew or shrank between two reports' JSON files", (
         "before.json after.json --html=diff.html", "before.json after.json --fail-above=2")),
     "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),

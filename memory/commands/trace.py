@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from bytescope.memory import records
+from bytescope.memory.commands.arguments import write
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, xplane
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE", help="the program's report, which a run writes as memory.json: "
                         "compare the measured time with the roofline's prediction")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the breakdown as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write it as a page that opens offline: phases, "
+                        "components, the host, the longest operations")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -37,12 +40,20 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     found = breakdown.find(xplane.read(xplane.find(args.trace)))
     predicted = prediction(records.load(args.report)) if args.report else None
     profile_text.show(found, Console(width=WIDTH) if not Console().is_terminal else Console(), predicted)
+    answer = to_json(found, predicted)
     if args.json:
-        try:
-            args.json.write_text(json.dumps(to_json(found, predicted), indent=1) + "\n")
-        except OSError as error:
-            raise ReportError(f"cannot write {args.json}: {error.strerror}") from error
+        write(args.json, json.dumps(answer, indent=1) + "\n")
+    if args.html:
+        from bytescope.memory.pages import trace as trace_page
+
+        write(args.html, trace_page.render(answer, _name(args.trace)))
     return 0
+
+
+def _name(trace: str) -> str:
+    """What the page calls a trace: its run directory, else its own name."""
+    path = Path(trace).absolute()
+    return path.parent.name if path.name == "profile" else path.name
 
 
 def prediction(report: records.Report) -> dict | None:

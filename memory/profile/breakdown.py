@@ -23,6 +23,7 @@ from bytescope.memory.profile.op_scopes import (
     COLLECTIVES,
     ENCLOSING,
     OTHER,
+    PAUSES,
     TRANSFER,
     TRANSFERS,
     Key,
@@ -36,8 +37,6 @@ from bytescope.memory.records import STEP_PHASES
 
 PHASES = (*STEP_PHASES, OTHER)
 PICO = 1e-12
-# Work of the host between updates, which is not part of any.
-PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
 # Priority and component of what can be hidden behind others.
 _HIDEABLE = ((COLLECTIVE, COLLECTIVES), (TRANSFER, TRANSFERS))
 

@@ -17,10 +17,12 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.profile.xplane import Operation, Trace
+from bytescope.memory.profile.xplane import HOST, Operation, Trace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
 COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "loops"
+# Work of the host between updates, which is not part of any.
+PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
 COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
 _ENCLOSING = frozenset(("while", "call", "conditional"))
 _COPYING = frozenset(("copy", "copy-start", "copy-done", "transpose", "bitcast"))
@@ -50,16 +52,20 @@ def key_of(operation: Operation) -> Key:
 
 
 class OpScopes:
-    """Looks up what instructions are of, in the modules of the trace; `main`: the program that ran longest."""
+    """Looks up what instructions are of, in the modules of the trace; `main`: the program that ran longest, pauses
+    aside."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
         self._known: dict[Key, OpScope] = {}
         self._modules: dict[Any, _Module | None] = {}
         lengths: Counter[str] = Counter()
+        pauses = [(span.start, span.stop) for span in trace.spans if span.name in PAUSES]
+        paused: Counter[str] = Counter()
         for operation in trace.operations:
-            lengths[operation.program[1]] += operation.stop - operation.start
-        named = [name for name, _ in lengths.most_common() if name]
+            inside = any(start <= operation.start < stop for start, stop in pauses)
+            (paused if inside else lengths)[operation.program[1]] += operation.stop - operation.start
+        named = [name for found in (lengths, paused) for name, _ in found.most_common() if name]
         self.main = named[0] if named else ""
 
     def of(self, key: Key) -> OpScope:

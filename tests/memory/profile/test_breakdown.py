@@ -70,6 +70,15 @@ def test_host_work_is_of_the_inmost_annotation_and_adds_up():
         ("metrics", 40, 10, 1), ("data", 25, 7, 1), ("put", 15, 7, 2), ("launch and other", 20, 6, 0)]
 
 
+def test_an_evaluation_among_the_updates_is_not_the_program():
+    """However long it runs: the calls per update and the roofline are of the step."""
+    longer = Operation("0", "e", "e", (8, "jit_eval_step"), 20, 90)
+    trace = Trace((operation("a", 0, 10), longer), (Span("update", "main", 0, 95, 1),
+                                                    Span("host/evaluation", "main", 15, 95)))
+    assert breakdown.find(trace).program == "jit_step"
+    assert breakdown.find(Trace((longer,), trace.spans)).program == "jit_eval_step"  # and nothing else ran
+
+
 @pytest.fixture(scope="module")
 def proto():
     """The HloProto of a scan with named scopes and its gradient."""
@@ -171,7 +180,8 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
     assert (product.count, product.taken, product.scope.opcode) == (2, 600, "dot")
     assert [(row.name, row.taken, row.idle) for row in found.host] == [
         ("launch and other", 1100, 100), ("wait_for_data", 400, 400)][::-1]
-    assert main(["trace", str(tmp_path)]) == 0
+    assert main(["trace", str(tmp_path), f"--html={tmp_path / 'trace.html'}"]) == 0
+    assert f"Where the time went: <em>{tmp_path.name}</em>" in (tmp_path / "trace.html").read_text()
     out = capsys.readouterr().out
     assert "update 4, us per update" in out and "transfers hidden behind compute" in out and named["dot"] in out
 
