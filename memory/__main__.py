@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
 from bytescope.memory.commands.arguments import Parser, settle_subject
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
 from bytescope.memory.plan.trainer import Trainer
 
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
@@ -81,8 +80,7 @@ def unknown(command: str, commands: Sequence[str]) -> str:
     """What to say of a command that does not exist."""
     if not command or command.startswith("-"):
         return f"no command: give one of {', '.join(commands)}"
-    near = difflib.get_close_matches(command, commands, 1)
-    return f"unknown command {command!r}: " + (f"did you mean {near[0]}?" if near else f"of {', '.join(commands)}")
+    return f"unknown command {command!r}: {did_you_mean(command, commands) or 'of ' + ', '.join(commands)}"
 
 
 def main(argv: Sequence[str], trainer: Trainer | None = None) -> int:
@@ -100,14 +98,13 @@ def main(argv: Sequence[str], trainer: Trainer | None = None) -> int:
         args, overrides = parse(argv, trainer)
         module = importlib.import_module(f"bytescope.memory.commands.{COMMANDS[args.command][0]}")
         return module.run(args, overrides, trainer)
-    except ValueError as error:  # ReportError, and the trainer's errors with exit codes of their own
-        if not hasattr(error, "exit_code"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (ValueError, OSError) as error:  # ReportError, the trainer's errors with exit codes of their own, files
+        if (code := exit_code_of(error)) is None:
+            raise
+        return code
 
 
 if __name__ == "__main__":

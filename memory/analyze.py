@@ -8,6 +8,7 @@ its schedule, totals are XLA's, and the report's `method` and `notes` say so.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def compilation_of(program: Any, described: bool = False) -> Compilation:
 
 
 def _read(path: Path) -> bytes:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump")
     try:
         if path.stat().st_size >= _MAX_PROTO:

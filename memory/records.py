@@ -44,7 +44,7 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.report_json import one_line, plain, read_item
+from bytescope.memory.report_json import is_count, one_line, parse, plain, read_item
 
 SCHEMA = 1
 
@@ -257,18 +257,19 @@ _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "fi
           "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
           "unseen": RuntimeOverhead}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
-_OBJECTS = ("breakdown", "residuals_by_name", "workspace_by_scope", "versions", "target", "config", "work", "roofline")
+_BYTES = ("breakdown", "residuals_by_name", "workspace_by_scope")
+_OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline")
 
 
 def load(path: str | Path) -> Report:
     """Reads a report's JSON. Raises ReportError for a missing, damaged or foreign file."""
     try:
-        return Report.from_json(json.loads(Path(path).read_text()))
+        return Report.from_json(parse(Path(path).read_bytes()))
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ReportError(f"{path}: not JSON ({one_line(error)})") from error
 
 
@@ -280,10 +281,18 @@ def _read(key: str, value: Any) -> Any:
         return read_item(XlaStats, value)
     if key == "notes":
         return tuple(str(note) for note in value)
-    if key in _COUNTS and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{key} is {value!r}, not a number of bytes")
     if key in _OBJECTS and not isinstance(value, dict):
         raise TypeError(f"{key} is {type(value).__name__}, not an object")
-    if key in ("breakdown", "residuals_by_name", "workspace_by_scope"):
-        return {str(row): int(count) for row, count in value.items()}
+    if key in _VALUES and not _VALUES[key](value):
+        raise TypeError(f"{key} is {value!r:.60}")
     return value
+
+
+# Key -> whether a value, an object for those of _OBJECTS, can be its; items of lists are checked field by field.
+_VALUES = {
+    **dict.fromkeys(_COUNTS, lambda value: is_count(value) and value >= 0),
+    **dict.fromkeys(_BYTES, lambda value: all(map(is_count, value.values()))),
+    **dict.fromkeys(("program", "method", "verdict"), lambda value: isinstance(value, str)),
+    "versions": lambda value: all(isinstance(version, str) for version in value.values()),
+    "target": lambda value: all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform")),
+    "limit_bytes": lambda value: value is None or is_count(value), "fits": lambda value: value in (True, False, None)}

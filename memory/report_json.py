@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-# Annotation of a record's field -> the types that its JSON value may have.
-_KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
-          "int | None": (int, type(None)), "tuple[int, ...]": (tuple,), "tuple[str, ...]": (tuple,)}
+# No count of bytes, FLOPs or elements is larger; Python's own integers have no end.
+LARGEST = 2**80
+
+
+def is_count(value: Any) -> bool:
+    """Whether a JSON value is a whole number that bytes, FLOPs and elements can have; negative ones can be a change."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    return is_count(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# Annotation of a record's field -> whether a JSON value can be one.
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "str": _is_text, "int": is_count, "bool": lambda value: isinstance(value, bool), "float": is_number,
+    "int | None": lambda value: value is None or is_count(value),
+    "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(map(is_count, value)),
+    "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(map(_is_text, value))}
+
+
+def parse(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for other text, for NaN and Infinity, which Python would read and no
+    browser does, and for nesting without end."""
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a number of JSON")
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -33,9 +72,8 @@ def read_item(record: type, value: Any) -> Any:
     known = {f.name: f for f in dataclasses.fields(record)}
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name in known}
     for name, v in fields.items():
-        allowed = _KINDS[str(known[name].type)]
-        if not isinstance(v, allowed) or (isinstance(v, bool) and bool not in allowed):
-            raise TypeError(f"{record.__name__}.{name} is {v!r}")
+        if not _KINDS[str(known[name].type)](v):
+            raise TypeError(f"{record.__name__}.{name} is {v!r:.40}")
     return record(**fields)
 
 

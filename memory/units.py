@@ -7,6 +7,8 @@ import re
 from bytescope.memory.errors import ReportError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+# No size is as large.
+MOST = 2**63
 # (name, bytes), the largest first.
 BINARY = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 # The units that a column of figures is written in: terabytes are left in GiB, which is what devices have.
@@ -44,4 +46,7 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.match(size) if isinstance(size, str) else None
     if match is None or match[2].lower() not in _SCALES:
         raise ReportError(f"{size!r} is not a valid size: write it as 72GiB, 512MB or a number of bytes")
-    return int(float(match[1]) * _SCALES[match[2].lower()])
+    scaled = float(match[1]) * _SCALES[match[2].lower()]
+    if not scaled < MOST:  # nor infinite
+        raise ReportError(f"{size[:40]!r} is not a valid size: no memory has {MOST // TIB:,} TiB")
+    return int(scaled)

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
 
 EPILOG = """\
@@ -17,16 +17,9 @@ examples:
 exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
 
-class Parser(argparse.ArgumentParser):
-    """Argument errors in one line, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see bytescope train --help")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
-    from bytescope.memory.commands.arguments import settle_subject
+    from bytescope.memory.commands.arguments import Parser, settle_subject, user_path
     from bytescope.train.config import split_overrides
     from bytescope.train.parallel.processes import add_flags
 
@@ -36,17 +29,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="config file or name (default: tiny)")
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
-    parser.add_argument("--workdir", type=Path, metavar="DIR",
+    parser.add_argument("--workdir", type=user_path, metavar="DIR",
                         help="new or to resume (default: runs/<config>-<time>)")
     parser.add_argument("--extend", action="store_true", help="continue past the planned steps")
     parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
-    parser.add_argument("--budget", metavar="SIZE", default="", help="with --fit: bytes per device, such as 72GiB")
+    parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
     settle_subject(args)
-    args.config, args.overrides = args.config or "tiny", overrides
+    args.config, args.overrides = "tiny" if args.config is None else args.config, overrides
     return args
 
 
@@ -57,16 +50,17 @@ def main(argv: Sequence[str]) -> int:
     choose_platform()  # before jax is imported
     try:
         return command(argv)
-    except ValueError as error:
-        if not hasattr(error, "exit_code"):
+    except (ValueError, OSError) as error:
+        if (code := exit_code_of(error)) is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return code
 
 
 def command(argv: Sequence[str]) -> int:
     """The command itself; raises UserError for what the user can mend."""
     args = parse(argv)
+    if args.budget == "":
+        raise UserError("--budget=: give a size such as 72GiB, or leave it out")
     if args.budget and not args.fit:
         raise UserError(f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
                         f"--config.remat.budget={args.budget}")
@@ -79,7 +73,7 @@ def command(argv: Sequence[str]) -> int:
         if find(args) is not None:
             raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
-        args.overrides = fitted(args.config, args.overrides, args.budget)
+        args.overrides = fitted(args.config, args.overrides, args.budget or "")
     config = load(args.config, args.overrides)
     from bytescope.train.run.profile import NOTHING, Asked
 

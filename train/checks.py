@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.remat.ilp import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.model import ModelConfig, Precision, RematPlan
+from bytescope.model.attention.kernels import KERNELS
 from bytescope.model.layers import MLPS, POSITIONS
-from bytescope.model.names import TILED, names_in
+from bytescope.model.names import NAMES, TILED, names_in
 from bytescope.model.norm import NORMS
+from bytescope.model.precision import PRECISIONS, ROLES
+from bytescope.model.remat.policies import AUTO, GRANULARITIES, POLICIES
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
 from bytescope.train.losses import LOSSES
@@ -79,7 +82,8 @@ def check_values(config: ConfigDict) -> None:
             raise ValueError(f"{key}={value}: give a number from 0 to below 1, such as 0.9")
     for key, table in CHOICES.items():
         if (value := _value(config, key)) not in table:
-            raise ValueError(f"{key}={value!r}: choose one of {', '.join(table)}")
+            raise ValueError(f"{key}={value!r}: {remedy_for(value, table)}")
+    _check_names(config)
     if (scale := config.precision.loss_scale_init) > GREATEST:
         raise ValueError(f"precision.loss_scale_init={scale}: give at most {GREATEST:g}")
     if config.remat.budget:
@@ -87,6 +91,35 @@ def check_values(config: ConfigDict) -> None:
             parse_bytes(config.remat.budget)
         except ReportError as error:
             raise ValueError(f"remat.budget: {error}") from error
+
+
+def _check_names(config: ConfigDict) -> None:
+    """Raises ValueError for a name that no table of the model has; the model says so too, without the nearest."""
+    asked = [(f"precision.{role}", value, table) for role, table in ROLES.items() if (value := config.precision[role])]
+    asked += [("precision.preset", config.precision.preset, PRECISIONS),
+              ("model.attention", config.model.attention, ("auto", *KERNELS)),
+              ("remat.granularity", config.remat.granularity, GRANULARITIES)]
+    if "+" not in config.remat.policy:  # else the names of tensors
+        asked.append(("remat.policy", config.remat.policy, (*POLICIES, AUTO)))
+    asked += [(f"remat.{key}", name, NAMES) for key in ("save", "offload") for name in config.remat[key]]
+    for key, value, table in asked:
+        if value not in table:
+            raise ValueError(f"{key}={value!r}: {remedy_for(str(value), table)}")
+
+
+def check_without_devices(config: ConfigDict) -> None:
+    """Raises ValueError for what no device could run: values outside their tables and ranges, policies that do not
+    exist. It starts no device; sizes that have to fit each other, or a mesh, are left to `choices.check`."""
+    check_values(config)
+    if config.remat.policy != AUTO:
+        remat_plan(config, fp8=False)
+
+
+def remat_plan(config: ConfigDict, fp8: bool) -> RematPlan:
+    """The plan of `config.remat`; fp8: whether the products of the blocks are. Raises ValueError as it does."""
+    remat = config.remat
+    return RematPlan(remat.policy, tuple(remat.save), tuple(remat.offload), tuple(remat.layers), remat.granularity,
+                     fp8=fp8)
 
 
 def doubtful(config: ConfigDict) -> list[str]:

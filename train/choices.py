@@ -13,7 +13,15 @@ from bytescope.model.attention.kernels import choose_kernel
 from bytescope.model.fp8.products import choose_matmul
 from bytescope.model.remat.policies import AUTO
 from bytescope.train.batch import BatchAlgebra
-from bytescope.train.checks import check_effort, check_offload, check_sequence, check_tiles, check_unroll, check_values
+from bytescope.train.checks import (
+    check_effort,
+    check_offload,
+    check_sequence,
+    check_tiles,
+    check_unroll,
+    check_values,
+    remat_plan,
+)
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
@@ -73,8 +81,7 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     model = dataclasses.replace(model, attention=kernel[0])
     batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
     check_offload(config, layout, batch)
-    remat = RematPlan(config.remat.policy, tuple(config.remat.save), tuple(config.remat.offload),
-                      tuple(config.remat.layers), config.remat.granularity, fp8=matmul[0] != "wide")
+    remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
     return Choices(config, layout, model, precision, kernel, matmul, remat, batch)

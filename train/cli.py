@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from bytescope.memory import __main__ as memory_commands
+from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
 
 # Command of the trainer -> what it does; memory/__main__.py has the others.
@@ -105,5 +106,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return memory_commands.main(_known(argv))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return exit_code_of(error)

@@ -1,17 +1,18 @@
 """Config files and their overrides: read with ml_collections, every key checked at once, errors in one line."""
 
 import ast
-import difflib
 import importlib.util
 import io
+import os
 import tokenize
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
+from bytescope.memory.errors import MOST_NEAR, did_you_mean, nearest, one_of
 from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -49,13 +50,17 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 def find_file(name: str) -> Path:
     """The config file `name`: a path, or the name of a shipped config. Raises UserError where there is none."""
-    for path in (Path(name), SHIPPED / name, SHIPPED / f"{name}.py", SHIPPED.parent / name):
-        if path.is_file():
+    if not name:
+        raise UserError("the name of the config is empty: give a file, or a name that bytescope configs lists")
+    own = Path(os.path.expanduser(name))
+    for path in (own, SHIPPED / name, SHIPPED / f"{name}.py", SHIPPED.parent / name):
+        if os.path.isfile(path):  # a name too long for the system is no file, either
             return path
+    if os.path.isdir(own):
+        raise UserError(f"config {name!r} is a folder: give a file in it")
     names = [path.stem for path in shipped()]
-    near = difflib.get_close_matches(Path(name).stem, names, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"no config file {name!r}: {hint}shipped: {', '.join(names)}")
+    hint = did_you_mean(own.stem, names)
+    raise UserError(f"no config file {name!r}: {hint}{' ' if hint else ''}shipped: {', '.join(names)}")
 
 
 def shipped() -> list[Path]:
@@ -107,18 +112,33 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
       UserError: no such file, a file without get_config(), an unknown key, a value of the wrong type.
     """
     path = find_file(name)
+    config = _made_by(path)
+    _check_keys(config, path)
+    for key, text in overrides:
+        override(config, key, text)
+    return config
+
+
+def _made_by(path: Path) -> ConfigDict:
+    """What get_config() of a file returns. Raises UserError for a file that is not a config, whatever it does."""
+    if path.suffix != ".py":
+        raise UserError(f"{path} is not a config: give a Python file with get_config(), or a name that bytescope "
+                        "configs lists")
     spec = importlib.util.spec_from_file_location(f"bytescope_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        if not callable(getattr(module, "get_config", None)):
+            raise UserError(f"{path} has no get_config(): define one, which returns bytescope.configs.base.get_config()"
+                            " with changes")
         config = module.get_config()
-    except Exception as error:  # a user's file may be wrong in any way
-        raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+    except UserError:
+        raise
+    # A user's file may do anything: sys.exit() in it is no success of ours, nor KeyboardInterrupt a Ctrl-C.
+    except BaseException as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}: mend the file") from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict")
-    _check_keys(config, path)
-    for key, text in overrides:
-        override(config, key, text)
     return config
 
 
@@ -138,10 +158,23 @@ def _check_keys(config: ConfigDict, path: Path) -> None:
 
 def _nearest(key: str, valid: dict[str, Any]) -> str:
     """The end of a message about an unknown key: the key that was probably meant, or where to look."""
-    near = difflib.get_close_matches(key, valid, 1, 0.5)
-    if not near:  # the right name in the wrong group
-        near = [name for name in valid if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    return f": did you mean {near[0]}?" if near else "; bytescope keys lists the keys"
+    near = _near_keys(key, valid)
+    return f": {one_of(near[:MOST_NEAR])}" if near else "; bytescope keys lists the keys"
+
+
+def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
+    """The keys that a misspelt one may stand for: its name in another group, then names like it in its group, then
+    names like it anywhere."""
+    valid = list(valid)
+    group, _, name = key.rpartition(".")
+    names = {full: full.rpartition(".")[2] for full in valid}
+    moved = [full for full in valid if names[full] == name]
+    beside = [f"{group}.{near}" for near in nearest(name, [names[full] for full in valid
+                                                           if full.rpartition(".")[0] == group])]
+    if moved or beside:
+        return moved or beside
+    alike = nearest(name, dict.fromkeys(names.values()))
+    return [full for near in alike for full in valid if names[full] == near]
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, did_you_mean, remedy_for
 from bytescope.memory.plan import cache as row_cache
 
 # Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 SET_KEY = "set a config key; bytescope keys lists them"
+_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 
 
@@ -21,8 +24,28 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the exit code of a mistake."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ReportError with argparse's message and where to look."""
-        raise ReportError(f"{message}; see {self.prog} --help")
+        """Raises ReportError with argparse's message, the flag that was probably meant, and where to look."""
+        flag = _UNKNOWN_FLAG.match(message)
+        near = did_you_mean(flag[1], self._option_string_actions) if flag else ""
+        raise ReportError(f"{message}{': ' if near else ''}{near}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Raises argparse.ArgumentError for a value that is not among the choices of its flag."""
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r}: {remedy_for(str(value), map(str, action.choices))}")
+
+
+def user_path(text: str) -> Path:
+    """The path of a flag's value; `~` is expanded here, since no shell does that behind an equals sign.
+
+    Raises argparse.ArgumentTypeError for no name at all, and for a user that does not exist.
+    """
+    path = os.path.expanduser(text)
+    if not path:
+        raise argparse.ArgumentTypeError("no name of a file or folder is given")
+    if path.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{text}: there is no such user; write ./{text} for a name with a ~")
+    return Path(path)
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
@@ -69,8 +92,8 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     parser.add_argument("--no-cache", action="store_true", help="compile everything: neither read nor write the cache")
     parser.add_argument("--jobs", metavar="N", type=int, help="compile N programs at once (default: one per core, as "
                         "far as 20 GiB of host memory allow)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help=f"write {result} as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help=f"write {result} as a page that opens offline")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 
 def check(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -87,11 +110,18 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
             targets.parse(name)
             if args.measure:
                 raise ReportError(f"--measure on {name}, which is not this machine: leave the target out to run here")
-    for path in filter(None, (args.json, args.html)):
-        if not path.absolute().parent.is_dir():
-            raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
+    check_files(args)
     if args.jobs is not None and args.jobs < 1:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raises ReportError for a file of --json or --html that cannot be written, before anything long begins."""
+    for path in filter(None, (args.json, getattr(args, "html", None))):
+        if not os.path.isdir(path.absolute().parent):
+            raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
+        if os.path.isdir(path):
+            raise ReportError(f"cannot write {path}: it is a folder; give a file in it")
 
 
 def shares_accelerator(names: Sequence[str]) -> bool:

@@ -70,7 +70,7 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], jo
 
     Raises:
       ReportError: no config, a grid or a list of policies that cannot be read.
-      ValueError: the trainer's, for an unknown key or a value of the wrong type.
+      ValueError: the trainer's, for an unknown key, a value of the wrong type or one that is in no table.
     """
     grids = [plan_rows.parse_grid(text) for text in args.grid]
     if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
@@ -86,6 +86,7 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], jo
         if POLICY in chosen:
             chosen = _policy(chosen, jobs.resolve(config, overrides))
         pairs = (*overrides, *((key, text) for key, text in chosen.items() if key not in (CONFIG, TARGET)))
+        jobs.check(config, pairs)
         job = jobs.job(config, target, pairs, measure=args.measure)
         values = {key: _plain(job.flat.get(key, text)) for key, text in chosen.items()}
         shown = [plan_rows.value_text(Row(values), key) for key in values if key not in (SAVE, OFFLOAD)]

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _percent(text: str) -> float:
     value = float(text.removesuffix("%"))
-    if not math.isfinite(value):
-        raise ValueError(text)
+    if not 0 <= value < math.inf:  # nor nan
+        raise argparse.ArgumentTypeError(f"{text}: give a number of per cent, 0 or more")
     return value
 
 

@@ -7,10 +7,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config
+from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path
 from bytescope.memory.config_keys import (
     BATCH_MICRO,
     DATA_SEQ_LEN,
@@ -68,17 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             ("offload", training_state.OFFLOAD, "what is kept in host memory")):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
     parser.add_argument("--fused", action="store_true", help="update each layer inside the backward pass")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the estimate as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the estimate as a page that opens offline, "
-                        "with inputs to change")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="write the estimate as a page that opens "
+                        "offline, with inputs to change")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the estimate and writes the files that were asked for. A config is read by the trainer, not compiled."""
     notes: tuple[str, ...] = ()
-    if args.params and args.config:
+    check_files(args)
+    if args.params is not None and args.config:
         raise ReportError("give either a config or --params")
-    if not args.params and not args.config:
+    if args.params is None and not args.config:
         raise ReportError(f"{NO_CONFIG}, or --params=7e9")
     if args.config:
         config = trainer.config(args.config, overrides)

@@ -39,7 +39,7 @@ MOST_MEASURED = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser, "set a config key in every variant; no lever changes it")
-    parser.add_argument("--budget", metavar="SIZE", default="", help="bytes per device, such as 72GiB (default: all "
+    parser.add_argument("--budget", metavar="SIZE", help="bytes per device, such as 72GiB (default: all "
                         "that the device has available)")
     parser.add_argument("--batch-tokens", metavar="N", type=int, help="tokens per update over all devices (default: "
                         "the config's)")
@@ -61,9 +61,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     _check_numbers(args)
     target = targets.to_compile_for(args.target)
     flat = trainer.config(args.config, overrides)
+    trainer.check(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
         raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
-    budget = budget_of(args.budget, target.limit_bytes, "--budget")
+    budget = budget_of(args.budget or "", target.limit_bytes, "--budget")
     space = fit_space.space_of(flat, [key for key, _ in overrides], fit_space.choose(args.levers), target.n_devices,
                                target.devices_per_host, args.batch_tokens, target.platform != "cpu")
     place = None if args.no_cache else row_cache.folder()
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
+    if args.budget == "":
+        raise ReportError("--budget=: give a size such as 72GiB, or leave it out")
     for flag, least in (("batch_tokens", 1), ("max_compiles", 1), ("timeout", 0.001)):
         value = getattr(args, flag)
         if value is not None and not value >= least:

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
     target, ends = _checked(args, overrides)
-    trainer.config(args.config, overrides)  # mistakes in it are reported before a worker starts
+    trainer.check(args.config, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target)
     workers = worker_pool.worker_count(args.points, args.jobs)
     env = worker_pool.environment_for(compiled_for)

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     check(args, [target])
     jobs_of, refused = Jobs(trainer), {}
     config = jobs_of.resolve(args.config, overrides)
+    jobs_of.check(args.config, overrides)
     while True:
         levels, left_out = levers.climb(stages, config, (key for key, _ in overrides), refused)
         if not levels:

@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, add_subject
+from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path, write
 from bytescope.memory.costs.named_tensors import NamedTensor, named_tensors, too_wide
 from bytescope.memory.errors import ReportError
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the names as JSON")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -33,6 +32,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
     if not args.config:
         raise ReportError(NO_CONFIG)
+    check_files(args)
     choose_platform()
     simulate_devices([args.target])
     jaxpr, sharding = trainer.names(args.config, overrides, targets.parse(args.target))
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     for line in too_wide(tensors):
         console.print(line, style="yellow")
     if args.json:
-        args.json.write_text(json.dumps({"names": rows}, indent=1) + "\n")
+        write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
     return 0
 
 

@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, add_subject
+from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path
 from bytescope.memory.errors import ReportError
 
 if TYPE_CHECKING:
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser)
-    parser.add_argument("--hlo", metavar="FILE", help="report on any program instead of a config: XLA's dump of it, "
-                        "*after_optimizations.hlo.pb")
+    parser.add_argument("--hlo", metavar="FILE", type=user_path, help="report on any program instead of a "
+                        "config: XLA's dump of it, *after_optimizations.hlo.pb")
     parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict, and "
                         "by how much the compiler differs (needs a config)")
     parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
                         "evaluation and the final sample, and show their peaks (needs a config)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as a page that opens offline")
-    parser.add_argument("--export", metavar="DIR", type=Path, help="write files for XProf, TensorBoard and pprof")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
+    parser.add_argument("--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
@@ -47,7 +46,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
 
 def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
-    """Raises ReportError unless there is either a config, or a program that no flag asks for a config."""
+    """Raises ReportError unless there is either a config, or a program that no flag asks for a config, and the files
+    can be written."""
+    check_files(args)
     if args.hlo and args.config:
         raise ReportError("give either a config or --hlo")
     if not args.hlo and not args.config:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from bytescope.memory import records
-from bytescope.memory.commands.arguments import write
+from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, xplane
@@ -26,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("trace", metavar="DIR", help="a folder that bytescope train --profile or jax.profiler wrote, "
                         "whose newest trace is read, or one file *.xplane.pb")
-    parser.add_argument("--report", metavar="FILE", help="the program's report, which a run writes as memory.json: "
-                        "compare the measured time with the roofline's prediction")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the breakdown as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write it as a page that opens offline: phases, "
+    parser.add_argument("--report", metavar="FILE", type=user_path, help="the program's report, which a run "
+                        "writes as memory.json: compare the measured time with the roofline's prediction")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline: phases, "
                         "components, the host, the longest operations")
 
 
@@ -37,6 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     """Prints where the time went, without starting jax, and writes the file asked for."""
     if overrides:
         raise ReportError(f"trace takes no --config.{overrides[0][0]}: it reads a trace")
+    check_files(args)
     found = breakdown.find(xplane.read(xplane.find(args.trace)))
     predicted = prediction(records.load(args.report)) if args.report else None
     profile_text.show(found, Console(width=WIDTH) if not Console().is_terminal else Console(), predicted)

@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from bytescope.memory.errors import ReportError
 from bytescope.memory.records import STEP_PHASES
+from bytescope.memory.report_json import is_count, is_number
 
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")
@@ -46,7 +49,7 @@ class Figures:
     """Rates of one device: FLOP/s by dtype, bytes per second of its memory, of its host link in each direction and of
     the links to other devices (`LINKS`); `source`: where they are from.
 
-    Raises ValueError for a rate that is not positive, or a device that computes in no dtype.
+    Raises ReportError for a rate that is not a positive number, or a device that computes in no dtype.
     """
 
     peak_flops: Mapping[str, float]
@@ -58,9 +61,9 @@ class Figures:
     def __post_init__(self) -> None:
         rates = {**self.peak_flops, **{link: self.interconnect_bytes_per_s.get(link, 0) for link in LINKS},
                  "memory": self.hbm_bytes_per_s, "host link": self.host_link_bytes_per_s}
-        wrong = [name for name, rate in rates.items() if not rate > 0]
+        wrong = [name for name, rate in rates.items() if not (is_number(rate) and rate > 0)]
         if wrong or not any(unit in self.peak_flops for unit in UNITS):
-            raise ValueError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
+            raise ReportError(f"no rate above 0 for {wrong[0] if wrong else 'any dtype'}: give all rates")
 
     def flops_per_s(self, dtype: str) -> float:
         """FLOP/s of products in a dtype (of `UNITS`): of its own unit, else the next wider one, else passes of
@@ -139,10 +142,16 @@ def figures(target: Any) -> Figures | None:
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     if known.get("platform") == "cpu":
-        flops, copied = (rate / max(known.get("n_devices", 1), 1) for rate in machine_rates())
+        sharing = known.get("n_devices", 1)
+        if not is_count(sharing):
+            raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
+        flops, copied = (rate / max(sharing, 1) for rate in machine_rates())
         return Figures({"fp32": flops}, copied, copied, dict.fromkeys(LINKS, copied), MEASURED)
     rates = {key: known.get(key) for key in ("peak_flops", "hbm_bytes_per_s", "host_link_bytes_per_s",
                                              "interconnect_bytes_per_s")}
+    for key in ("peak_flops", "interconnect_bytes_per_s"):
+        if rates[key] and not isinstance(rates[key], Mapping):
+            raise ReportError(f"a damaged report (target.{key} is {rates[key]!r:.40}): write it again")
     return Figures(**rates) if all(rates.values()) else None
 
 
@@ -173,9 +182,36 @@ def _best(run: Callable[[], Any]) -> float:
 def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     """The prediction of one call by a compare worker's answer or a report's JSON: keys `work` and `target`.
 
-    None where the program was not traced, or the target's rates are not known.
+    None where the program was not traced, or the target's rates are not known. Raises ReportError where they are not
+    what `step_work` and `Target.to_json` write.
     """
     if not answer.get("work") or not answer.get("target"):
         return None
     rates = figures(answer["target"])
-    return seconds(answer["work"], rates) if rates else None
+    if rates is None:
+        return None
+    found = seconds(_checked(answer["work"]), rates)
+    if not math.isfinite(found.total):
+        raise ReportError("a damaged report (its work takes for ever at the target's rates): write it again")
+    return found
+
+
+# Key of a phase's work -> the names of its parts, () for a single number.
+_WORK = {"flops": UNITS, "collective_bytes": LINKS, "hidden_collective_bytes": LINKS, "product_bytes": (),
+         "other_bytes": (), "to_host_bytes": (), "to_device_bytes": ()}
+
+
+def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The work as it is. Raises ReportError for what is not numbers from 0 up, by phase and key."""
+    for phase, part in work.items():
+        if not isinstance(part, Mapping):
+            raise ReportError(f"a damaged report (work.{phase} is {part!r:.40}): write it again")
+        for key, names in _WORK.items():
+            amounts = part.get(key, {} if names else 0)
+            if names:
+                right = isinstance(amounts, Mapping) and set(amounts) <= set(names)
+            else:
+                right, amounts = True, {key: amounts}
+            if not right or not all(is_number(amount) and amount >= 0 for amount in amounts.values()):
+                raise ReportError(f"a damaged report (work.{phase}.{key} is {part[key]!r:.40}): write it again")
+    return work

@@ -12,7 +12,6 @@ Described names are checked without importing jax; `local` and `cpu:8` ask it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -24,7 +23,7 @@ from bytescope.memory.devices.chips import CHIPS, Chip
 from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.memory.devices.platform import accelerator, choose_platform, simulate_devices
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, did_you_mean
 
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 
@@ -110,10 +109,8 @@ def parse(name: str) -> Target:
     """
     base, colon, count = name.strip().lower().partition(":")
     if base not in names():
-        near = [known for known in names() if base and known.startswith(base)]
-        near = near or difflib.get_close_matches(base, names(), 1, 0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ReportError(f"unknown target {name!r}: {hint}Targets: {', '.join(names())} "
+        hint = did_you_mean(base, names())
+        raise ReportError(f"unknown target {name!r}: {hint}{' ' if hint else ''}Targets: {', '.join(names())} "
                           "(cpu:8, h100:8, h100:2x8, v5e:4x4)")
     shape = _numbers(count) if colon else ()
     if colon and not shape:

@@ -81,7 +81,7 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file in one move: a reader finds all of it or the one before. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         umask = os.umask(0)
         os.umask(umask)

@@ -33,7 +33,7 @@ from bytescope.memory.config_keys import (
     PRECISION_PRESET,
     REMAT,
 )
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, remedy_for
 
 Keys = dict[str, str]
 
@@ -201,10 +201,10 @@ def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
 
 def choose(text: str | None) -> frozenset[str]:
     """The levers named in `a,b,c`, all of them for None. Raises ReportError for one that does not exist."""
-    names = list(LEVERS) if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in LEVERS:
-            raise ReportError(f"--levers={text}: no lever {name!r}; choose from {', '.join(LEVERS)}")
+            raise ReportError(f"--levers={text}: no lever {name!r}: {remedy_for(name, LEVERS)}")
     return frozenset(names)
 
 

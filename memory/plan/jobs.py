@@ -28,6 +28,10 @@ class Jobs:
         """The whole config, dotted key -> value. Raises the trainer's errors for an unknown key or a wrong value."""
         return self._trainer.config(config, overrides)
 
+    def check(self, config: str, overrides: Sequence[tuple[str, str]]) -> None:
+        """Raises the trainer's errors for a value that no target could run."""
+        self._trainer.check(config, overrides)
+
     def job(self, config: str, target: str, overrides: Sequence[tuple[str, str]], label: str = "", *,
             describe: bool = False, measure: bool = False) -> Job:
         """The job that compiles `config` with its overrides, pairs of (dotted key, text), for a target.

@@ -33,7 +33,7 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
     REMAT_SAVE,
 )
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.plan.rows import Row, as_text
 
 
@@ -127,7 +127,7 @@ def choose(text: str | None) -> list[str]:
     names = list(DEFAULT) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in STAGES:
-            raise ReportError(f"--stages={text}: no stage {name!r}; choose from {', '.join(STAGES)}")
+            raise ReportError(f"--stages={text}: no stage {name!r}: {remedy_for(name, STAGES)}")
     if len(set(names)) < len(names):
         raise ReportError(f"--stages={text}: a stage is listed twice")
     return names

@@ -28,6 +28,9 @@ class Trainer(Protocol):
     def config(self, name: str, overrides: Overrides) -> dict[str, Any]:
         """The config as the trainer resolves it, dotted key -> value, without starting jax."""
 
+    def check(self, name: str, overrides: Overrides) -> None:
+        """Raises for a value in a config that could run on no target, before anything is compiled."""
+
     def program(self, name: str, overrides: Overrides, target: Target) -> Any:
         """The program of a config on a target's devices, nothing compiled yet.
 

@@ -17,6 +17,7 @@ the HloProto of every program that ran, by `program_id`; one out of the persiste
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,10 @@ def find(place: str | Path) -> Path:
     Raises ReportError where there is none, and for a folder with the traces of several processes.
     """
     place = Path(place)
-    if place.is_file():
+    if os.path.isfile(place):
         return place
-    found = sorted(place.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent.name, path.name))
+    inside = place.rglob(f"*{SUFFIX}") if os.path.isdir(place) else ()
+    found = sorted(inside, key=lambda path: (path.parent.name, path.name))
     if not found:
         raise ReportError(f"no *{SUFFIX} in {place}: bytescope train --profile=3 writes one, as jax.profiler does")
     newest = [path for path in found if path.parent == found[-1].parent]

@@ -87,3 +87,11 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, env=python, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), command
         assert "the wrong file" not in done.stdout and "tiny" in done.stdout
+
+
+def test_values_are_checked_without_a_device():
+    """A search checks its configs before workers start; a client of its own would take an accelerator's memory."""
+    code = ("from bytescope.train.planning.adapter import Adapter; Adapter().check('tiny', ()); "
+            "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"

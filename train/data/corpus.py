@@ -174,14 +174,14 @@ def find(source: str, key: str = "data.source") -> Text | ShardFiles:
     """
     if source == "stdlib":
         return _stdlib(key)
-    path = Path(source).expanduser()
-    if source and path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if source and os.path.isdir(path):  # unlike Path's own, these say no to a name that the system cannot have
         shards = tuple(sorted(p for p in path.iterdir() if p.suffix in SHARD_SUFFIXES))
         has_index = (path / INDEX).is_file()
         if shards or has_index:
             return ShardFiles(source, path if has_index else None, shards)
         return _text(source, key, path, _walk(path))
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix in SHARD_SUFFIXES:
             return ShardFiles(source, None, (path,))
         return _text(source, key, path.parent, [path], sniff=False)

@@ -14,6 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.memory.errors import ReportError, exit_code_of
 from bytescope.train.data.corpus import INDEX, ShardFiles, Text, find, texts
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
@@ -97,18 +99,14 @@ def _refuse_used(out: Path) -> None:
         raise UserError(f"--out={out} already holds {min(used)}: give an empty folder, or clear this one")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message} (see --help)")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of the command line `argv` (default: that of the process). Raises UserError for a mistake in them."""
-    parser = _Parser(prog="bytescope prepare", allow_abbrev=False,
+    """The flags of the command line `argv` (default: that of the process). Raises ValueError for a mistake in
+    them; it has an `exit_code`."""
+    parser = Parser(prog="bytescope prepare", allow_abbrev=False,
                      epilog="example: bytescope prepare --source=texts/ --out=shards/",
                      description="Make token shards of text; bytescope train maps them into memory.")
     parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a tokenizer.json")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens per shard (default 100000000)")
@@ -122,7 +120,7 @@ def _prepare(args: argparse.Namespace) -> None:
     text = find(args.source, "--source")
     if isinstance(text, ShardFiles):
         raise UserError(f"--source={args.source!r} holds token shards already: give text, or train on these shards")
-    source = Path(args.source).expanduser()
+    source = Path(os.path.expanduser(args.source))
     if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
@@ -141,13 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: that of the process) and returns the exit code, 0 or 2."""
     try:
         _prepare(parse(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    except (UserError, ReportError) as error:
+        return exit_code_of(error)
     except OSError as error:  # a full disk, a folder without write permission
-        print(f"error: {error.filename or '--out'} cannot be written ({error.strerror}): "
-              "make room, or choose another --out", file=sys.stderr)
-        return UserError.exit_code
+        return exit_code_of(UserError(f"{error.filename or '--out'} cannot be written ({error.strerror}): make room, "
+                                      "or choose another --out"))
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bytescope.memory.report_json import one_line
 from bytescope.train.data.corpus import HELD_OUT, INDEX, ShardFiles
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
 from bytescope.train.errors import UserError
@@ -150,8 +151,8 @@ def _open_npy(path: Path, dtype: str) -> np.ndarray:
     size = _size(path)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # numpy evaluates the header as Python: TokenError, SyntaxError, OverflowError, ...
+        reason = one_line(error) or type(error).__name__
         raise UserError(f"{path} of {size:,} bytes is truncated or not a .npy file ({reason}): "
                         "save it again") from None
     if tokens.ndim != 1 or tokens.dtype.name not in NPY_DTYPES:

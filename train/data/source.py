@@ -14,6 +14,7 @@ from itertools import accumulate
 import grain
 import numpy as np
 
+from bytescope.memory.errors import remedy_for
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.corpus import ShardFiles, Text, find
 from bytescope.train.data.shards import DTYPES, Shards, open_shards
@@ -37,7 +38,7 @@ class DataConfig:
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
-            raise UserError(f"data.dtype={self.dtype!r} is not known: choose one of {', '.join(DTYPES)}")
+            raise UserError(f"data.dtype={self.dtype!r} is not known: {remedy_for(self.dtype, DTYPES)}")
         for key, least in (("seq_len", 1), ("prefetch", 0), ("workers", 0)):
             if getattr(self, key) < least:
                 raise UserError(f"data.{key}={getattr(self, key)} is too small: give {least} or more")

@@ -5,6 +5,7 @@ ends a document, or None), `encode`, `encode_many` and `decode`.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -130,10 +131,10 @@ def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
-    path, setting = Path(name).expanduser(), f"{key}={name!r}"
-    if path.is_dir():
+    path, setting = Path(os.path.expanduser(name)), f"{key}={name!r}"
+    if os.path.isdir(path):
         path = path / "tokenizer.json"
-    if not name or not path.is_file():
+    if not name or not os.path.isfile(path):
         raise UserError(f"{setting} is not a file: give 'bytes' or the path of a tokenizer.json")
     return JsonTokenizer(path, setting)
 

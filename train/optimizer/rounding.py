@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bytescope.model import Precision
 
-_MULTIPLIER, _MIX = jnp.uint32(747_796_405), jnp.uint32(277_803_737)
+# numpy's: an import starts no device.
+_MULTIPLIER, _MIX = np.uint32(747_796_405), np.uint32(277_803_737)
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:

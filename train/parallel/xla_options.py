@@ -12,6 +12,8 @@ import jax
 import jaxlib
 from ml_collections import ConfigDict
 
+from bytescope.memory.errors import remedy_for
+
 Options = dict[str, bool | int | str]
 
 # What XLA puts into command buffers (CUDA graphs) by default, in all these versions; "loops" adds the loop over layers,
@@ -58,8 +60,7 @@ def compiler_options(config: ConfigDict, platform: str) -> Options:
         if value == "":
             continue
         if value not in rows:
-            raise ValueError(f"xla.{key}={value!r}: choose one of {', '.join(rows)}, or leave it empty for XLA's "
-                             "default")
+            raise ValueError(f"xla.{key}={value!r}: {remedy_for(value, rows)}, or leave it empty for XLA's default")
         if platform not in GPUS:
             raise ValueError(f"xla.{key}={value} is for XLA's GPU compiler, and the platform is {platform}: leave it "
                              "empty")

@@ -31,6 +31,17 @@ class Adapter:
         """See `Trainer.config`."""
         return configs.flatten(configs.load(name, overrides))
 
+    def check(self, name: str, overrides: Overrides) -> None:
+        """See `Trainer.check`."""
+        from bytescope.train.checks import check_without_devices
+
+        try:
+            check_without_devices(configs.load(name, overrides))
+        except ValueError as error:
+            if hasattr(error, "exit_code"):
+                raise
+            raise ReportError(" ".join(str(error).split())) from error
+
     def program(self, name: str, overrides: Overrides, target: Target) -> Program:
         """See `Trainer.program`."""
         from bytescope.train.planning.remat_auto import settled_program

@@ -1,0 +1,50 @@
+"""Names that were probably meant, and errors that stay one line whatever is in them."""
+
+import pytest
+
+from bytescope.memory.errors import MOST_NEAR, ReportError, did_you_mean, exit_code_of, in_one_line, nearest, remedy_for
+
+pytestmark = pytest.mark.quick
+
+CONFIGS = ("char", "gpt2_small", "gpt2_medium", "llama_1b", "llama_405b", "llama_70b", "llama_8b", "tiny")
+
+
+@pytest.mark.parametrize(("word", "names", "found"), [
+    ("llama8b", CONFIGS, ["llama_8b"]), ("LLAMA-8B", CONFIGS, ["llama_8b"]), ("lama_8b", CONFIGS, ["llama_8b"]),
+    ("llama_9b", CONFIGS, ["llama_1b", "llama_8b", "llama_70b"]), ("tyni", CONFIGS, ["tiny"]),
+    ("gpt2", CONFIGS, ["gpt2_small", "gpt2_medium"]), ("ful", ("none", "full", "full_sqrt"), ["full", "full_sqrt"]),
+    ("adam", ("sgd", "adamw", "adamw_8bit", "adafactor"), ["adamw", "adamw_8bit"]),
+    ("bf61", ("fp32", "bf16", "fp16"), ["bf16"]),
+    ("xyzzy", CONFIGS, []), ("", CONFIGS, []), ("_-", CONFIGS, []), ("t", CONFIGS, []), ("x" * 10**6, CONFIGS, [])])
+def test_nearest_names(word, names, found):
+    assert nearest(word, names) == found
+
+
+def test_at_most_three_are_named():
+    many = [f"llama_{size}b" for size in range(1, 9)]
+    assert len(nearest("llama_9b", many)) == MOST_NEAR == 3
+    assert did_you_mean("llama_9b", many) == "did you mean llama_1b, llama_2b or llama_3b?"
+
+
+def test_the_remedy_has_the_nearest_and_all():
+    assert remedy_for("ful", ["none", "full"]) == "did you mean full? Choose one of none, full"
+    assert remedy_for("zzz", ["none", "full"]) == "choose one of none, full"
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("a\nb\r\nc", "a b c"), ("[/b] [red]x", "[/b] [red]x"), ("a\x1b[31mb\x00", "a\\x1b[31mb\\x00"),
+    ("\udcff", "\\udcff"), ("\u202e", "\\u202e"), ("größe", "größe"), ("/" + "x" * 5000 + " is long", None)])
+def test_errors_are_one_line_as_they_are(text, shown):
+    found = in_one_line(text)
+    assert found == shown or (shown is None and len(found) < 200 and found.endswith("xx is long"))
+    assert found.encode().decode() == found
+
+
+@pytest.mark.parametrize(("error", "code", "text"), [
+    (ReportError("a\nb"), 2, "error: a b\n"),
+    (OSError(36, "File name too long", "x"), 2, "error: x: File name too long\n"),
+    (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+    (ValueError("ours"), None, ""), (OSError("of a library"), None, "")])
+def test_what_users_can_mend_is_told(error, code, text, capsys):
+    assert exit_code_of(error) == code
+    assert capsys.readouterr() == ("", text)

@@ -1,0 +1,163 @@
+"""More than a hundred wrong command lines: one line on stderr, exit code 2, no traceback, nothing compiled."""
+
+import os
+
+import pytest
+
+from bytescope.train import cli
+
+pytestmark = pytest.mark.quick
+
+LONG, LONE = "x" * 5000, "\udcff"
+FILES = {
+    "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
+    "three.py": "def get_config():\n    return 3\n", "syntax.py": "def f(:\n", "imports.py": "import no_such_module\n",
+    "two_lines.py": "raise RuntimeError('two\\nlines [/b]')\n", "recursion.py": "def get_config():\n    get_config()\n",
+    "notes.md": "# not a config\n", "text.txt": "some text\n" * 50, "bad.npy": "not an array", "foreign.json": "{}",
+    "inf.json": '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "limit_bytes": Infinity}',
+}
+
+# Command -> its mistakes: the words after it, and what the line has to mention.
+MISTAKES = {
+    "": [
+        ("", "no command"), ("reprot", "did you mean report?"), ("REPORT", "did you mean report?"),
+        ("trane", "did you mean train or trace?"), (LONE, "unknown command"), ("--jobs", "no command")],
+    "report": [
+        ("", "no config"), ("llama8b", "did you mean llama_8b?"), ("notes.md", "not a config"),
+        ("exits.py", "SystemExit: 7"), ("interrupts.py", "KeyboardInterrupt"), ("empty.py", "no get_config"),
+        ("three.py", "returns int"), ("syntax.py", "SyntaxError"), ("imports.py", "no_such_module"),
+        ("two_lines.py", "two lines [/b]"), ("recursion.py", "RecursionError"), (".", "is a folder"),
+        (LONG, "no config file"), ("~nobody-here/x", "no config"), (LONE, "no config file"),
+        ("a\x1b[31m", "no config file"), ("[/b]", "'[/b]'"), ("tiny h10", "did you mean h100"),
+        ("tiny h100:", "after the colon"), ("tiny h100:0", "count such as 8"), ("tiny h100:9", "h100:2x8"),
+        ("tiny h100:2x2x2", "a host holds"), ("tiny v5e:3x3", "2 axes"), ("tiny local:2", "no count"),
+        ("tiny cpu:2x2", "are counted"), (f"tiny {LONE}", "unknown target"), ("tiny h100 more", "unrecognized"),
+        ("tiny h100 --config.model.num_layer=2", "did you mean model.n_layers?"),
+        ("tiny h100 --config.modl.n_layers=2", "did you mean model.n_layers?"),
+        ("tiny h100 --config.learning_rate=2", "did you mean optimizer.learning_rate?"),
+        ("tiny h100 --config.model=2", "is a group"), ("tiny h100 --config.model.n_layers", "has no value"),
+        ("tiny h100 --config.model.n_layers=", "int expected"), ("tiny h100 --config.=2", "unknown key"),
+        (f"tiny h100 --config.{LONE}=2", "unknown key"),
+        (f"tiny h100 --config.train.steps={'9' * 5000}", "int expected"), ("tiny --config=char", "given twice"),
+        ("tiny h100 --target=h200", "given twice"), ("tiny --hmtl=x", "--html"),
+        ("tiny --json=/no/such/folder/x.json", "no folder"), ("tiny --json=.", "is a folder"),
+        ("tiny --json=", "--json"), ("tiny --html=~nobody-here/x", "no such user"),
+        ("tiny --budget=3", "unrecognized"), ("--hlo=missing.pb", "no file"), ("--hlo=notes.md", "not an HloProto"),
+        ("--hlo=.", "no file"), ("--hlo=", "--hlo"), (f"--hlo={LONG}", "x...x"), ("tiny --hlo=notes.md", "either"),
+        ("--hlo=notes.md --run", "needs a config"), ("--hlo=notes.md --config.train.steps=3", "no config to change")],
+    "names": [
+        ("", "no config"), ("tyni", "did you mean tiny?"), ("tiny h100 --json=/no/such/folder/x", "no folder"),
+        ("tiny h100 --formulas", "unrecognized")],
+    "diff": [
+        ("", "required"), ("foreign.json", "required"), ("missing.json foreign.json", "cannot read"),
+        ("notes.md notes.md", "not JSON"), ("foreign.json foreign.json", "not a memory report"),
+        ("inf.json inf.json", "Infinity"), (". .", "cannot read"), (f"{LONG} foreign.json", "cannot read"),
+        (f"{LONE} foreign.json", "cannot read"), ("a b --fail-above=-5", "0 or more"),
+        ("a b --fail-above=nan", "--fail-above"), ("a b --fail-above=five", "--fail-above"),
+        ("a b --fail-above=", "--fail-above"), ("a b c", "unrecognized"), ("a b --config.train.steps=1", "takes no")],
+    "trace": [
+        ("", "required"), ("missing", "no *.xplane.pb"), ("notes.md", "not a trace"), (".", "no *.xplane.pb"),
+        (LONG, "no *.xplane.pb"), (LONE, "no *.xplane.pb"), ("notes.md --report=", "--report"),
+        ("notes.md --json=/no/such/folder/x", "no folder"), ("notes.md --config.train.steps=1", "takes no")],
+    "estimate": [
+        ("", "no config"), ("--params=", "--params="), ("--params=nan", "--params=nan"),
+        ("--params=inf", "--params=inf"), ("--params=-3", "--params=-3"), ("--params=1e400", "--params"),
+        ("--params=7x", "--params=7x"), ("--params=7e9 --layers=0", "--layers=0"),
+        ("--params=7e9 --layers=many", "--layers"), ("--params=7e9 --zero=4", "choose one of 0, 1, 2, 3"),
+        ("--params=7e9 --data=0", "data"), ("--params=7e9 --optimizer=adam", "did you mean adamw"),
+        ("--params=7e9 --precision=", "choose one of"), ("tiny --params=7e9", "either"),
+        ("tiny --layers=3", "--layers"), ("--params=7e9 --html=.", "is a folder"),
+        ("--params=7e9 --config.train.steps=1", "no config to change"), (f"--params={LONE}", "--params")],
+    "compare": [
+        ("", "no config"), ("tiny --remat=none,foo", "choose one of none"),
+        ("tiny --remat=none,ful", "did you mean full"), ("tiny --remat=", "--remat="),
+        ("tiny --remat=none,,full", "--remat=none,,full"), ("tiny --remat=custom(q_rott)", "did you mean q_rot"),
+        ("tiny --remat=custom(", "custom"), ("tiny --remat=full(q_rot)", "custom(NAME,NAME)"),
+        ("tiny --grid=", "--grid="), ("tiny --grid=train.steps", "--grid"),
+        ("tiny --grid=data.seq_len=", "--grid=data.seq_len="),
+        ("tiny --grid=data.seqlen=64", "did you mean data.seq_len"),
+        ("tiny --grid=data.seq_len=64,many", "int expected"), ("--grid=config=tyni,char", "did you mean tiny"),
+        ("tiny --grid=target=h100,h20", "did you mean h200"),
+        ("tiny --grid=optimizer.name=adamw,adam", "did you mean adamw"),
+        ("tiny --grid=precision.preset=fp23", "did you mean fp32"), ("tiny --jobs=0", "--jobs=0"),
+        ("tiny --jobs=", "--jobs"), ("tiny h100 --measure", "not this machine"), ("tiny --html=/no/x/y", "no folder"),
+        ("tiny --config.mesh.strategy=zero4", "did you mean zero"),
+        ("tiny --config.model.attention=nave", "did you mean naive")],
+    "levers": [
+        ("", "no config"), ("tiny --stages=", "--stages="), ("tiny --stages=,", "no stage ''"),
+        ("tiny --stages=fp61", "--stages=fp61"), ("tiny --stages=bf16,bf16", "twice"),
+        ("tiny --jobs=-1", "--jobs=-1"), ("tiny h10", "did you mean h100"),
+        ("tiny --config.optimizer.name=loin", "did you mean lion")],
+    "front": [
+        ("", "no config"), ("tiny --points=1", "--points=1"), ("tiny --points=many", "--points"),
+        ("tiny --from=nan", "--from"), ("tiny --from=inf", "--from"), ("tiny --to=-3GiB", "--to"),
+        ("tiny --to=", "--to"), ("tiny --to=1e999GiB", "--to"), (f"tiny --to={'9' * 400}GiB", "--to"),
+        ("tiny --from=3GiB --to=2GiB", "is more than"), ("tiny --cost=tme", "did you mean time?"),
+        ("tiny --config.remat.policy=full", "itself"), ("tiny --jobs=0", "--jobs=0")],
+    "fit": [
+        ("", "no config"), ("tiny --levers=", "--levers="), ("tiny --levers=,", "--levers=,"),
+        ("tiny --levers=remt", "did you mean remat?"), ("tiny --budget=nan", "--budget"),
+        ("tiny --budget=inf", "--budget"), ("tiny --budget=-3GiB", "--budget"), ("tiny --budget=", "--budget"),
+        ("tiny --budget=0", "--budget=0"), ("tiny --budget=72Gi", "--budget"),
+        (f"tiny --budget={'9' * 400}GiB", "--budget"), ("tiny --batch-tokens=0", "--batch-tokens=0"),
+        ("tiny --batch-tokens=7", "128"), ("tiny --max-compiles=0", "--max-compiles=0"),
+        ("tiny --timeout=nan", "--timeout=nan"), ("tiny --timeout=-1", "--timeout=-1"), ("tiny --jobs=0", "--jobs=0"),
+        ("tiny --config.optimizer.name=adam", "did you mean adamw")],
+    "configs": [
+        ("--grep=qqq", "--grep=qqq"), ("tiny", "unrecognized"), (f"--grep={LONE}", "mentions"),
+        ("--grep=[/b]", "--grep=[/b]"), ("--config.train.steps=1", "takes no")],
+    "targets": [("--gerp=x", "did you mean --grep?")],
+    "keys": [("--grep", "expected one argument")],
+    "policies": [("full", "unrecognized")],
+    "train": [
+        ("tyni", "did you mean tiny?"), ("notes.md", "not a config"), ("exits.py", "SystemExit: 7"),
+        ("--config=", "is empty"), ("tiny h100", "unrecognized"), ("tiny --workdir=", "--workdir"),
+        ("tiny --workdir=~nobody-here/x", "no such user"), ("tiny --profile=x", "--profile=x"),
+        ("tiny --profile=5-3", "ends before"), ("tiny --budget=3GiB", "belongs to --fit"),
+        ("tiny --wrokdir=x", "did you mean --workdir?"), ("tiny --config.train.stepz=3", "did you mean train.steps?"),
+        ("tiny --process=0", "missing"), ("tiny --timeout=nan", "--timeout"), ("[/b]", "'[/b]'")],
+    "prepare": [
+        ("", "required"), ("--source=text.txt", "required"), ("--source=missing --out=o", "not a file or folder"),
+        ("--source= --out=o", "not a file"), ("--source=~nobody-here/x --out=o", "not a file"),
+        (f"--source={LONG} --out=o", "x...x"), (f"--source={LONE} --out=o", "not a file"),
+        ("--source=bad.npy --out=o", "shards already"), ("--source=text.txt --out=", "--out"),
+        ("--source=text.txt --out=notes.md", "is a file"), ("--source=text.txt --out=notes.md/x", "Not a directory"),
+        (f"--source=text.txt --out={LONG}", "File name too long"),
+        ("--source=text.txt --out=~nobody-here/x", "no such user"),
+        ("--source=text.txt --out=o --tokenizer=missing", "--tokenizer"),
+        ("--source=text.txt --out=o --tokenizer=~nobody-here/x", "--tokenizer"),
+        (f"--source=text.txt --out=o --tokenizer={LONG}", "--tokenizer"),
+        ("--source=text.txt --out=o --tokenizer=notes.md", "--tokenizer"),
+        ("--source=text.txt --out=o --shard-tokens=0", "--shard-tokens=0"),
+        ("--source=text.txt --out=o --shard-tokens=many", "--shard-tokens"), ("--sauce=text.txt --out=o", "--source"),
+        ("--source=text.txt --out=o --config.train.steps=1", "unrecognized")],
+}
+ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the files that the mistakes name."""
+    found = tmp_path_factory.mktemp("mistakes")
+    for name, text in FILES.items():
+        (found / name).write_text(text)
+    return found
+
+
+@pytest.mark.parametrize(("command", "words", "message"), ROWS,
+                         ids=[f"{command} {ascii(words)[1:40]}" for command, words, _ in ROWS])
+def test_a_mistake_is_one_line(command, words, message, folder, monkeypatch, capsys):
+    from bytescope.memory.plan import pool
+
+    monkeypatch.setattr(pool.Pool, "__init__", lambda *_, **__: pytest.fail("a worker was started"))
+    monkeypatch.chdir(folder)
+    before = sorted(os.listdir(folder))
+    code = cli.main([*filter(None, [command]), *words.split(" ")] if words or not command else [command])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.endswith("\n")
+    assert len(err.splitlines()) == 1 and len(err) < 1000 and message in err, err
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_there_are_enough_of_them():
+    assert len(ROWS) > 200 and set(MISTAKES) - {""} == {name for names in cli.GROUPS.values() for name in names}
