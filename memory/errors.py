@@ -75,7 +75,7 @@ def remedy_for(word: str, names: Iterable[str]) -> str:
     """The remedy for an unknown name: the names that were probably meant, and all that there are."""
     names = list(names)
     near = did_you_mean(word, names)
-    return f"{near} Choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
+    return f"{near} Else choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
 def in_one_line(text: str) -> str:

@@ -27,7 +27,7 @@ def test_at_most_three_are_named():
 
 
 def test_the_remedy_has_the_nearest_and_all():
-    assert remedy_for("ful", ["none", "full"]) == "did you mean full? Choose one of none, full"
+    assert remedy_for("ful", ["none", "full"]) == "did you mean full? Else choose one of none, full"
     assert remedy_for("zzz", ["none", "full"]) == "choose one of none, full"
 
 

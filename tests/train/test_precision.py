@@ -49,7 +49,7 @@ def test_every_role_has_a_key():
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"preset": "bf61"}, r"precision.preset='bf61': choose one of fp32, bf16, bf16_grads"),
+    ({"preset": "bf61"}, r"did you mean bf16.? Else choose one of fp32, bf16, bf16_grads"),
     ({"compute": "int8"}, r"precision.compute='int8': choose one of float32, bfloat16, float16"),
     ({"rounding": "stochastic"}, r"set precision.param=bfloat16 or precision.rounding=nearest"),
     ({"preset": "fp32", "cast": "step"}, r"nothing to cast; set precision.cast=layer"),

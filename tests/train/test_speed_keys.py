@@ -62,7 +62,7 @@ def test_what_is_recomputed_stays_recomputed():
     ({"model.unroll": 2, "remat.layers": "0-3:full"}, "does not divide the 3 layers .*remat.policy=full.*: 1 does"),
     ({"model.unroll": 0}, "model.unroll=0: give 1 or more"),
     ({"model.unroll": 2, "model.scan": False}, "model.unroll=2 with model.scan=false, which has no loop"),
-    ({"xla.gemm": "cutlass"}, "xla.gemm='cutlass': choose one of cublas, triton, or leave it empty"),
+    ({"xla.gemm": "cutlass"}, "did you mean cublas. Else choose one of cublas, triton, or leave it empty"),
     ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, and the platform is cpu"),
 ])
 def test_mistakes_in_one_line(overrides, message):

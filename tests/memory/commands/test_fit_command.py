@@ -24,7 +24,7 @@ SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=3
     (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
     (["--budget=x"], "--budget: 'x' is not a valid size"),
     (["--budget=100GiB"], "--budget=100GiB: a device has 72.32 GiB available"),
-    (["--levers=remat,rmat"], "no lever 'rmat'; choose from remat, micro"),
+    (["--levers=remat,rmat"], "no lever 'rmat': did you mean remat"),
     (["--batch-tokens=5"], "--batch-tokens=5: sequences have 16 tokens; give a multiple of that"),
     (["--batch-tokens=0"], "--batch-tokens=0: give 1 or more"),
     (["--batch-tokens=32"], "over 1 ranks with batch.micro=8: give --batch-tokens=128"),

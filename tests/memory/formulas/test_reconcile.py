@@ -262,7 +262,7 @@ def test_the_report_command(capsys, tmp_path):
 def test_the_compare_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "c.json"
-    words = ["compare", *SMALL, "--remat=dots,custom(up)+offload(block_in),custom(nothing)",
+    words = ["compare", *SMALL, "--remat=dots,custom(up)+offload(block_in),custom(act_fp8)",
              f"--json={out}", "--jobs=1"]
     assert main([*words, "--formulas"]) == 0
     dots, custom, wrong = json.loads(out.read_text())["rows"]
@@ -270,7 +270,7 @@ def test_the_compare_command(tmp_path, monkeypatch, capsys):
     assert custom["formula"]["hardware_flops"] == custom["hardware_flops"]
     assert custom["formula"]["residual_bytes"] == 2 * (2 * 16 * 32 * 4 + 2 * 16 * 64 * 4)
     assert custom["overrides"] == {"remat.policy": "custom", "remat.save": ["up"], "remat.offload": ["block_in"]}
-    assert "remat.save names 'nothing': choose from" in wrong["status"] and wrong["formula"] is None
+    assert "'act_fp8' does not occur in this program" in wrong["status"] and wrong["formula"] is None
     text = capsys.readouterr().out
     assert "no formula" in text and "custom(up)" in text
     words[words.index("--jobs=1")] = "--remat=dots"  # out of the cache

@@ -173,7 +173,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("words", "message"), [
     ([], "no config"),
-    (["--config=tiny", "--stages=bf17"], "no stage 'bf17'; choose from fp32"),
+    (["--config=tiny", "--stages=bf17"], "no stage 'bf17': did you mean bf16? Else choose one of fp32"),
     (["--config=tiny", "--target=h300"], "h300"),
     (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
     (["--config=tiny", "--stages=full", "--config.remat.policy=none"], "no stage is left: full: --config.remat.policy"),

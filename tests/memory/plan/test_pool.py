@@ -198,16 +198,16 @@ def test_ctrl_c_keeps_what_is_finished(fake, tmp_path, request):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Two policies, one that does not exist, measured; then the same out of the cache; then a page."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ["compare", "--config=tiny", *SMALL, "--target=cpu:1", "--remat=none,full,ful", "--measure",
+    words = ["compare", "--config=tiny", *SMALL, "--target=cpu:1", "--remat=none,full,custom(act_fp8)", "--measure",
              f"--json={tmp_path / 'c.json'}"]
     assert command.main(words) == 0
     first = json.loads((tmp_path / "c.json").read_text())
     none, full, wrong = first["rows"]
-    assert [r["overrides"] for r in first["rows"]] == [{"remat.policy": p} for p in ("none", "full", "ful")]
+    assert [r["overrides"]["remat.policy"] for r in first["rows"]] == ["none", "full", "custom"]
     assert none["temp_bytes"] > full["temp_bytes"] > 0 and none["residual_bytes"] > full["residual_bytes"]
     assert none["breakdown"]["residuals"] == none["residual_bytes"] and none["fits"] is True
     assert none["measured"]["step_seconds"] > 0 and none["measured"]["peak_bytes"] is None
-    assert "choose one of" in wrong["status"] and wrong["peak_bytes"] is None and wrong["measured"] is None
+    assert "does not occur in this program" in wrong["status"] and wrong["peak_bytes"] is None and wrong["measured"] is None
     assert first["target"]["name"] == "cpu:1" and "jax" in first["versions"]
     assert first["best"]["flags"].startswith("--config.remat.policy=")
 
