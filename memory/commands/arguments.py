@@ -117,7 +117,7 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Raises ReportError for a file of --json or --html that cannot be written, before anything long begins."""
-    for path in filter(None, (args.json, getattr(args, "html", None))):
+    for path in filter(None, (vars(args).get(flag) for flag in ("json", "html"))):
         if not os.path.isdir(path.absolute().parent):
             raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
         if os.path.isdir(path):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from bytescope.memory import records
-from bytescope.memory.commands.arguments import write
+from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import diff
 from bytescope.memory.text import diff as diff_text
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", metavar="AFTER.json", help="the report to compare")
     parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
                         help="exit with 1 if peak or allocated bytes grew by more than this")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the difference as a page that opens offline: "
-                        "both timelines, and what grew")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="write the difference as a page that opens "
+                        "offline: both timelines, and what grew")
 
 
 def _percent(text: str) -> float:
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     """Prints the table; 1 when memory grew by more than --fail-above, else 0."""
     if overrides:
         raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
+    check_files(args)
     before, after = records.load(args.before), records.load(args.after)
     changes = diff.diff(before, after)
     console = Console(width=WIDTH) if not Console().is_terminal else Console()
