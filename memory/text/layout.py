@@ -83,7 +83,8 @@ class Items:
             if line.cell_len > options.max_width:
                 *whole, line = wrap(line, options.max_width, console)
                 yield from map(ignoring, whole)
-        yield ignoring(line)
+        if line:
+            yield ignoring(line)
 
 
 class Command:
@@ -134,14 +135,14 @@ def _parts(argument: str, width: int) -> list[str]:
     return [shlex.quote(part) for part in out if part]
 
 
-def blocks(*parts: RenderableType | None) -> Group:
-    """The parts under each other with one blank line between; None and empty text are left out."""
+def blocks(*parts: RenderableType | None) -> Group | None:
+    """The parts under each other with one blank line between; None and empty text are left out. None for no part."""
     out: list[RenderableType] = []
     for part in parts:
         if part is None or (isinstance(part, str | Text) and not str(part)):
             continue
         out += [Text(), part] if out else [part]
-    return Group(*out)
+    return Group(*out) if out else None
 
 
 class Pair:
@@ -152,16 +153,22 @@ class Pair:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._left is None or self._right is None or options.max_width < TWO_COLUMNS:
-            yield blocks(self._left, self._right)
+            yield blocks(self._left, self._right) or Group()
             return
-        left = [Text.assemble(*((s.text, s.style or "") for s in line)) for line in
-                console.render_lines(self._left, options.update(width=(options.max_width - self._gap) * 6 // 11),
-                                     pad=False)]
+        room = options.max_width - self._gap
+        wanted = [Measurement.get(console, options, part).maximum for part in (self._left, self._right)]
+        least = room * 2 // 5  # of what the other one leaves
+        left = _lines(self._left, max(min(wanted[0], room - min(wanted[1], least)), 1), console, options)
         wide = max((line.cell_len for line in left), default=0) + self._gap
-        right = [Text.assemble(*((s.text, s.style or "") for s in line)) for line in
-                 console.render_lines(self._right, options.update(width=options.max_width - wide), pad=False)]
+        right = _lines(self._right, options.max_width - wide, console, options)
         for number in range(max(len(left), len(right))):
             line = left[number] if number < len(left) else Text()
             if number < len(right) and right[number]:
                 line = Text.assemble(line, " " * (wide - line.cell_len), right[number])
             yield ignoring(line)
+
+
+def _lines(part: RenderableType, width: int, console: Console, options: ConsoleOptions) -> list[Text]:
+    """A block as the lines that it prints at a width."""
+    rendered = console.render_lines(part, options.update(width=width), pad=False)
+    return [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in rendered]

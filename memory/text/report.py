@@ -1,65 +1,85 @@
-"""The report on one screen of a terminal, 100 columns wide."""
+"""The report on one screen of a terminal: two columns from 100 columns on, one below that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from bytescope.memory.config_keys import REMAT_LAYERS, REMAT_POLICY
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
+from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
+from bytescope.memory.text.layout import Items, Pair, Prose, blocks, ignoring
+from bytescope.memory.text.table import Column, FigureTable, figure, fixed, label, words
 from bytescope.memory.units import human
 
-WIDTH = 100
+WIDTH = DEFAULT_WIDTH
 _FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
 PHASE_STYLE = {"argument": "dim", "forward": "blue", "recompute": "yellow", "backward": "magenta",
                "optimizer": "green", "output": "dim", "": "dim"}
-_BAR, _NAMES, _FINDINGS, _TRAFFIC, _COLLECTIVES = 22, 7, 5, 6, 4
+_BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES = 20, 7, 30, 5, 6, 4
 # Kinds and collectives of less than this share of the bytes on the wire are summed in one line.
 _SMALL = 0.001
+# The timeline is no wider than this: more columns would show the same curve.
+_CURVE = 120
 
 
-def show(report: Report, console: Console | None = None, batch: str = "") -> None:
-    """Prints the report, to a console of 100 columns when none is given; `batch`: the algebra of its batch."""
-    (console or Console(width=WIDTH)).print(render(report, batch))
+def show(report: Report, console: Console | None = None, batch: str = "", subject: str = "") -> None:
+    """Prints the report, to stdout when no console is given; for `batch` and `subject` see `render`."""
+    put(render(report, batch, subject), console)
 
 
-def render(report: Report, batch: str = "") -> RenderableType:
-    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
-    parts: list[RenderableType] = [_head(report)]
-    if batch:
-        parts.append(Text(batch, style="dim"))
-    columns = Table.grid(padding=(0, 3))
-    columns.add_row(_breakdown(report), Group(
-        _names("residuals by checkpoint name", report.residuals_by_name),
-        _names("workspace by phase and component", report.workspace_by_scope)))
-    parts += [Text(), columns, _timeline(report), _ledger(report), _zero(report), _communication(report),
-              _transfers(report), _roofline(report), *_findings(report)]
-    if report.method != "heap_trace":
-        parts.append(Text(f"method: {METHODS.get(report.method, report.method)}", style="yellow"))
-    parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
-    return Group(*parts)
+def render(report: Report, batch: str = "", subject: str = "") -> RenderableType:
+    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings.
+
+    batch: the algebra of its batch. subject: the name of its config; the compiler's name of the program without one.
+    """
+    return blocks(
+        _head(report, batch, subject),
+        _composition(report),
+        _timeline(report), _ledger(report), _zero(report), _communication(report), _largest(report),
+        _transfers(report), _findings(report), _remarks(report))
 
 
-def _head(report: Report) -> RenderableType:
+def _head(report: Report, batch: str, subject: str) -> RenderableType:
     target = report.target.get("name", "an unnamed target")
     kind = report.target.get("kind", "")
-    title = Text.assemble((report.program or "program", "bold"), f" on {target}",
-                          f" ({kind})" if kind else "", (f"  {versions_text(report.versions)}", "dim"))
+    title = Text.assemble((one_line(subject or report.program or "program"), "bold"), f" on {one_line(str(target))}",
+                          f" ({one_line(str(kind))})" if kind else "")
+    policy = remat_of(report.config)
+    named = [title, *([f"remat {policy}"] if policy else []), Text(versions_text(report.versions), style="dim")]
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
-    peak = Text.assemble("peak ", (human(report.peak_bytes), "bold"), "   allocated ",
-                         (human(report.allocated_bytes), "bold"), share, "   ",
-                         (report.verdict.upper(), VERDICT_STYLE.get(report.verdict, "bold")))
+    peak = (Text.assemble("peak ", (human(report.peak_bytes), "bold")),
+            Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
+            Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold")))
     xla = report.xla
     stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
              ("on chip", report.on_chip_bytes))
-    sizes = "  ".join(f"{name} {human(size)}" for name, size in stats if size)
-    return Group(title, peak, *(Text(line, style="dim") for line in (sizes, overheads(report)) if line))
+    below = (batch, at_least(report))
+    return Group(Items(filter(None, named)), Items(peak, gap=3), *(Prose(line) for line in below if line),
+                 Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
+                 *([Prose(overheads(report), "dim")] if overheads(report) else []))
+
+
+def remat_of(config: Mapping[str, object]) -> str:
+    """The remat policy of a config of the trainer's, layer ranges first: "0-3:full, dots"; "" for any other config."""
+    policy, ranges = config.get(REMAT_POLICY), config.get(REMAT_LAYERS)
+    if not isinstance(policy, str):
+        return ""
+    return ", ".join((*map(str, ranges if isinstance(ranges, list | tuple) else ()), policy))
+
+
+def at_least(report: Report) -> str:
+    """The predicted time of an update in one line: "at least", since no program reaches a data sheet's rates; "" where
+    unknown."""
+    if not report.roofline:
+        return ""
+    return f"at least {_terms(report)}"
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
@@ -81,48 +101,68 @@ def _items(report: Report, where: str) -> str:
     return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.unseen if row.where == where)
 
 
-def _breakdown(report: Report) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
-    largest = max([*report.breakdown.values(), 1])
+def _composition(report: Report) -> RenderableType | None:
+    """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
+    left = _breakdown(report)
+    right = blocks(_names("residuals by checkpoint name", report.residuals_by_name),
+                   _names("workspace by phase and component", report.workspace_by_scope))
+    return Pair(left, right) if left or right else None
+
+
+def _breakdown(report: Report) -> RenderableType | None:
+    if not any(report.breakdown.values()):
+        return None
+    table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
+    largest = max(report.breakdown.values())
     for row, size in report.breakdown.items():
         if size:
-            table.add_row(row, human(size), f"{size / max(report.peak_bytes, 1):.1%}",
-                          Text("█" * max(round(_BAR * size / largest), 1 if size else 0), style="cyan"))
+            table.add(row, human(size), f"{size / max(report.peak_bytes, 1):.1%}", _bar(size / largest))
     return Group(Text("at the peak", style="bold"), table)
 
 
-def _names(title: str, sizes: Mapping[str, int]) -> RenderableType:
+def _bar(share: float) -> str:
+    """A bar of up to 20 columns; a sliver for less than half a column."""
+    return "█" * round(_BAR * share) or "▏"
+
+
+def _names(title: str, sizes: Mapping[str, int]) -> RenderableType | None:
     if not sizes:
-        return Text()
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    table.add_column(no_wrap=True, max_width=30, overflow="ellipsis")
-    table.add_column(justify="right", no_wrap=True)
+        return None
+    table = FigureTable(label(), figure())
     rows = sorted(sizes.items(), key=lambda item: -item[1])
     for name, size in rows[:_NAMES]:
-        table.add_row(name, human(size))
+        table.add(shorten(one_line(name), _NAME), human(size))
     rest = sum(size for _, size in rows[_NAMES:])
     if rest:
-        table.add_row(f"{len(rows) - _NAMES} more", human(rest), style="dim")
+        table.add(f"{len(rows) - _NAMES} more", human(rest), style="dim")
     return Group(Text(title, style="bold"), table)
 
 
-def _timeline(report: Report) -> RenderableType:
-    """Live bytes over the step in 94 columns, each the most of its points, coloured and lettered by phase."""
+class _Curve:
+    """Live bytes over the step, a column each the most of its points, coloured and lettered by phase."""
+
+    def __init__(self, timeline: tuple[TimelinePoint, ...]) -> None:
+        self._timeline = timeline
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        most = max(max(point.bytes for point in self._timeline), 1)
+        curve, phases = Text(), Text(style="dim")
+        for point in _buckets(self._timeline, min(options.max_width, _CURVE)):
+            style = PHASE_STYLE.get(point.phase, "dim")
+            curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
+            phases.append(one_line(point.phase[:1]) or " ", style=style)
+        yield ignoring(curve)
+        yield ignoring(phases)
+
+
+def _timeline(report: Report) -> RenderableType | None:
     if len(report.timeline) < 2:
-        return Text()
-    buckets = list(_buckets(report.timeline, WIDTH - 6))
-    most = max(max(point.bytes for point in report.timeline), 1)
-    curve, phases = Text(), Text(style="dim")
-    for point in buckets:
-        style = PHASE_STYLE.get(point.phase, "dim")
-        curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
-        phases.append(point.phase[:1] or " ", style=style)
+        return None
     legend = Text("timeline  ", style="bold")
     for phase in STEP_PHASES:
         legend.append(f"{phase} ", style=PHASE_STYLE[phase])
-    return Group(Text(), legend, curve, phases)
+    legend.rstrip()
+    return Group(legend, _Curve(report.timeline))
 
 
 def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[TimelinePoint]:
@@ -132,93 +172,85 @@ def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[Timeli
         yield max(timeline[start:max(stop, start + 1)], key=lambda point: point.bytes)
 
 
-def _ledger(report: Report) -> RenderableType:
+def _ledger(report: Report) -> RenderableType | None:
     rows = [row for row in report.ledger if row.bytes_per_param >= 0.005]
     if not rows:
-        return Text()
-    line = Text("bytes per parameter  ", style="bold")
-    for row in rows[:-1]:
-        line.append(f"{row.role} {row.dtype} {row.bytes_per_param:.2f}  ")
-    line.append(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")
-    return Group(Text(), line)
+        return None
+    parts = [f"{row.role} {row.dtype} {row.bytes_per_param:.2f}" for row in rows[:-1]]
+    return Items([*parts, Text(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")],
+                 title="bytes per parameter")
 
 
-def _table(title: str, *headings: str) -> Table:
-    """A table whose first column is the title's; figures to the right, the last column words."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column(Text(title, style="bold not dim"), no_wrap=True)
-    for heading in headings[:-1]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(headings[-1], no_wrap=True, overflow="ellipsis", style="dim")
+def _zero(report: Report) -> RenderableType | None:
+    """ZeRO's bytes per parameter compared with what is held."""
+    if not report.zero:
+        return None
+    table = _table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
+    for row in report.zero:
+        table.add(row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason,
+                  style="bold" if row.role == "total" else "")
     return table
 
 
-def _zero(report: Report) -> RenderableType:
-    """ZeRO's bytes per parameter compared with what is held."""
-    if not report.zero:
-        return Text()
-    table = _table("bytes per parameter", "ZeRO", "held", "why")
-    table.columns[-1].no_wrap = False
-    for row in report.zero:
-        table.add_row(row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason,
-                      style="bold" if row.role == "total" else "")
-    return Group(Text(), table)
+def _table(title: str, *columns: Column) -> FigureTable:
+    """A table whose first column is the title's, the other titles dim."""
+    return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
 
 
-def _communication(report: Report) -> RenderableType:
-    """Bytes per step by kind and axes with the formula, and the largest collectives with what overlaps them."""
+def _communication(report: Report) -> RenderableType | None:
+    """Bytes per step by kind and axes with the formula."""
     if not report.communication:
-        return Text()
-    table = _table("communication", "over", "times", "payload", "sent", "exposed", "formula", "of")
+        return None
+    table = _table("communication", label("over"), figure("times"), figure("payload"), figure("sent"),
+                   figure("exposed"), figure("formula"), words("of"))
     sent = sum(row.wire_bytes for row in report.communication)
     large = [row for row in report.communication if max(row.wire_bytes, row.formula_bytes or 0) > _SMALL * sent]
     for row in large[:_TRAFFIC]:
-        table.add_row(row.kind.removeprefix("collective-"), over(row.axes, row.group), f"{row.times:,}",
-                      human(row.bytes), human(row.wire_bytes),
-                      f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
-                      human(row.formula_bytes) if row.formula_bytes is not None else "", row.formula)
+        table.add(row.kind.removeprefix("collective-"), over(row.axes, row.group), f"{row.times:,}",
+                  human(row.bytes), human(row.wire_bytes),
+                  f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
+                  human(row.formula_bytes) if row.formula_bytes is not None else "", row.formula)
     rest = [row for row in report.communication if row not in large[:_TRAFFIC]]
     if rest:
-        table.add_row(f"{len(rest)} more", "", f"{sum(row.times for row in rest):,}", human(sum(r.bytes for r in rest)),
-                      human(sum(r.wire_bytes for r in rest)), style="dim")
-    return Group(Text(), table, *_largest(report, sent))
+        table.add(f"{len(rest)} more", "", f"{sum(row.times for row in rest):,}", human(sum(r.bytes for r in rest)),
+                  human(sum(r.wire_bytes for r in rest)), style="dim")
+    return table
 
 
-def _transfers(report: Report) -> RenderableType:
+def _transfers(report: Report) -> RenderableType | None:
     """Bytes per step over the host link and the seconds that they cost."""
     if not report.transfers:
-        return Text()
-    table = _table("host link", "bytes per step", "seconds", "phase")
+        return None
+    table = _table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
     for row in report.transfers:
-        seconds = f"{row.seconds:.3g}" if row.seconds else ""
-        table.add_row(row.direction, human(row.bytes), seconds, row.phase or "model")
-    return Group(Text(), table)
-
-
-def _roofline(report: Report) -> RenderableType:
-    found = roofline(report)
-    return Text.assemble("\n", ("roofline: ", "bold"), found.removeprefix("roofline: ")) if found else Text()
+        table.add(row.direction, human(row.bytes), f"{row.seconds:.3g}" if row.seconds else "", row.phase or "model")
+    return table
 
 
 def roofline(report: Report) -> str:
     """The seconds of one call of the step by the roofline, in all and by term, in one line; "" where unknown."""
-    if not report.roofline:
-        return ""
+    return f"roofline: {_terms(report)}" if report.roofline else ""
+
+
+def _terms(report: Report) -> str:
     total, terms = report.roofline["total"], report.roofline["by_term"]
     parts = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
                       if taken > _SMALL * total)
-    return f"roofline: {total:.3g} s per step: {parts}; by {report.roofline['source']}"
+    return f"{total:.3g} s per step: {parts}; by {report.roofline['source']}"
 
 
-def _largest(report: Report, sent: int) -> list[RenderableType]:
-    table = _table("largest collectives", "over", "times", "sent", "in flight", "overlapped by", "where")
+def _largest(report: Report) -> RenderableType | None:
+    """The largest collectives with what overlaps them."""
+    table = _table("", label("over"), figure("times"), figure("sent"), figure("in flight"),
+                   figure("overlapped by"), label("where", "dim"))
+    sent = sum(row.wire_bytes for row in report.communication)
     listed = sorted(report.collectives, key=lambda item: -item.times * item.wire_bytes)[:_COLLECTIVES]
     for item in listed:
         if item.times * item.wire_bytes > _SMALL * sent:
             where = "/".join(part for part in (item.phase, item.component) if part)
-            table.add_row(item.name.removeprefix("collective-")[:24], over(item.axes, item.group), f"{item.times:,}",
-                          human(item.times * item.wire_bytes), human(item.in_flight_bytes), overlapped_by(item), where)
-    return [Text(), table] if table.row_count else []
+            table.add(item.name.removeprefix("collective-"), over(item.axes, item.group), f"{item.times:,}",
+                      human(item.times * item.wire_bytes), human(item.in_flight_bytes), overlapped_by(item), where)
+    return Group(Text("largest collectives", style="bold"), table) if table.rows else None
 
 
 def over(axes: Iterable[str], group: int) -> str:
@@ -238,10 +270,19 @@ def overlapped_by(item: Collective) -> str:
     return operations
 
 
-def _findings(report: Report) -> list[RenderableType]:
-    out: list[RenderableType] = [Text()] if report.findings else []
-    for finding in report.findings[:_FINDINGS]:
-        out.append(Text.assemble(("! ", "bold yellow"), finding.message, (f": {finding.remedy}", "dim")))
+def _findings(report: Report) -> RenderableType | None:
+    if not report.findings:
+        return None
+    out = [Prose(Text.assemble(("! ", "bold yellow"), safe(finding.message), (f": {safe(finding.remedy)}", "dim")))
+           for finding in report.findings[:_FINDINGS]]
     if len(report.findings) > _FINDINGS:
-        out.append(Text(f"  and {len(report.findings) - _FINDINGS} more findings", style="dim"))
-    return out
+        out.append(Prose(f"  and {len(report.findings) - _FINDINGS} more findings", "dim"))
+    return Group(*out)
+
+
+def _remarks(report: Report) -> RenderableType | None:
+    """How lifetimes were found where not exactly, and what else is not exact."""
+    lines = [f"note: {note}" for note in report.notes]
+    if report.method != "heap_trace":
+        lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
+    return Group(*(Prose(line, "yellow") for line in lines)) if lines else None

@@ -18,7 +18,7 @@ from bytescope.memory.text.console import one_line, shorten
 from bytescope.memory.text.layout import Prose, as_text, ignoring, wrap
 
 # Columns that a label keeps, and that words need beside their row; with less they go under it.
-LEAST_LABEL, LEAST_WORDS = 12, 24
+LEAST_LABEL, LEAST_WORDS = 10, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +121,16 @@ class FigureTable:
         widths = self._shrunk(natural, width)
         if self._total(widths) > width and (under := [at for at in natural if self.columns[at].under]):
             widths = self._shrunk({at: wide for at, wide in natural.items() if at not in under}, width)
-        out, key = [], next(iter(widths))
+        found, key = [], next(iter(widths))
         block = {key: widths.pop(key)}
         for at, wide in widths.items():
             if len(block) > 1 and self._total({**block, at: wide}) > width:
-                out.append((block, []))
+                found.append(block)
                 block = {key: block[key]}
             block[at] = wide
-        return [*out, (block, under)]
+        # What was shortened for one block may have room in a block of its own.
+        found = [self._shrunk({at: natural[at] for at in block}, width) for block in (*found, block)]
+        return [(block, under if block is found[-1] else []) for block in found]
 
     def _total(self, widths: dict[int, int]) -> int:
         return sum(widths.values()) + self._gap * (len(widths) - 1)
@@ -161,7 +163,8 @@ class FigureTable:
                 yield self._line({at: text[number] for at, text in lines.items() if number < len(text)}, widths, style)
             for at in under:
                 if cells[at]:
-                    text = cells[at].copy()
+                    title = as_text(self.columns[at].title).plain
+                    text = Text(f"{title}: " if title else "") + cells[at]
                     text.stylize(style or self.columns[at].style)
                     yield Prose(text, indent=4)
 
