@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from bytescope.memory.plan.diff import Change, version_changes
 from bytescope.memory.records import Report
+from bytescope.memory.text.layout import Items, blocks
+from bytescope.memory.text.table import FigureTable, figure, label
 from bytescope.memory.units import human
 
 _SHOWN = 20
 
 
 def render(before: Report, after: Report, changes: Iterable[Change]) -> RenderableType:
-    """The table: totals, changed categories and residuals, and the 20 buffers that changed most."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name, justify in (("", "left"), ("", "left"), ("before", "right"), ("after", "right"),
-                          ("change", "right"), ("%", "right")):
-        table.add_column(name, justify=justify, no_wrap=bool(name), overflow="fold")
-    buffers = 0
+    """The tables: totals, changed categories and residuals, and the 20 buffers that changed most; then versions."""
+    sizes = [change for change in changes if change.kind != "buffer"]
+    buffers = [change for change in changes if change.kind == "buffer"]
+    more = len(buffers) - _SHOWN
+    versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
+    return blocks(
+        _table("", sizes), _table("buffers that changed most", buffers[:_SHOWN]),
+        Text(f"and {more} more buffers", style="dim") if more > 0 else None,
+        Items(versions, style="dim", separator=";", gap=1) if versions else None) or Text("nothing to compare")
+
+
+def _table(title: str, changes: Sequence[Change]) -> FigureTable | None:
+    if not changes:
+        return None
+    table = FigureTable(label(title), figure("before"), figure("after"), figure("change"), figure("%"))
     for change in changes:
-        buffers += change.kind == "buffer"
-        if buffers > _SHOWN:
-            break
         percent = "new" if change.percent == float("inf") else f"{change.percent:+.1f}"
-        table.add_row(change.kind, change.name, human(change.before), human(change.after), _growth(change.growth),
-                      percent)
-    versions = (f"{name} {old} -> {new}" for name, old, new in version_changes(before, after))
-    table.caption = "; ".join(versions) or None
+        name = change.name if title else f"{change.kind} {change.name}"
+        table.add(name, human(change.before), human(change.after), _growth(change.growth), percent)
     return table
 
 

@@ -1,12 +1,12 @@
-"""The staircase on the terminal: a stacked bar per stage, then a table of what it adds and costs; 100 columns."""
+"""The staircase on the terminal: a stacked bar per stage, then a table of what it adds and costs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from bytescope.memory.config_keys import MODEL_ATTENTION
@@ -14,10 +14,14 @@ from bytescope.memory.plan.levers import Level, changes, first_that_fits, flags_
 from bytescope.memory.plan.rows import unit_of
 from bytescope.memory.records import ROWS
 from bytescope.memory.text.compare import cell, verdict
-from bytescope.memory.text.report import WIDTH, versions_text
+from bytescope.memory.text.console import one_line, put, safe, shorten
+from bytescope.memory.text.layout import Command, Items, Prose, blocks, ignoring
+from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.table import FigureTable, figure, value
 from bytescope.memory.units import human
 
-BAR = 56  # columns of the longest bar
+# Columns of the longest bar, and of the shortest that the names beside it make way for.
+BAR, LEAST_BAR = 56, 20
 
 # Category -> (letter of its bar where there is no colour, colour); the page's colours.
 COLOURS = {
@@ -30,8 +34,8 @@ COLOURS = {
 
 def show(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any], versions: Mapping[str, str],
          *, interrupted: bool = False, console: Console | None = None) -> None:
-    """Prints the staircase, to a console of 100 columns when none is given."""
-    (console or Console(width=WIDTH)).print(render(levels, left_out, target, versions, interrupted), crop=False)
+    """Prints the staircase, to stdout when no console is given."""
+    put(render(levels, left_out, target, versions, interrupted), console)
 
 
 def render(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any],
@@ -39,11 +43,12 @@ def render(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping
     """Head, bars, legend, table, what is left out, and the flags of the first level that fits and of the last."""
     unit, size = unit_of([level.row for level in levels])
     limit = next((level.row.limit_bytes for level in levels if level.row.limit_bytes), None)
-    head = Text.assemble((f"{len(levels)} stages", "bold"), f" on {target.get('name')}",
-                         f", limit {human(limit)}" if limit else "", (f"  {versions_text(versions)}", "dim"),
-                         f"\n{unit} allocated on each device, each stage with all before it:")
-    return Group(head, _bars(levels, size, limit), _legend(levels), Text(), _table(levels, size),
-                 *_below(levels, left_out, interrupted))
+    title = Text.assemble((f"{len(levels)} stages", "bold"), f" on {one_line(str(target.get('name')))}",
+                          f", limit {human(limit)}" if limit else "")
+    head = (Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
+            Prose(f"{unit} allocated on each device, each stage with all before it:"))
+    return blocks(Group(*head, _Bars(levels, size, limit), _legend(levels)), _table(levels, size) if levels else None,
+                  _below(levels, left_out, interrupted))
 
 
 def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
@@ -60,34 +65,37 @@ def bar(breakdown: Mapping[str, int], scale: int, width: int = BAR) -> Text:
     return out
 
 
-def _bars(levels: Sequence[Level], size: int, limit: int | None) -> RenderableType:
-    names = [f"{number} {level.title}" for number, level in enumerate(levels, 1)]
-    sizes = [f"{(level.row.allocated_bytes or 0) / size:,.2f}" for level in levels]
-    width = min(BAR, WIDTH - max(map(len, names), default=0) - max(map(len, sizes), default=0) - len("exceeds") - 3)
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, width=width)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    scale = scale_of([level.row.allocated_bytes or 0 for level in levels], limit)
-    for name, level, text in zip(names, levels, sizes):
-        word, style = verdict(level.row)
-        table.add_row(name, bar(level.row.breakdown, scale, width), text, Text(word, style))
-    if limit and limit <= scale:
-        column = min(round(width * limit / scale), width - 1)
-        note, pad = f"limit {human(limit)}", " " * column
-        text = f"{pad}╵ {note}" if column + len(note) + 2 <= width else f"{pad[len(note) + 1:]}{note} ╵"
-        table.add_row("", Text(text, style="red"), "", "")
-    return table
+class _Bars:
+    """A bar per stage with its name, bytes and verdict, and under them the limit."""
+
+    def __init__(self, levels: Sequence[Level], size: int, limit: int | None) -> None:
+        self._levels, self._size, self._limit = levels, size, limit
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = [f"{number} {one_line(level.title)}" for number, level in enumerate(self._levels, 1)]
+        sizes = [f"{(level.row.allocated_bytes or 0) / self._size:,.2f}" for level in self._levels]
+        figures = max(map(len, sizes), default=0)
+        room = options.max_width - figures - len("exceeds") - 3
+        wide = max(min(max(map(cell_len, names), default=0), room - LEAST_BAR), 2)
+        width = max(min(BAR, room - wide), 4)
+        scale = scale_of([level.row.allocated_bytes or 0 for level in self._levels], self._limit)
+        for name, level, text in zip(names, self._levels, sizes):
+            word, style = verdict(level.row)
+            drawn = bar(level.row.breakdown, scale, width)
+            short = shorten(name, wide)
+            yield ignoring(Text.assemble(short, " " * (wide - cell_len(short) + 1), drawn,
+                                         " " * (width - drawn.cell_len + 1), f"{text:>{figures}} ", (word, style)))
+        if self._limit and self._limit <= scale:
+            column, note = min(round(width * self._limit / scale), width - 1), f"limit {human(self._limit)}"
+            text = f"{' ' * column}╵ {note}"
+            if len(text) > width:
+                text = f"{' ' * max(column - len(note) - 1, 0)}{note} ╵"
+            yield ignoring(Text(" " * (wide + 1) + text, style="red"))
 
 
-def _legend(levels: Sequence[Level]) -> Text:
-    out = Text()
-    for row in ROWS:
-        if any(level.row.breakdown.get(row) for level in levels):
-            letter, colour = COLOURS[row]
-            out.append(letter, style=f"{colour} reverse").append(f" {row.replace('_', '/')}  ")
-    return out
+def _legend(levels: Sequence[Level]) -> RenderableType:
+    return Items([Text.assemble((COLOURS[row][0], f"{COLOURS[row][1]} reverse"), f" {row.replace('_', '/')}")
+                  for row in ROWS if any(level.row.breakdown.get(row) for level in levels)])
 
 
 # Title, figure of a level, format: "" for bytes in the table's unit.
@@ -101,33 +109,27 @@ COLUMNS = (
 
 
 def _table(levels: Sequence[Level], size: int) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("what the stage adds")
-    for title in ("change", *(title for title, _, _ in COLUMNS)):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = FigureTable(value("what the stage adds"), figure("change"), *(figure(title) for title, _, _ in COLUMNS))
     for number, (level, change) in enumerate(zip(levels, changes(levels)), 1):
         cells = [cell(read(level), form, size) for _, read, form in COLUMNS]
         first, *rest = flags_of(level).split() or [level.title]
         chosen = f" → {level.kernel}" if f"{MODEL_ATTENTION}=auto" in first else ""
-        table.add_row(f"{number} {first}{chosen}", "" if change is None else f"{change / size:+,.2f}", *cells)
+        table.add(f"{number} {first}{chosen}", "" if change is None else f"{change / size:+,.2f}", *cells)
         for flag in rest:
-            table.add_row(f"  {flag}")
+            table.add(f"  {flag}")
     return table
 
 
-def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bool) -> list[RenderableType]:
-    out = [Text(f"left out: {name}: {why}", style="yellow") for name, why in left_out.items()]
-    out.append(Text("moved: bytes between device and host per call of the step; recomp: FLOPs that "
-                    "jax.checkpoint\nrecomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs",
-                    style="dim"))
+def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bool) -> RenderableType:
+    out: list[RenderableType] = [Prose(f"left out: {name}: {why}", "yellow") for name, why in left_out.items()]
+    out.append(Prose("moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
+                     "recomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs", "dim"))
     if interrupted:
-        out.append(Text("stopped: stages are missing; run the same command to continue", style="yellow"))
+        out.append(Prose("stopped: stages are missing; run the same command to continue", "yellow"))
     winner = first_that_fits(levels)
     if winner is None:
         out.append(Text("none of these fits", style="bold red"))
     for words, level in (("first that fits", winner), ("all of them", levels[-1] if levels else None)):
         if level is not None:
-            # In one line, however long: it is there to be copied.
-            out.append(Text.assemble((f"{words} ({level.title}):", "bold"), "\n  ",
-                                     (level.flags or "as configured", "bold green"), no_wrap=True, overflow="ignore"))
-    return out
+            out += [Prose(f"{words} ({safe(level.title)}):", "bold"), Command(level.flags or "as configured")]
+    return Group(*out)

@@ -1,4 +1,4 @@
-"""Where a step's time went, on one screen of a terminal, 100 columns wide."""
+"""Where a step's time went, on one screen of a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from bytescope.memory.profile.breakdown import PHASES, PICO, Breakdown
 from bytescope.memory.profile.op_scopes import COPIES, LOOPS
-from bytescope.memory.text.report import PHASE_STYLE, WIDTH
+from bytescope.memory.text.console import one_line, put
+from bytescope.memory.text.layout import Prose, blocks
+from bytescope.memory.text.report import PHASE_STYLE
+from bytescope.memory.text.table import FigureTable, figure, label
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 # Components of less than this share of the total are one row; so many of the longest instructions are shown.
@@ -21,8 +23,8 @@ _LEGEND = {"blocks": "blocks: reads and writes the stacks of the loop over layer
 
 
 def show(found: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
-    """Prints the breakdown, to a console of 100 columns when none is given. `predicted`: see `prediction`."""
-    (console or Console(width=WIDTH)).print(render(found, predicted))
+    """Prints the breakdown, to stdout when no console is given. `predicted`: see `prediction`."""
+    put(render(found, predicted), console)
 
 
 def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
@@ -32,11 +34,8 @@ def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> Rend
     def shown(seconds: float) -> str:
         return f"{seconds / scale:.3f}" if seconds else ""
 
-    parts = [_head(found, unit), _cells(found, shown), _legend(found), Text(), _host(found, shown), Text(),
-             _longest(found, shown)]
-    if predicted:
-        parts.append(Text("\n" + prediction(found, predicted)))
-    return Group(*parts)
+    return blocks(Group(_head(found, unit), _cells(found, shown), *_legend(found)), _host(found, shown),
+                  _longest(found, shown), Prose(prediction(found, predicted)) if predicted else None)
 
 
 def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
@@ -48,10 +47,10 @@ def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
             f"{measured / total:.3g} x")
 
 
-def _head(found: Breakdown, unit: str) -> Text:
+def _head(found: Breakdown, unit: str) -> RenderableType:
     many = f" and device, mean of {found.devices} devices" if found.devices > 1 else ""
-    return Text.assemble(("where an update's time goes", "bold"),
-                         f": {found.program}, {_updates(found.steps)}, {unit} per update{many}")
+    return Prose(Text.assemble(("where an update's time goes", "bold"),
+                               f": {one_line(found.program)}, {_updates(found.steps)}, {unit} per update{many}"))
 
 
 def _updates(steps: Sequence[int]) -> str:
@@ -61,26 +60,19 @@ def _updates(steps: Sequence[int]) -> str:
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column(Text(headings[0], style="bold not dim"), no_wrap=True, max_width=30, overflow="ellipsis")
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
-    return table
-
-
-def _cells(found: Breakdown, shown: Callable[[float], str]) -> Table:
+def _cells(found: Breakdown, shown: Callable[[float], str]) -> FigureTable:
     """Components down, phases across; the phases and components each add up to busy, with idle to the total."""
     phases = [phase for phase in PHASES if any(phase == other for other, _ in found.cells)]
-    table = _table("device", *(Text(phase, style=PHASE_STYLE.get(phase, "")) for phase in phases), "all", "%")
+    heads = (figure(Text(phase, style=PHASE_STYLE.get(phase, ""))) for phase in phases)
+    table = FigureTable(label(Text("device", style="bold")), *heads, figure("all"), figure("%"), heading="dim")
     rows: dict[str, dict[str, int]] = {}
     for (phase, component), taken in found.cells.items():
         rows.setdefault(component, {})[phase] = taken
     whole = found.devices * found.wall
 
     def add(name: str, row: Mapping[str, int], total: int, style: str = "") -> None:
-        table.add_row(name, *(shown(found.seconds(row.get(phase, 0))) for phase in phases),
-                      shown(found.seconds(total)), f"{total / whole:.1%}".rstrip("%"), style=style)
+        table.add(name, *(shown(found.seconds(row.get(phase, 0))) for phase in phases),
+                  shown(found.seconds(total)), f"{total / whole:.1%}".rstrip("%"), style=style)
 
     small: dict[str, int] = {}
     for component, row in sorted(rows.items(), key=lambda item: -sum(item[1].values())):
@@ -97,32 +89,34 @@ def _cells(found: Breakdown, shown: Callable[[float], str]) -> Table:
     return table
 
 
-def _legend(found: Breakdown) -> Text:
+def _legend(found: Breakdown) -> list[Prose]:
     components = {component for _, component in found.cells}
     lines = ["; ".join(text for word, text in _LEGEND.items() if word in components)]
     lines += [f"{name} hidden behind compute: {found.seconds(taken):.4g} s"
               for name, taken in found.hidden.items() if taken]
-    return Text("\n".join(line for line in lines if line), style="dim")
+    return [Prose(line, "dim") for line in lines if line]
 
 
 def _host(found: Breakdown, shown: Callable[[float], str]) -> RenderableType:
     if not found.host:
-        return Text("the trace has no annotated work of the host", style="dim")
-    table = _table("host", "all", "%", "device idle meanwhile", "times")
+        return Prose("the trace has no annotated work of the host", "dim")
+    table = FigureTable(label(Text("host", style="bold")), figure("all"), figure("%"), figure("device idle meanwhile"),
+                        figure("times"), heading="dim")
     for row in found.host:
-        table.add_row(row.name.replace("_", " "), shown(row.taken * PICO / found.updates),
-                      f"{row.taken / found.wall:.1%}".rstrip("%"), shown(row.idle * PICO / found.updates),
-                      str(row.count or ""))
+        table.add(row.name.replace("_", " "), shown(row.taken * PICO / found.updates),
+                  f"{row.taken / found.wall:.1%}".rstrip("%"), shown(row.idle * PICO / found.updates),
+                  str(row.count or ""))
     return table
 
 
-def _longest(found: Breakdown, shown: Callable[[float], str]) -> Table:
-    table = _table("longest instructions", "all", "%", "runs", "phase")
-    table.expand = True  # the last column has what the others leave
-    table.add_column("where", no_wrap=True, overflow="ellipsis", style="dim", ratio=1)
+def _longest(found: Breakdown, shown: Callable[[float], str]) -> RenderableType | None:
+    if not found.instructions:
+        return None
+    table = FigureTable(label(Text("longest instructions", style="bold")), figure("all"), figure("%"), figure("runs"),
+                        label("phase"), label("where", "dim"), heading="dim")
     for row in found.instructions[:_LONGEST]:
-        table.add_row(row.name, shown(found.seconds(row.taken)),
-                      f"{row.taken / (found.devices * found.wall):.1%}".rstrip("%"),
-                      f"{row.count / (found.devices * found.updates):.3g}", row.scope.phase,
-                      Text(row.scope.path or row.scope.component))
+        table.add(row.name, shown(found.seconds(row.taken)),
+                  f"{row.taken / (found.devices * found.wall):.1%}".rstrip("%"),
+                  f"{row.count / (found.devices * found.updates):.3g}", row.scope.phase,
+                  row.scope.path or row.scope.component)
     return table

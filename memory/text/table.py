@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
@@ -27,6 +28,8 @@ class Column:
 
     Fields:
         right: justified to the right. least: columns that it keeps, None for all. shrink: (text, width) -> its lines.
+        part: text -> columns of its longest part that stays whole, 0 where every width will do.
+        under: goes under its row where there is no room beside it.
     """
 
     title: str | Text = ""
@@ -34,6 +37,7 @@ class Column:
     right: bool = False
     least: int | None = None
     shrink: Callable[[Text, int, Console], list[Text]] | None = None
+    part: Callable[[str], int] = lambda text: 0
     under: bool = False
 
 
@@ -61,21 +65,25 @@ def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS) 
 
 
 def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
-    """A value that decides what the row is, such as a policy: wraps after commas and before a plus, never cut."""
+    """A value that decides what the row is, such as a policy: wraps after commas and before a plus; what is longer
+    than 24 columns without either is shortened in its middle."""
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
-        return [Text(line, style=text.style) for line in wrapped(text.plain, width).splitlines()]
+        return [Text(shorten(line, width), style=text.style) for line in wrapped(text.plain, width)]
 
-    return Column(title, style, least=least, shrink=shrink)
+    def part(text: str) -> int:
+        return min(max(map(cell_len, wrapped(text, 1)), default=0), LEAST_WORDS)
+
+    return Column(title, style, least=least, shrink=shrink, part=part)
 
 
-def wrapped(text: str, width: int) -> str:
+def wrapped(text: str, width: int) -> list[str]:
     """A value in lines of `width` columns, wrapped after commas and before a plus; a longer part stays whole."""
     out = [""]
     for part in re.findall(r"[^,+]+,?|[,+][^,+]*,?", text):
-        if out[-1] and len(out[-1]) + len(part) > width:
+        if out[-1] and cell_len(out[-1]) + cell_len(part) > width:
             out.append("")
         out[-1] += part if out[-1] else part.lstrip()
-    return "\n".join(out)
+    return out
 
 
 class FigureTable:
@@ -137,21 +145,24 @@ class FigureTable:
 
     def _shrunk(self, natural: dict[int, int], width: int) -> dict[int, int]:
         """The widths with sentences, then names, made narrower as far as is needed and as each allows."""
-        out = dict(natural)
+        out, floors = dict(natural), {at: self._least(at) for at in natural}
         for sentences in (True, False):
             able = [at for at in out if self.columns[at].least is not None and self.columns[at].under is sentences]
             while (excess := self._total(out) - width) > 0:
-                can = [at for at in able if out[at] > max(self.columns[at].least, self._title(at))]
+                can = [at for at in able if out[at] > floors[at]]
                 if not can:
                     break
                 at = max(can, key=out.__getitem__)
                 others = [out[other] for other in can if out[other] < out[at]]
-                floor = max(self.columns[at].least, self._title(at), *others)
+                floor = max(floors[at], *others)
                 out[at] = max(out[at] - excess, min(floor, out[at] - 1))
         return out
 
-    def _title(self, at: int) -> int:
-        return as_text(self.columns[at].title).cell_len
+    def _least(self, at: int) -> int:
+        """The columns that a column keeps."""
+        column = self.columns[at]
+        parts = (column.part(row[at].plain) for row, _ in self.rows)
+        return max(column.least or 0, as_text(column.title).cell_len, *parts)
 
     def _block(self, widths: dict[int, int], under: Sequence[int], console: Console) -> Iterable[Text | Prose]:
         titles = {at: Text.assemble((as_text(self.columns[at].title).plain, self._title_style(at))) for at in widths}
