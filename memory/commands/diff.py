@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from bytescope.memory import records
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import diff
 from bytescope.memory.text import diff as diff_text
-from bytescope.memory.text.report import WIDTH
+from bytescope.memory.text.console import put
+from bytescope.memory.text.layout import Prose
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -46,8 +45,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     check_files(args)
     before, after = records.load(args.before), records.load(args.after)
     changes = diff.diff(before, after)
-    console = Console(width=WIDTH) if not Console().is_terminal else Console()
-    console.print(diff_text.render(before, after, changes))
+    put(diff_text.render(before, after, changes))
     if args.html:
         from bytescope.memory.pages import diff as diff_page
 
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     failed = diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
-        console.print(f"{change.name} grew {percent}, above {args.fail_above:g} %", style="bold red")
+        put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))
     return 1 if failed else 0
 
 

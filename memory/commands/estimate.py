@@ -160,40 +160,43 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
 
 
 def show(found: Estimate, console: Any = None) -> None:
-    """Prints the estimate, to a console of 100 columns when none is given."""
-    from rich.console import Console
-    from rich.table import Table
+    """Prints the estimate, to stdout when no console is given."""
+    from rich.console import Group
+    from rich.text import Text
 
-    from bytescope.memory.text.report import WIDTH
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.layout import Items, Prose
 
-    console = console or Console(width=WIDTH)
     q, layout = found.question, found.question.layout
-    console.print(f"[bold]{q.parameters:,.0f} parameters[/bold]  {q.model.layers} layers, width {q.model.width}, "
-                  f"{q.model.heads} heads, {q.batch} x {q.sequence} tokens", highlight=False)
     tensor = f"tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
-    console.print(f"{tensor}, ZeRO {layout.zero} over {layout.data}; {q.precision}, {q.optimizer}, {q.attention} "
-                  "attention; per device", highlight=False)
+    parts = [
+        Items([Text(f"{q.parameters:,.0f} parameters", style="bold"), f"{q.model.layers} layers, width "
+               f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens"]),
+        Prose(f"{tensor}, ZeRO {layout.zero} over {layout.data}; {q.precision}, {q.optimizer}, {q.attention} "
+              "attention; per device"),
+        _table(found), *(Prose(f"note: {note}", "dim") for note in found.notes)]
+    put(Group(*parts), console)
+
+
+def _table(found: Estimate) -> Any:
+    """Bytes by row and policy, in decimal and in binary units."""
+    from bytescope.memory.text.table import FigureTable, figure, words
+
     document = found.to_json()
     unit, size_of, binary, binary_size = next(row for least, *row in UNITS if found.total("none") >= least)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("B/param", justify="right")
-    for policy in found.activations:
-        table.add_column(f"{policy}, {unit}", justify="right")
-        table.add_column(binary, justify="right", style="dim")
+    heads = (figure(*about) for policy in found.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
+    table = FigureTable(words(style="", least=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
         if row == "host" and not found.host:
             continue
         each = document["per_parameter"].get(row)
         sizes = [document["policies"][policy][row] for policy in found.activations]
-        table.add_row(title, "" if each is None else f"{each:.4g}",
-                      *(cell for size in sizes for cell in (f"{size / size_of:,.2f}", f"{size / binary_size:,.2f}")),
-                      style="bold" if row == "total" else None)
+        table.add(title, "" if each is None else f"{each:.4g}",
+                  *(cell for size in sizes for cell in (f"{size / size_of:,.2f}", f"{size / binary_size:,.2f}")),
+                  style="bold" if row == "total" else "")
     ratios = [f"{flops / found.model_flops:.3f}" for flops in found.hardware_flops.values()]
-    table.add_row("hardware over model FLOPs", "", *(cell for ratio in ratios for cell in (ratio, "")))
-    console.print(table, highlight=False)
-    for note in found.notes:
-        console.print(f"note: {note}", style="dim", highlight=False)
+    table.add("hardware over model FLOPs", "", *(cell for ratio in ratios for cell in (ratio, "")))
+    return table
 
 
 def _write(args: argparse.Namespace, found: Estimate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bytescope.memory.commands.arguments import Parser
@@ -65,15 +66,14 @@ LISTINGS: Mapping[str, Callable[[Trainer], tuple[Sequence[str], Rows]]] = {
 
 
 def show(headings: Sequence[str], rows: Rows) -> None:
-    """Prints a table; its last column wraps, the others are never cut."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Prints a table: columns of numbers to the right, a last column of words wrapped."""
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.table import FigureTable, figure, fixed, words
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in headings:
-        table.add_column(heading, no_wrap=heading != headings[-1], overflow="fold")
+    rows = list(rows)
+    numbers = [all(re.fullmatch(r"[\d.,]*", row[at]) for row in rows) for at in range(len(headings))]
+    table = FigureTable(*(figure(heading) if number else words(heading, style="") if at == len(headings) - 1
+                          else fixed(heading) for at, (heading, number) in enumerate(zip(headings, numbers))))
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(table)
+        table.add(*row)
+    put(table)

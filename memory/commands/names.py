@@ -24,11 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the table; nothing is compiled."""
-    from rich.console import Console
-
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
-    from bytescope.memory.text.report import WIDTH
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.layout import Prose
 
     if not args.config:
         raise ReportError(NO_CONFIG)
@@ -38,10 +37,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     jaxpr, sharding = trainer.names(args.config, overrides, targets.parse(args.target))
     tensors = named_tensors(jaxpr)
     rows = [row(tensor, sharding) for tensor in tensors]
-    console = Console(width=WIDTH)
-    console.print(_table(rows))
+    put(_table(rows))
     for line in too_wide(tensors):
-        console.print(line, style="yellow")
+        put(Prose(line, "yellow"))
     if args.json:
         write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
     return 0
@@ -59,16 +57,16 @@ def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
-    from rich.table import Table
+    from rich.console import Group
+    from rich.text import Text
 
+    from bytescope.memory.text.table import FigureTable, figure, fixed, label
     from bytescope.memory.units import human
 
-    table = Table(title="checkpoint names in the order of computation; bytes and FLOPs on one device",
-                  title_justify="left", box=None, padding=(0, 1))
-    for heading in ("name", "tensor", "sharding", "layers", "per layer", "total", "recompute GFLOP"):
-        table.add_column(heading, justify="left" if heading in ("name", "tensor", "sharding") else "right",
-                         no_wrap=heading != "sharding")
+    table = FigureTable(fixed("name"), fixed("tensor"), label("sharding"),
+                        *map(figure, ("layers", "per layer", "total", "recompute GFLOP")))
     for r in rows:
-        table.add_row(r["name"], f"{r['dtype']}{r['shape']}".replace(" ", ""), r["sharding"].replace("'", ""),
-                      str(r["copies"]), human(r["bytes_per_layer"]), human(r["bytes"]), f"{r['flops'] / 1e9:,.1f}")
-    return table
+        table.add(r["name"], f"{r['dtype']}{r['shape']}".replace(" ", ""), r["sharding"].replace("'", ""),
+                  str(r["copies"]), human(r["bytes_per_layer"]), human(r["bytes"]), f"{r['flops'] / 1e9:,.1f}")
+    title = "checkpoint names in the order of computation; bytes and FLOPs on one device"
+    return Group(Text(title, style="bold"), table)

@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from bytescope.memory import records
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, xplane
 from bytescope.memory.text import profile as profile_text
-from bytescope.memory.text.report import WIDTH
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -40,7 +37,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     check_files(args)
     found = breakdown.find(xplane.read(xplane.find(args.trace)))
     predicted = prediction(records.load(args.report)) if args.report else None
-    profile_text.show(found, Console(width=WIDTH) if not Console().is_terminal else Console(), predicted)
+    profile_text.show(found, predicted=predicted)
     answer = to_json(found, predicted)
     if args.json:
         write(args.json, json.dumps(answer, indent=1) + "\n")

@@ -55,13 +55,13 @@ def render(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str
     """The table, the failures, the best row, and what the marks mean."""
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
-    table = FigureTable(*(value(key.rsplit(".", 1)[-1]) for key in keys), *(figure(title) for title, _, _ in COLUMNS),
-                        fixed())
+    table = FigureTable(*(value(key.rsplit(".", 1)[-1]) for key in keys), fixed(),
+                        *(figure(title) for title, _, _ in COLUMNS))
     for row in rows:
         word, style = verdict(row)
         mark = Text.assemble((word, style), (" ★" if row.pareto else "", "yellow"))
         cells = [_cell(read(row), form, size) for _, read, form in COLUMNS]
-        table.add(*(value_text(row, key) for key in keys), *cells, mark,
+        table.add(*(value_text(row, key) for key in keys), mark, *cells,
                   style="bold" if any(row is winner for winner in winners) else "")
     return blocks(Group(*_head(rows, target, versions, unit, cached), table), _below(rows, keys, len(winners), missing))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.plan.diff import Change, version_changes
 from bytescope.memory.records import Report
 from bytescope.memory.text.layout import Items, blocks
-from bytescope.memory.text.table import FigureTable, figure, label
+from bytescope.memory.text.table import FigureTable, figure, path
 from bytescope.memory.units import human
 
 _SHOWN = 20
@@ -22,16 +22,16 @@ def render(before: Report, after: Report, changes: Iterable[Change]) -> Renderab
     buffers = [change for change in changes if change.kind == "buffer"]
     more = len(buffers) - _SHOWN
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
+    rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
     return blocks(
-        _table("", sizes), _table("buffers that changed most", buffers[:_SHOWN]),
-        Text(f"and {more} more buffers", style="dim") if more > 0 else None,
+        _table("", sizes), Group(_table("buffers that changed most", buffers[:_SHOWN]), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None) or Text("nothing to compare")
 
 
 def _table(title: str, changes: Sequence[Change]) -> FigureTable | None:
     if not changes:
         return None
-    table = FigureTable(label(title), figure("before"), figure("after"), figure("change"), figure("%"))
+    table = FigureTable(path(title), figure("before"), figure("after"), figure("change"), figure("%"))
     for change in changes:
         percent = "new" if change.percent == float("inf") else f"{change.percent:+.1f}"
         name = change.name if title else f"{change.kind} {change.name}"

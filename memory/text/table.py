@@ -59,9 +59,9 @@ def fixed(title: str | Text = "", style: str = "") -> Column:
     return Column(title, style)
 
 
-def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS) -> Column:
-    """A sentence: wraps beside its row, or goes under it where there is no room."""
-    return Column(title, style, least=least, shrink=wrap, under=True)
+def words(title: str | Text = "", style: str = "dim", least: int = LEAST_WORDS, under: bool = True) -> Column:
+    """A sentence: wraps beside its row, or goes `under` it where there is no room."""
+    return Column(title, style, least=least, shrink=wrap, under=under)
 
 
 def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
@@ -76,10 +76,26 @@ def value(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> 
     return Column(title, style, least=least, shrink=shrink, part=part)
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """A value in lines of `width` columns, wrapped after commas and before a plus; a longer part stays whole."""
+def path(title: str | Text = "", style: str = "", least: int = LEAST_WORDS) -> Column:
+    """The name of a buffer, of which each part tells it from others: wraps after a slash, a bracket or a space, and
+    is shortened in its middle only where that takes more than two lines."""
+    def shrink(text: Text, width: int, console: Console) -> list[Text]:
+        lines = wrapped(text.plain, width, _PATH)
+        if len(lines) > 2:
+            lines = wrapped(shorten(text.plain, 2 * width - width // 2), width, _PATH)
+        return [Text(shorten(line, width), style=text.style) for line in lines]
+
+    return Column(title, style, least=least, shrink=shrink)
+
+
+_VALUE, _PATH = re.compile(r"[^,+]+,?|[,+][^,+]*,?"), re.compile(r"[^/\]\s]*[/\]\s]*")
+
+
+def wrapped(text: str, width: int, parts: re.Pattern[str] = _VALUE) -> list[str]:
+    """A value in lines of `width` columns, wrapped after commas and before a plus, or between other `parts`; a longer
+    part stays whole."""
     out = [""]
-    for part in re.findall(r"[^,+]+,?|[,+][^,+]*,?", text):
+    for part in parts.findall(text):
         if out[-1] and cell_len(out[-1]) + cell_len(part) > width:
             out.append("")
         out[-1] += part if out[-1] else part.lstrip()
@@ -105,14 +121,17 @@ class FigureTable:
         self.rows.append(([*found, *(Text() for _ in self.columns[len(found):])], style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for number, (widths, under) in enumerate(self._plan(options.max_width)):
+        plan, gap = self._plan(options.max_width, self._gap), self._gap
+        if len(plan) > 1 and len(narrow := self._plan(options.max_width, 1)) == 1:
+            plan, gap = narrow, 1
+        for number, (widths, under) in enumerate(plan):
             if number:
                 yield Text()
-            yield from self._block(widths, under, console)
+            yield from self._block(widths, under, gap, console)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         natural = self._natural()
-        return Measurement(1, min(sum(natural.values()) + self._gap * (len(natural) - 1), options.max_width))
+        return Measurement(1, min(_total(natural, self._gap), options.max_width))
 
     def _natural(self) -> dict[int, int]:
         """Column -> its width with nothing shortened; columns without a cell are left out."""
@@ -123,38 +142,35 @@ class FigureTable:
                 found[at] = max(widest, as_text(column.title).cell_len)
         return found
 
-    def _plan(self, width: int) -> list[tuple[dict[int, int], list[int]]]:
+    def _plan(self, width: int, gap: int) -> list[tuple[dict[int, int], list[int]]]:
         """Blocks as (column -> its width, columns whose sentences go under the rows)."""
         natural, under = self._natural(), []
-        widths = self._shrunk(natural, width)
-        if self._total(widths) > width and (under := [at for at in natural if self.columns[at].under]):
-            widths = self._shrunk({at: wide for at, wide in natural.items() if at not in under}, width)
+        widths = self._shrunk(natural, width, gap)
+        if _total(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
+            widths = self._shrunk({at: wide for at, wide in natural.items() if at not in under}, width, gap)
         found, key = [], next(iter(widths))
         block = {key: widths.pop(key)}
         for at, wide in widths.items():
-            if len(block) > 1 and self._total({**block, at: wide}) > width:
+            if len(block) > 1 and _total({**block, at: wide}, gap) > width:
                 found.append(block)
                 block = {key: block[key]}
             block[at] = wide
         # What was shortened for one block may have room in a block of its own.
-        found = [self._shrunk({at: natural[at] for at in block}, width) for block in (*found, block)]
+        found = [self._shrunk({at: natural[at] for at in block}, width, gap) for block in (*found, block)]
         return [(block, under if block is found[-1] else []) for block in found]
 
-    def _total(self, widths: dict[int, int]) -> int:
-        return sum(widths.values()) + self._gap * (len(widths) - 1)
-
-    def _shrunk(self, natural: dict[int, int], width: int) -> dict[int, int]:
+    def _shrunk(self, natural: dict[int, int], width: int, gap: int) -> dict[int, int]:
         """The widths with sentences, then names, made narrower as far as is needed and as each allows."""
         out, floors = dict(natural), {at: self._least(at) for at in natural}
         for sentences in (True, False):
             able = [at for at in out if self.columns[at].least is not None and self.columns[at].under is sentences]
-            while (excess := self._total(out) - width) > 0:
+            while (excess := _total(out, gap) - width) > 0:
                 can = [at for at in able if out[at] > floors[at]]
                 if not can:
                     break
                 at = max(can, key=out.__getitem__)
                 others = [out[other] for other in can if out[other] < out[at]]
-                floor = max(floors[at], *others)
+                floor = max([floors[at], *others])
                 out[at] = max(out[at] - excess, min(floor, out[at] - 1))
         return out
 
@@ -162,16 +178,18 @@ class FigureTable:
         """The columns that a column keeps."""
         column = self.columns[at]
         parts = (column.part(row[at].plain) for row, _ in self.rows)
-        return max(column.least or 0, as_text(column.title).cell_len, *parts)
+        return max([column.least or 0, as_text(column.title).cell_len, *parts])
 
-    def _block(self, widths: dict[int, int], under: Sequence[int], console: Console) -> Iterable[Text | Prose]:
+    def _block(self, widths: dict[int, int], under: Sequence[int], gap: int, console: Console,
+               ) -> Iterable[Text | Prose]:
         titles = {at: Text.assemble((as_text(self.columns[at].title).plain, self._title_style(at))) for at in widths}
         if any(titles.values()):
-            yield self._line(titles, widths, "")
+            yield self._line(titles, widths, gap)
         for cells, style in self.rows:
             lines = {at: self._cell(cells[at], at, wide, console) for at, wide in widths.items()}
             for number in range(max(map(len, lines.values()))):
-                yield self._line({at: text[number] for at, text in lines.items() if number < len(text)}, widths, style)
+                here = {at: text[number] for at, text in lines.items() if number < len(text)}
+                yield self._line(here, widths, gap, style)
             for at in under:
                 if cells[at]:
                     title = as_text(self.columns[at].title).plain
@@ -189,7 +207,7 @@ class FigureTable:
             return [cell]
         return column.shrink(cell, width, console) or [cell]
 
-    def _line(self, cells: dict[int, Text], widths: dict[int, int], style: str) -> Text:
+    def _line(self, cells: dict[int, Text], widths: dict[int, int], gap: int, style: str = "") -> Text:
         out, last = Text(), list(widths)[-1]
         for at, wide in widths.items():
             cell = cells.get(at, Text()).copy()
@@ -197,6 +215,11 @@ class FigureTable:
             pad = " " * max(wide - cell.cell_len, 0)
             out = Text.assemble(out, pad if self.columns[at].right else "", cell,
                                 "" if self.columns[at].right or at == last else pad, "" if at == last else
-                                " " * self._gap)
+                                " " * gap)
         out.rstrip()
         return ignoring(out)
+
+
+def _total(widths: dict[int, int], gap: int) -> int:
+    """Columns of a line with these cells."""
+    return sum(widths.values()) + gap * (len(widths) - 1)

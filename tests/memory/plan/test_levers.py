@@ -94,7 +94,7 @@ def test_the_json_has_every_key(levels):
 # ---- the terminal -----------------------------------------------------------------------------------
 
 def printed(levels, left_out=(), **more):
-    console = Console(width=levers_text.WIDTH, file=io.StringIO())
+    console = Console(width=100, file=io.StringIO())
     levers_text.show(levels, dict(left_out), {"name": "h200"}, {"jax": "9"}, console=console, **more)
     return console.file.getvalue()
 
