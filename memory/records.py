@@ -6,6 +6,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `versions`: name -> version of what compiled the program (jax, jaxlib, plugin, python).
 - `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
 - `config`: the configuration the caller passed; {} when there is none.
+- `subject`: what a trainer says of it (`Subject`): the config's name, its batch, its policy; empty for other programs.
 - `program`: the name of the compiled module; `method`: how lifetimes were found (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
 - `peak_bytes`: the most that is live at once in main memory, as XProf's memory viewer has it.
@@ -157,6 +158,26 @@ class RuntimeOverhead:
 
 
 @dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a report is of, as its trainer calls it.
+
+    Fields:
+        name: of the config, "llama_8b"; changes: its keys that were changed for this report, "batch.micro=2".
+        batch: the algebra of its batch in words; policy: what its layers recompute, in words.
+        tokens: of one update, over all devices; calls: of the program per update.
+        model_flops: of one call, over all devices and without any recomputation; 0 where nobody counted.
+    """
+
+    name: str = ""
+    changes: tuple[str, ...] = ()
+    batch: str = ""
+    policy: str = ""
+    tokens: int = 0
+    calls: int = 1
+    model_flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class XlaStats:
     """The compiler's statistics, main memory only; None where the backend gives none."""
 
@@ -190,6 +211,7 @@ class Report:
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
+    subject: Subject = Subject()
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
@@ -248,14 +270,15 @@ class Report:
 
 
 # The order of keys in the JSON.
-KEYS = ("schema", "program", "method", "versions", "target", "config", "xla", "peak_bytes", "allocated_bytes",
-        "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
+KEYS = ("schema", "program", "method", "versions", "target", "config", "subject", "xla", "peak_bytes",
+        "allocated_bytes", "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
         "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
         "unseen", "work", "roofline", "findings", "notes", "timeline", "buffers")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
           "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
           "unseen": RuntimeOverhead}
+_RECORDS = {"xla": XlaStats, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("breakdown", "residuals_by_name", "workspace_by_scope")
 _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline")
@@ -277,8 +300,8 @@ def _read(key: str, value: Any) -> Any:
     """One key's value as the record holds it. Raises TypeError or ValueError when it is of another kind."""
     if key in _ITEMS:
         return tuple(read_item(_ITEMS[key], item) for item in value)
-    if key == "xla":
-        return read_item(XlaStats, value)
+    if key in _RECORDS:
+        return read_item(_RECORDS[key], value)
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _OBJECTS and not isinstance(value, dict):

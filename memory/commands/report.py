@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records import Subject
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -74,6 +75,7 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
     report = _with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
                                       loop=trainer.loop_overhead(program)))
+    report = dataclasses.replace(report, subject=subject(args.config, overrides, program, settled, compilation.jaxpr))
     print(trainer.choices(program))
     _show(report, batch=settled["batch"])
     more: dict[str, Any] = {"batch": settled["batch"]}
@@ -82,6 +84,30 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     if args.run:
         more["run"] = _run(report, trainer.run_peaks(program))
     _write(args, report, compilation.proto, more)
+
+
+def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settled: Mapping[str, Any],
+            jaxpr: Any) -> Subject:
+    """What a trainer's program is called in its report; `settled`: what the trainer made of its config."""
+    from bytescope.memory.costs import flops
+    from bytescope.memory.plan.worker import tokens_of
+
+    return Subject(
+        name=Path(name).stem, changes=tuple(f"{key}={value}" for key, value in overrides), batch=settled["batch"],
+        policy=_policy(settled["segments"]), tokens=tokens_of(program), calls=program.calls_per_update,
+        model_flops=flops.count(jaxpr).model_flops if jaxpr is not None else 0)
+
+
+def _policy(segments: Sequence[Mapping[str, Any]]) -> str:
+    """What the layers recompute: "full", or "16 x full, 16 x none" where they differ; what a custom policy keeps."""
+    def kept(segment: Mapping[str, Any]) -> str:
+        if segment["policy"] != "custom":
+            return segment["policy"]
+        return "+".join((*segment["save"], *(f"{name}@host" for name in segment["offload"]))) or "custom"
+
+    if len(segments) == 1:
+        return kept(segments[0])
+    return ", ".join(f"{segment['layers']} x {kept(segment)}" for segment in segments)
 
 
 def _of_file(args: argparse.Namespace, target: Any) -> None:

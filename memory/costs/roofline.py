@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import STEP_PHASES
+from bytescope.memory.records import STEP_PHASES, Report
 from bytescope.memory.report_json import is_count, is_number
 
 TERMS = ("products", "memory", "collectives", "host_link")
@@ -93,6 +93,35 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         """Every field as plain JSON values."""
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtBest:
+    """What the rates allow at best: `update_seconds` at least, `tokens_per_s` over all devices and `mfu`, the share of
+    the peak rate that the model's own FLOPs use, at most. None for what the trainer did not tell. source: of the rates.
+    """
+
+    update_seconds: float
+    tokens_per_s: float | None
+    mfu: float | None
+    source: str
+
+
+def at_best(report: Report) -> AtBest | None:
+    """What the roofline of a report allows at best; None where it has none."""
+    call, of = report.roofline.get("total"), report.subject
+    if not call or not call > 0:
+        return None
+    rates = figures(report.target) if of.model_flops and report.work else None
+    mfu = None
+    if rates:
+        # Of one device and call: the seconds of all products at the peak rates, and the model's share of their FLOPs.
+        counts = [item for part in report.work.values() for item in part.get("flops", {}).items()]
+        least = sum(count / rates.flops_per_s(dtype) for dtype, count in counts)
+        executed = sum(count for _, count in counts) * max(report.target.get("n_devices", 1), 1)
+        mfu = least / call * of.model_flops / executed if executed else None
+    update = call * of.calls
+    return AtBest(update, of.tokens / update if of.tokens else None, mfu, report.roofline.get("source", DATA_SHEET))
 
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:

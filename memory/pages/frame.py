@@ -18,8 +18,10 @@ from bytescope.memory.units import human
 
 # The scripts that draw charts, in the order in which they need each other.
 CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
+# What a page needs besides.
+MORE = {"report": ("treemap.js",)}
 # Pages that plotly.js still draws.
-PLOTLY = ("compare", "estimate", "frontier", "levers", "report")
+PLOTLY = ("compare", "estimate", "frontier", "levers")
 
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:
@@ -59,7 +61,7 @@ def _library(name: str) -> Markup:
     if name in PLOTLY:
         return _plotly()
     # In a block, so that `charts` alone is seen outside.
-    return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(_static, CHARTS)))
+    return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(_static, (*CHARTS, *MORE.get(name, ())))))
 
 
 @functools.cache

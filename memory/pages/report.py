@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.pages import communication
 from bytescope.memory.pages.elements import (
     Figure,
@@ -24,6 +25,7 @@ from bytescope.memory.pages.elements import (
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report_data import page_data
 from bytescope.memory.records import METHODS, Report
+from bytescope.memory.text.fit import seconds as duration
 from bytescope.memory.text.report import overheads, roofline
 from bytescope.memory.units import human
 
@@ -49,16 +51,17 @@ class Bar(NamedTuple):
 
 
 def render(report: Report) -> str:
-    """The page of a report, as text. It holds plotly.js (about 5 MB) and asks the network for nothing.
+    """The page of a report, as text: one file that asks the network for nothing.
 
     A report with empty lists gives a page with empty sections.
     """
-    program = report.program or "program"
-    limit = report.limit_bytes
+    name, limit = report.subject.name or report.program or "program", report.limit_bytes
+    target = report.target.get("name")
     return page(
-        "report", f"{program} · memory", page_data(report), heading=program, where=where(report.target),
-        versions=versions(report.versions), verdict=_verdict(report), figures=_figures(report),
-        extra_lines=_extra_lines(report), breakdown=parts(report.breakdown, report.allocated_bytes),
+        "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,
+        where=where(report.target), versions=versions(report.versions), verdict=_verdict(report),
+        figures=_figures(report), facts=_facts(report), extra_lines=_extra_lines(report),
+        breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.allocated_bytes / limit if limit else None,
         communication=communication.kinds(report), collectives=communication.each(report.collectives),
         collectives_left=max(len(report.collectives) - communication.MAX_COLLECTIVES, 0),
@@ -81,7 +84,30 @@ def _figures(report: Report) -> list[Figure]:
         note = f"{human(abs(free))} {'free' if free >= 0 else 'too much'}"
     return [figure("peak live", report.peak_bytes, "most bytes live at once"),
             figure("allocated", report.allocated_bytes, "what the runtime takes"),
-            figure("limit", report.limit_bytes, note)]
+            figure("limit", report.limit_bytes, note), *_speed(report)]
+
+
+def _speed(report: Report) -> list[Figure]:
+    """Seconds, tokens/s and MFU that the roofline allows; none where the target's rates are not known."""
+    best = at_best(report)
+    if not best:
+        return []
+    per = "call" if not report.subject.tokens else "update"
+    found = [Figure(f"one {per}", f"≥ {duration(best.update_seconds)}", f"at least, by {best.source}",
+                    f"{best.update_seconds:.6g} s")]
+    if best.tokens_per_s:
+        found.append(Figure("tokens/s", f"≤ {best.tokens_per_s:,.0f}", "at most, over all devices"))
+    if best.mfu:
+        found.append(Figure("MFU", f"≤ {best.mfu:.0%}", "at most, of the peak rate", f"{best.mfu:.2%}"))
+    return found
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    """What the trainer says of the program, as (name, value); values that are not known are left out."""
+    of = report.subject
+    found = (("batch", of.batch), ("recompute", of.policy), ("changed", " ".join(of.changes)),
+             ("program", report.program if of.name else ""))
+    return [(name, value) for name, value in found if value]
 
 
 def _extra_lines(report: Report) -> list[str]:

@@ -5,7 +5,7 @@ buffers share a few hundred scopes, phases and source lines. Sizes are bytes on 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,7 @@ MAX_BUFFERS = 20_000
 MAX_BANDS = 240
 MAX_TILES = 700
 
-Tile = tuple[str, str, str, int, str]
+Tile = tuple[str, str, str, int, str, int]
 
 
 class Strings:
@@ -51,7 +51,7 @@ def page_data(report: Report) -> dict[str, Any]:
         "by_category": by_category(device, len(report.timeline), shown),
         "bands": [(start, end, strings(phase)) for start, end, phase in phase_bands(report.timeline)],
         "buffers": _columns(listed, strings),
-        "tiles": tiles(report, device),
+        "tiles": tiles(report, device, {id(buffer): row for row, buffer in enumerate(listed)}),
         "strings": list(strings.all),
     }
 
@@ -142,11 +142,13 @@ def array_type(buffer: Buffer) -> str:
     return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
 
 
-def tiles(report: Report, buffers: Iterable[Buffer], most: int = MAX_TILES) -> list[Tile]:
-    """(id, parent, label, bytes, category) of the treemap: category > group > buffer, at the peak.
+def tiles(report: Report, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES) -> list[Tile]:
+    """(id, parent, label, bytes, category, row) of the treemap: category > group > buffer, at the peak.
 
     Only leaves carry bytes, so no level can disagree with the one below. The smallest buffers of a group are
     one leaf when there are more than `most`; what the breakdown holds beyond them is a leaf of its own.
+
+    rows: `id` of a buffer -> its row in the table; a tile that is none of these has row -1.
     """
     alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
     out: list[Tile] = []
@@ -160,20 +162,21 @@ def tiles(report: Report, buffers: Iterable[Buffer], most: int = MAX_TILES) -> l
         for node, above, label in ((row, "", row), (parent, row, group)):
             if node not in parents:
                 parents.add(node)
-                out.append((node, above, label, 0, row))
+                out.append((node, above, label, 0, row, -1))
         sums[row] += buffer.bytes
         if number < most:
-            out.append((f"{parent}/{number}", parent, _tile_label(buffer, group), buffer.bytes, row))
+            place = rows.get(id(buffer), -1)
+            out.append((f"{parent}/{number}", parent, _tile_label(buffer, group), buffer.bytes, row, place))
         else:
             rest.setdefault((row, parent), []).append(buffer.bytes)
     for (row, parent), sizes in rest.items():
-        out.append((f"{parent}/rest", parent, f"{len(sizes)} smaller", sum(sizes), row))
+        out.append((f"{parent}/rest", parent, f"{len(sizes)} smaller", sum(sizes), row, -1))
     for row in ROWS:
         missing = report.breakdown.get(row, 0) - sums[row]
         if missing > 0:
             if row not in parents:
-                out.append((row, "", row, 0, row))
-            out.append((f"{row}/*", row, row if row == "fragmentation" else "not listed", missing, row))
+                out.append((row, "", row, 0, row, -1))
+            out.append((f"{row}/*", row, row if row == "fragmentation" else "not listed", missing, row, -1))
     return out
 
 

@@ -237,7 +237,8 @@ const charts = window.charts = (() => {
     state.reset.type = "button";
     state.reset.onclick = () => { state.zoom = null; redraw(state); };
     box.replaceChildren(state.svg, state.reset);
-    pointing.listen(state, () => redraw(state));
+    state.redraw = () => redraw(state);
+    pointing.listen(state, state.redraw);
     new ResizeObserver(() => {
       const before = state.drawn;
       if (!printing && before !== undefined && !before.startsWith(box.clientWidth + "x")) redraw(state);
@@ -260,19 +261,21 @@ const charts = window.charts = (() => {
   const xy = (id, spec) => {
     const box = $(id), state = held.get(box) || begin(box);
     state.spec = spec;
-    state.redraw = state.redraw || (() => redraw(state));
     legendOf(state);
     redraw(state);
   };
 
   // Paper is narrower than most windows: what is printed is drawn for it.
-  const others = [];
-  const all = () => { for (const state of held.values()) redraw(state); for (const again of others) again(); };
-  window.addEventListener("beforeprint", () => { printing = true; hide(); all(); });
-  window.addEventListener("afterprint", () => { printing = false; all(); });
-
-  // What other files draw (treemap.js): again() is told what draws anew, for paper; width() is what it has to fill.
-  const again = (redrawn) => others.push(redrawn);
   const widthOf = (box) => (printing ? Math.min(PRINTED, box.clientWidth) : box.clientWidth);
-  return { xy, legend: parts.legend, of: (id) => held.get($(id)), again, width: widthOf };
+  const print = (begins) => {
+    printing = begins;
+    hide();
+    for (const state of held.values()) if (state.spec) state.redraw();
+  };
+  window.addEventListener("beforeprint", () => print(true));
+  window.addEventListener("afterprint", () => print(false));
+
+  // `hold` and `width` are for what other files draw: a state with `spec` and `redraw()`, and the pixels to fill.
+  return { xy, legend: parts.legend, of: (id) => held.get($(id)), hold: (box, state) => held.set(box, state),
+    width: widthOf };
 })();

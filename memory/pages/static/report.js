@@ -2,13 +2,11 @@
 // Draws what moves: the timeline, the treemap and the table of buffers; `data` is what pages/report_data.py gives. What
 // is shown lives in the address (#at=12&q=attention), so that a view can be shared.
 (() => {
-  const { $, address, human, count, exact, plain, make, sorter, color, chart, axis, across, note } = base;
+  const { $, address, human, count, exact, percent, make, sorter } = base;
   const data = base.data(), S = data.strings, B = data.buffers, P = data.points, N = B.bytes.length;
   const ROW_HEIGHT = 28, TOP = 11;
 
   const short = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
-  // Names differ at their ends: params['blocks']['wq'], dynamic-update-slice.40.
-  const tail = (text, most) => (text.length > most ? "…" + text.slice(1 - most) : text);
   const rowName = (row) => data.rows[row] || row;
   const category = (i) => S[B.category[i]];
   // Text that is cut at its beginning where it does not fit: ends say more.
@@ -18,23 +16,13 @@
     return outer;
   };
   const paint = (node, row) => { node.style.background = `var(--c-${row})`; return node; };
-  const mix = (hex, other, share) => {
-    const read = (h) => [1, 3, 5].map((k) => parseInt(h.slice(k, k + 2), 16));
-    const [a, b] = [read(hex), read(other)];
-    return "rgb(" + a.map((v, k) => Math.round(v * (1 - share) + b[k] * share)).join(",") + ")";
-  };
-  // Black or white, whichever is read more easily on a colour "rgb(r,g,b)" (WCAG relative luminance).
-  const inkOn = (rgb) => {
-    const [r, g, b] = rgb.match(/\d+/g).map((v) => (v / 255) ** 2.2);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#0e1115" : "#ffffff";
-  };
-  const phaseColor = (phase) => color("p-" + (phase || "other")) || color("p-other");
   const alive = (i, point) => B.start[i] <= point && point <= B.end[i];
 
   // ---- state, kept in the address -------------------------------------------------------------------
   const state = {
     at: address.has("at") ? Number(address.get("at")) : data.n_points ? data.peak : null,
     q: address.get("q") || "", category: address.get("category") || "", phase: address.get("phase") || "",
+    row: address.has("row") ? Number(address.get("row")) : null,
   };
   const sort = { by: address.get("sort") || "bytes", down: address.get("down") !== "0" };
   if (address.get("at") === "all") state.at = null;
@@ -42,6 +30,7 @@
     const out = new URLSearchParams();
     for (const key of ["q", "category", "phase"]) if (state[key]) out.set(key, state[key]);
     if (state.at !== data.peak) out.set("at", state.at === null ? "all" : state.at);
+    if (state.row !== null) out.set("row", state.row);
     if (sort.by !== "bytes" || !sort.down) { out.set("sort", sort.by); out.set("down", +sort.down); }
     base.remember(out);
   };
@@ -78,68 +67,58 @@
     box.append(all);
   };
 
-  // ---- charts ---------------------------------------------------------------------------------------
+  // ---- charts: one legend for both --------------------------------------------------------------------
   const [unit, size] = data.unit, top = Math.max(1, ...P.bytes);
+  const drawn = Object.keys(data.rows).filter((row) => data.by_category[row] || data.tiles.some((t) => t[4] === row));
+  const legend = charts.legend($("categories"), drawn.map((row) => ({ key: row, name: rowName(row),
+    color: `var(--c-${row})` })));
 
   const timeline = () => {
     if (!P.index.length) return;
-    const traces = Object.keys(data.rows).filter((row) => data.by_category[row]).map((row) => ({
-      x: P.index, y: data.by_category[row].map((v) => v / size), stackgroup: "alive", mode: "lines",
-      line: { width: 0, shape: "hv" }, fillcolor: color("c-" + row), hoverinfo: "skip", name: rowName(row),
-    }));
-    traces.push({ x: P.index, y: P.bytes.map((v) => v / size), mode: "lines", name: "live",
-      line: { width: 1.4, shape: "hv", color: color("ink") },
-      text: P.index.map((point, k) => `<b>${human(P.bytes[k])}</b>  point ${count(point)}<br>` +
-        `${S[P.phase[k]]}  ${plain(short(S[P.instruction[k]], 56))}`),
-      hovertemplate: "%{text}<extra></extra>" });
-    const shapes = data.bands.flatMap(([start, end, phase]) => {
-      const band = { type: "rect", x0: start, x1: Math.max(end + 1, start + 1), line: { width: 0 }, layer: "below",
-        fillcolor: phaseColor(S[phase]), yref: "paper" };
-      return [{ ...band, y0: 0.965, y1: 1, opacity: 1 }, { ...band, y0: 0, y1: 0.955, opacity: 0.09 }];
+    const stack = drawn.filter((row) => data.by_category[row]);
+    // From the top of the stack to its ground, as the eye finds them.
+    const tip = (k) => [`point ${count(P.index[k])}${S[P.phase[k]] ? " · " + S[P.phase[k]] : ""}`,
+      short(S[P.instruction[k]], 90), { name: "live", value: human(P.bytes[k]), strong: true },
+      ...[...stack].reverse().filter((row) => data.by_category[row][k]).map((row) => ({ name: rowName(row),
+        value: human(data.by_category[row][k]), color: `var(--c-${row})` }))];
+    const bands = data.bands.flatMap(([start, end, phase]) => {
+      const band = { from: start, to: Math.max(end + 1, start + 1), color: `var(--p-${S[phase] || "other"})` };
+      return [{ ...band, strip: true }, { ...band, opacity: 0.09 }];
     });
-    const notes = [{ x: data.peak, y: P.bytes[nearest(data.peak)] / size, text: "peak " + human(data.peak_bytes),
-      showarrow: true, arrowhead: 0, ax: 0, ay: -22, arrowcolor: color("ink"), font: { color: color("ink") },
-      bgcolor: color("card"), borderpad: 2 }];
-    let height = top / size;
-    if (data.limit_bytes && data.limit_bytes <= 2 * top) {
-      height = Math.max(height, data.limit_bytes / size);
-      shapes.push(across(data.limit_bytes / size));
-      notes.push(note("limit " + human(data.limit_bytes), { xref: "x domain", x: 1, xanchor: "right",
-        y: data.limit_bytes / size, yanchor: "bottom", yshift: 2 }));
-    }
-    if (state.at !== null) shapes.push({ type: "line", x0: state.at, x1: state.at, yref: "paper", y0: 0, y1: 0.955,
-      line: { color: color("accent"), width: 1.5 } });
-    chart("timeline", traces, { shapes, annotations: notes, showlegend: false,
-      margin: { l: 54, r: 8, t: 30, b: 42 }, hovermode: "x", dragmode: "zoom", uirevision: "kept",
-      xaxis: axis("point in the schedule", { range: [0, Math.max(data.n_points - 1, 1)], showgrid: false,
-        showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: color("soft"),
-        spikesnap: "cursor" }),
-      yaxis: axis("live " + unit, { domain: [0, 0.955], range: [0, height * 1.17] }),
+    const limited = data.limit_bytes && data.limit_bytes <= 2 * top;
+    charts.xy("timeline", {
+      legend, bands, zoom: true,
+      x: { title: "point in the schedule", range: [0, Math.max(data.n_points - 1, 1)], whole: true },
+      y: { title: "live " + unit, range: [0, (1.17 * Math.max(top, limited ? data.limit_bytes : 0)) / size] },
+      series: [...stack.map((row) => ({ kind: "area", name: rowName(row), key: row, x: P.index, step: true,
+        y: data.by_category[row].map((bytes) => bytes / size), color: `var(--c-${row})` })),
+      { kind: "line", x: P.index, y: P.bytes.map((bytes) => bytes / size), step: true, width: 1.3, color: "var(--ink)",
+        legend: false }],
+      limits: limited ? [{ y: data.limit_bytes / size, text: "limit " + human(data.limit_bytes) }] : [],
+      notes: [{ x: data.peak, y: P.bytes[nearest(data.peak)] / size, text: "peak " + human(data.peak_bytes), dy: -14,
+        anchor: "middle", line: true, strong: true, color: "var(--ink)" }],
+      cross: { x: P.index, tip, mark: state.at, pick: (k) => pin(P.index[k]),
+        move: (k) => inspect(k === null ? rest() : P.index[k]) },
     });
   };
 
+  const lifetime = (i) => `alive from point ${count(B.start[i])} to ${count(B.end[i])} of ${count(data.n_points)}`;
   const treemap = () => {
     if (!data.tiles.length) {
       $("treemap").replaceChildren(make("p", "No buffer is alive at the peak.", "empty"));
       return;
     }
-    const share = (bytes) => (100 * bytes / data.allocated_bytes).toFixed(1) + " % of allocated";
-    const sums = new Map();
-    const above = new Map(data.tiles.map(([id, parent]) => [id, parent]));
-    for (const [id, , , bytes] of data.tiles)
-      for (let node = id; node; node = above.get(node)) sums.set(node, (sums.get(node) || 0) + bytes);
-    const depth = (id) => (above.get(id) ? 1 + depth(above.get(id)) : 0);
-    const fills = data.tiles.map((t) => mix(color("c-" + t[4]), color("card"), [0.66, 0.42, 0.1][depth(t[0])]));
-    chart("treemap", [{
-      type: "treemap", branchvalues: "remainder", maxdepth: 3, tiling: { pad: 2 }, pathbar: { thickness: 26 },
-      ids: data.tiles.map((t) => t[0]), parents: data.tiles.map((t) => t[1]), values: data.tiles.map((t) => t[3]),
-      labels: data.tiles.map((t) => plain(above.get(t[0]) ? tail(t[2], 22) : rowName(t[2]))),
-      text: data.tiles.map((t) => human(sums.get(t[0]))), textinfo: "label+text",
-      customdata: data.tiles.map((t) => [plain(t[2]), human(sums.get(t[0])), share(sums.get(t[0]))]),
-      hovertemplate: "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]}<extra></extra>",
-      marker: { line: { width: 1, color: color("card") }, colors: fills },
-      textfont: { color: fills.map(inkOn), size: 12.5 },
-    }], { margin: { l: 0, r: 0, t: 0, b: 0 }, uniformtext: { minsize: 10, mode: "hide" } }, { displayModeBar: false });
+    const share = (bytes) => `${human(bytes)}, ${percent(bytes / data.allocated_bytes)} of allocated`;
+    const about = (i, bytes) => [S[B.what[i]], share(bytes), S[B.type[i]],
+      [rowName(category(i)), S[B.phase[i]]].filter(Boolean).join(" · "), S[B.source[i]], lifetime(i),
+      S[B.name[i]] === S[B.what[i]] ? "" : S[B.name[i]]];
+    charts.treemap("treemap", {
+      legend, all: "peak",
+      tiles: data.tiles.map(([id, parent, label, bytes, row, i]) => ({ id, parent, size: bytes, key: row,
+        label: parent ? label : rowName(label), color: `var(--c-${row})`, ink: `var(--on-${row})`,
+        tip: (total) => (i < 0 ? [parent ? label : rowName(label), share(total)] : about(i, total)),
+        pick: i < 0 ? null : () => select(i) })),
+    });
   };
 
   // ---- the table: only the rows in sight exist ------------------------------------------------------
@@ -183,13 +162,14 @@
     for (let k = first; k < last; k++) {
       const i = shown[k], line = make("div", undefined, "row");
       line.setAttribute("role", "row");
+      line.classList.toggle("picked", i === state.row);
+      line.onclick = () => { state.row = i; rows(); remember(); };
       line.style.top = k * ROW_HEIGHT + "px";
       const kind = cell("", "");
       kind.append(paint(make("i", "", "dot"), category(i)), " " + rowName(category(i)));
       const life = make("span", undefined, "life"), bar = paint(make("i"), category(i));
       const whole = Math.max(data.n_points, 1);
-      life.title = `alive from point ${count(B.start[i])} to ${count(B.end[i])}` +
-        (B.at_peak[i] ? ", the peak included" : "");
+      life.title = lifetime(i) + (B.at_peak[i] ? ", the peak included" : "");
       bar.style.left = (100 * B.start[i]) / whole + "%";
       bar.style.width = (100 * (Math.min(B.end[i], whole - 1) - B.start[i] + 1)) / whole + "%";
       life.append(bar);
@@ -226,10 +206,27 @@
     button.onclick = () => pin(state.at === null ? data.peak : null);
     $("when").replaceChildren(...(data.n_points ? [button] : []));
   };
+  const rest = () => (state.at === null ? data.peak : state.at);
   const pin = (point) => {
     state.at = point;
     chip(); filter(); remember(); timeline();
-    inspect(point === null ? data.peak : point);
+    inspect(rest());
+  };
+  // Shows a buffer's row, whatever the table was narrowed to.
+  const reveal = () => {
+    const k = shown.indexOf(state.row), box = $("scroll");
+    if (k >= 0) box.scrollTop = k * ROW_HEIGHT - (box.clientHeight - ROW_HEIGHT) / 2;
+    rows();
+  };
+  const select = (i) => {
+    if (!shown.includes(i)) {
+      for (const [key, id] of [["q", "search"], ["category", "category"], ["phase", "phase"]])
+        state[key] = $(id).value = "";
+      if (state.at !== null && !alive(i, state.at)) pin(data.peak); else filter();
+    }
+    state.row = i;
+    reveal(); remember();
+    $("buffers").scrollIntoView({ behavior: "smooth", block: "start" });
   };
   const choices = (id, all, values, name) => {
     $(id).replaceChildren(new Option(all, ""), ...values.map((value) => new Option(name(value), value)));
@@ -240,6 +237,7 @@
   // ---- start ----------------------------------------------------------------------------------------
   const phases = [...new Set(data.bands.map((band) => S[band[2]]))]
     .sort((a, b) => data.phases.indexOf(a) - data.phases.indexOf(b));
+  if (phases.length) $("phases").append(make("li", "phase, in the strip on top:"));
   $("phases").append(...phases.map((phase) => {
     const item = make("li"), dot = make("i");
     dot.style.background = `var(--p-${phase || "other"})`;
@@ -256,11 +254,7 @@
   $("search").oninput = () => { state.q = $("search").value; filter(); remember(); };
   $("scroll").onscroll = rows;
   headings(); chip(); filter();
-  inspect(state.at === null ? data.peak : state.at);
+  inspect(rest());
+  if (state.row !== null) reveal();
   base.start(() => { timeline(); treemap(); });
-  if (window.Plotly && P.index.length) {
-    $("timeline").on("plotly_hover", (event) => inspect(event.points[0].x));
-    $("timeline").on("plotly_unhover", () => inspect(state.at === null ? data.peak : state.at));
-    $("timeline").on("plotly_click", (event) => pin(event.points[0].x));
-  }
 })();

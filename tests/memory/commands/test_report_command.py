@@ -58,6 +58,13 @@ def test_report_of_a_config(capsys, tmp_path):
     assert (code, err) == (0, "")
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["config"]["model.d_model"] == 32 and written["target"]["name"] == "cpu:8"
+    subject = written["subject"]
+    assert subject["name"] == "tiny" and f"--config.{subject['changes'][1]}" == small[1]
+    assert subject["policy"] == written["config"]["remat.policy"] and subject["batch"] == written["batch"]
+    config = written["config"]
+    assert subject["tokens"] == 8 * config["batch.micro"] * config["batch.accumulation"] * config["data.seq_len"]
+    kept = [sum(part["flops"].values()) for phase, part in written["work"].items() if phase != "recompute"]
+    assert 0.8 * 8 * sum(kept) < subject["model_flops"] <= 8 * sum(kept), "what a kernel recomputes is not the model's"
     assert written["breakdown"]["unattributed"] < 0.02 * written["peak_bytes"]
     for mistake in ("--config.model.d_modle=3", "--config.remat.policy=ful", "--config.model.n_layers=x"):
         code, out, err = run(capsys, "report", "--config=tiny", mistake)

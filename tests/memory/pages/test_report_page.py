@@ -1,6 +1,7 @@
 """The HTML page: its data, its escaping, and its behaviour in a headless browser."""
 
 import dataclasses
+import html
 import itertools
 import json
 import random
@@ -18,6 +19,7 @@ from bytescope.memory.records import (
     Finding,
     LedgerRow,
     Report,
+    Subject,
     TimelinePoint,
     Transfer,
     XlaStats,
@@ -76,9 +78,36 @@ def test_the_page_is_one_file_with_everything_in_it(report):
     assert "{{" not in re.sub(r"<script>.*?</script>", "", report_page.render(report), flags=re.S)
 
 
+def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report):
+    """Config, changes, batch, policy; seconds by a roofline are a lower bound, tokens/s and MFU upper ones.
+
+    A device of 10 TFLOP/s takes 0.4 s for 4 TFLOP, of which the model needs 3, and waits as long for memory.
+    """
+    words = " ".join(one_file(report_page.render(report)).words)
+    assert "one update" not in words and "MFU" not in words, "nothing is known"
+    subject = Subject("llama_8b", ("batch.micro=2",), "2 micro-batches", "full", tokens=4000, calls=2,
+                      model_flops=8 * 3 * 10**12)
+    target = {**report.target, "n_devices": 8, "peak_flops": {"bf16": 1e13}, "hbm_bytes_per_s": 1e12,
+              "host_link_bytes_per_s": 1e9, "interconnect_bytes_per_s": {"in_host": 1e9, "between_hosts": 1e9}}
+    known = dataclasses.replace(report, subject=subject, target=target, work={"forward": {"flops": {"bf16": 4e12}}},
+                                roofline={"total": 0.8, "source": "data-sheet rates", "by_term": {}})
+    text = report_page.render(known)
+    words = " ".join(" ".join(Page(text).words).split())
+    assert "<title>llama_8b on h200:8 · memory</title>" in text
+    for expected in ("llama_8b", "changed batch.micro=2", "batch 2 micro-batches", "recompute full",
+                     "program jit_train_step", "one update ≥ 1.6 s at least, by data-sheet rates",
+                     "tokens/s ≤ 2,500 at most", "MFU ≤ 38% at most"):
+        assert expected in words, expected
+    again = Report.from_json(json.loads(json.dumps(known.to_json())))
+    assert again.subject == subject and report_page.render(again) == text
+    old = {key: value for key, value in known.to_json().items() if key != "subject"}
+    assert Report.from_json(old).subject == Subject() and "jit_train_step" in report_page.render(Report.from_json(old))
+
+
 def test_no_name_can_break_the_page(report):
     hostile = dataclasses.replace(
-        report, program=HOSTILE, versions={HOSTILE: HOSTILE}, config={HOSTILE: HOSTILE}, notes=(HOSTILE,),
+        report, program=HOSTILE, subject=Subject(HOSTILE, (HOSTILE,), HOSTILE, HOSTILE),
+        versions={HOSTILE: HOSTILE}, config={HOSTILE: HOSTILE}, notes=(HOSTILE,),
         target={"name": HOSTILE, "kind": HOSTILE}, residuals_by_name={HOSTILE: 1},
         workspace_by_scope={HOSTILE: 1}, findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE),),
         ledger=(LedgerRow(HOSTILE, HOSTILE, 1, 1, 1.0),), zero=(ZeroRow(HOSTILE, 1.0, 2.0, HOSTILE),),
@@ -153,12 +182,16 @@ def test_phase_bands_cover_the_schedule_once():
 
 @pytest.mark.parametrize("most", [5, 1000])
 def test_tiles_add_up_to_the_breakdown(report, most):
-    tiles = report_data_page.tiles(report, report.buffers, most)
+    rows = {id(buffer): row for row, buffer in enumerate(report.buffers)}
+    tiles = report_data_page.tiles(report, report.buffers, rows, most)
     ids = [tile[0] for tile in tiles]
     assert len(ids) == len(set(ids)) and all(parent == "" or parent in ids for _, parent, *_ in tiles)
     for row in ROWS:
-        assert sum(size for *_, size, of in tiles if of == row) == report.breakdown[row]
-    assert sum(size for *_, size, _ in tiles) == report.allocated_bytes
+        assert sum(size for *_, size, of, _ in tiles if of == row) == report.breakdown[row]
+    assert sum(size for *_, size, _, _ in tiles) == report.allocated_bytes
+    leaves = [(size, report.buffers[row]) for *_, size, _, row in tiles if row >= 0]
+    assert len(leaves) == min(most, sum(b.at_peak for b in report.buffers))
+    assert all(size == buffer.bytes and buffer.at_peak for size, buffer in leaves)
 
 
 def test_what_a_buffer_is_shown_under():
@@ -200,12 +233,21 @@ def counted(document):
 
 
 def test_the_browser_draws_both_charts_and_the_buffers_of_the_peak(report, tmp_path):
-    seen = body(browse(tmp_path, report_page.render(report), options=["--dump-dom"]))
+    script = """
+      const leaves = charts.of("treemap").targets, boxes = charts.of("timeline").svg.querySelectorAll("path");
+      const areas = leaves.map(({ box }) => box.width * box.height), sizes = leaves.map(({ node }) => node.total);
+      const rate = (k) => areas[k] / sizes[k], most = sizes.indexOf(Math.max(...sizes));
+      document.title = JSON.stringify([leaves.length, sizes.reduce((a, b) => a + b), boxes.length,
+        rate(most) / rate(sizes.indexOf([...sizes].sort((a, b) => b - a)[4]))]);"""
+    document = browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"])
+    seen = body(document)
     assert 'data-ready="yes"' in seen
     assert int(counted(seen)) == sum(b.at_peak for b in report.buffers)
     assert "live GiB" in seen and "peak " + report_page.human(report.peak_bytes) in seen
-    assert seen.count('class="slice') > 20  # plotly's tiles
     assert f"The peak, point {report.peak_index}" in seen
+    leaves, total, paths, rate = json.loads(re.search("<title>(.*?)<", document)[1])
+    assert leaves == sum(b.at_peak for b in report.buffers) + 1 and total == report.allocated_bytes
+    assert paths > 10 and rate == pytest.approx(1, abs=0.35), "areas are as the bytes, up to the frames around them"
 
 
 def test_an_address_selects_a_point_and_a_search(report, tmp_path):
@@ -217,16 +259,84 @@ def test_an_address_selects_a_point_and_a_search(report, tmp_path):
     assert "Alive at point 5" in seen and 'aria-sort="ascending"' in seen
 
 
-def test_clicking_the_timeline_lists_what_is_alive_there(report, tmp_path):
-    script = """
-      document.getElementById("timeline").emit("plotly_click", { points: [{ x: 3 }] });
-      document.getElementById("timeline").emit("plotly_hover", { points: [{ x: 9 }] });
+KEYS = """
+  const press = (id, ...keys) => { for (const key of keys)
+    charts.of(id).svg.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true })); };
+  const tip = () => document.querySelector(".tip").innerText;
+  const out = [];
+"""
+
+
+def said(document):
+    """What a script put into `out`, once it is sure that nothing failed."""
+    body(document)
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
+
+
+def test_the_timeline_tells_every_category_by_pointer_and_by_keyboard(report, tmp_path):
+    """Arrows go from point to point, Enter lists what is alive there; a theme's change keeps it."""
+    script = KEYS + """
+      press("timeline", "Home", "ArrowRight", "ArrowRight", "ArrowRight");
+      out.push(tip());
+      press("timeline", "Enter");
+      const { svg, views: [view] } = charts.of("timeline"), box = svg.getBoundingClientRect();
+      svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + view.x.at(9), clientY: box.top + 99 }));
+      out.push(tip(), document.querySelector("#inspector h3").textContent);
       document.getElementById("theme").click();
-      document.title = location.hash + " " + document.documentElement.dataset.theme;"""
-    seen = body(browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"]))
-    assert int(counted(seen)) == len(report.alive_at(3))
-    assert ">Point 9</h3>" in seen and report_page.human(report.timeline[9].bytes) in seen
-    assert "<title>#at=3 dark</title>" in seen
+      document.title = JSON.stringify([...out, location.hash, document.documentElement.dataset.theme]);"""
+    document = browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"])
+    third, ninth, inspected, fragment, theme = said(document)
+    assert int(counted(body(document))) == len(report.alive_at(3))
+    assert (inspected, fragment, theme) == ("Point 9", "#at=3", "dark")
+    for words, point in ((third, 3), (ninth, 9)):
+        assert f"point {point} · {report.timeline[point].phase}" in words and f"op.{point}" in words
+        sizes = {}
+        for buffer in report.alive_at(point):
+            sizes[buffer.category] = sizes.get(buffer.category, 0) + buffer.bytes
+        assert report_page.human(report.timeline[point].bytes) in words
+        assert all(report_page.human(size) in words for size in sizes.values())
+
+
+def test_a_tile_leads_to_its_row(report, tmp_path):
+    """Even when the table shows others; its tip has type, source and lifetime; titles zoom, crumbs go back."""
+    script = KEYS + """
+      press("treemap", "Home");
+      const { node } = charts.of("treemap").on, crumbs = () => document.querySelector(".crumbs").textContent;
+      out.push(node.total, tip(), crumbs());
+      press("treemap", "Enter");
+      out.push(document.querySelector(".row.picked").textContent, location.hash);
+      press("treemap", "+");
+      out.push(crumbs(), charts.of("treemap").targets.length);
+      document.querySelector(".crumbs button").click();
+      document.querySelector("#categories button").click();
+      out.push(crumbs(), charts.of("timeline").views[0].targets.length);
+      document.title = JSON.stringify(out);"""
+    document = browse(tmp_path, report_page.render(report), "#q=nothing-has-this", script, ["--dump-dom"])
+    size, words, whole, row, fragment, inside, tiles, without, _ = said(document)
+    buffer = next(b for b in report.buffers if b.bytes == size and b.at_peak)
+    rows = sorted((b for b in report.buffers if b.memory == "device"), key=lambda b: -b.bytes)
+    assert report_page.human(size) in row and f"row={rows.index(buffer)}" in fragment and "q=" not in fragment
+    for expected in (report_data_page.array_type(buffer), buffer.source, f"from point {buffer.start} to {buffer.end}",
+                     report_page.human(size), "% of allocated"):
+        assert expected in words
+    assert whole == "peak " + report_page.human(report.allocated_bytes) and inside.startswith(whole + buffer.category)
+    assert 0 < tiles < sum(b.at_peak for b in report.buffers)
+    params = report.breakdown["params"]
+    assert without == "peak " + report_page.human(report.allocated_bytes - params), "the legend is of both charts"
+
+
+def test_zooming_keeps_what_is_between(report, tmp_path):
+    script = KEYS + """
+      const range = () => { const { x } = charts.of("timeline").views[0]; return [x.low, x.high]; };
+      press("timeline", "Home", "PageUp", "PageUp", "PageUp", "PageUp", "PageUp", "+", "+");
+      out.push(range(), tip());
+      press("timeline", "0");
+      out.push(range());
+      document.title = JSON.stringify(out);"""
+    document = browse(tmp_path, report_page.render(report), script=script, options=["--dump-dom"])
+    (low, high), words, whole = said(document)
+    assert high - low == pytest.approx(119 / 4, abs=2) and low < 30 < high and "point 30" in words
+    assert whole == [0, 119]
 
 
 def test_hostile_names_and_an_empty_report_run_without_error(report, tmp_path):
