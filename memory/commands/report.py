@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path
