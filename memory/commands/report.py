@@ -132,7 +132,7 @@ def _with_roofline(report: Any) -> Any:
 def _show(report: Any, batch: str = "") -> None:
     from bytescope.memory.text import report as report_text
 
-    report_text.show(report, batch=batch)
+    report_text.show(report, batch=batch, subject=report.subject.name)
 
 
 def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any) -> dict[str, Any] | None:
