@@ -57,7 +57,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
             jobs, workers=workers, env=env, measure=args.measure, progress=tell,
             cache=None if args.no_cache else place)
     rows = plan_rows.mark_pareto([row_of(job, answers[job.name], args.formulas) for job in jobs if job.name in answers])
-    finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted)
+    finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted,
+           given=plan_rows.given_flags(overrides))
     if interrupted:
         return INTERRUPTED
     if not any(row.ok for row in rows):
@@ -118,11 +119,12 @@ def row_of(job: worker_pool.Job, answer: Mapping[str, Any], formulas: bool) -> R
 
 
 def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
-           names: Sequence[str], *, cached: int, missing: int, interrupted: bool) -> None:
+           names: Sequence[str], *, cached: int, missing: int, interrupted: bool, given: str = "") -> None:
     """Prints the rows and writes the files asked for.
 
     Args:
       names: the targets of all jobs. cached: rows that were in the cache. missing: jobs without an answer.
+      given: the keys of the command line, as its flags.
     """
     from bytescope.memory.devices.compiler import versions
     from bytescope.memory.text import compare as compare_text
@@ -135,13 +137,13 @@ def finish(args: argparse.Namespace, rows: Sequence[Row], answers: Mapping[str, 
         from bytescope.memory.text import formulas as formulas_text
 
         formulas_text.show_rows(rows)
-    out = plan_rows.to_json(rows, target, stated, interrupted)
+    out = plan_rows.to_json(rows, target, stated, interrupted, args.config or "", given)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from bytescope.memory.pages import compare as compare_page
 
-        write(args.html, compare_page.render(out, args.config or ""))
+        write(args.html, compare_page.render(out))
 
 
 def _plain(value: Any) -> Any:

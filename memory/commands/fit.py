@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import fit, fit_json, fit_space, levers
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.rows import given_flags
 from bytescope.memory.plan.variants import Trials
 from bytescope.memory.text import fit as fit_text
 
@@ -113,8 +113,7 @@ def _finish(args: argparse.Namespace, walk: fit.Walk, flat: Mapping[str, Any], o
 
     def flags(keys: Mapping[str, str]) -> str:
         values = trainer.config(args.config, [*overrides, *keys.items()])
-        given = shlex.join(f"--config.{key}={text}" for key, text in overrides)
-        return " ".join(filter(None, (given, levers.differing(keys, values, flat))))
+        return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
 
     out = fit_json.to_json(walk, flags, versions(), measured)
     fit_text.show(out, args.config)
@@ -123,7 +122,7 @@ def _finish(args: argparse.Namespace, walk: fit.Walk, flat: Mapping[str, Any], o
     if args.html:
         from bytescope.memory.pages import fit as fit_page
 
-        write(args.html, fit_page.render(out, args.config))
+        write(args.html, fit_page.render(out))
     if walk.stopped == "Ctrl-C":
         return INTERRUPTED
     return 0 if walk.best is not None else DOES_NOT_FIT

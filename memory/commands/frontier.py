@@ -30,6 +30,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import frontier
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.rows import given_flags
 from bytescope.memory.plan.variants import Trials
 from bytescope.memory.remat.ilp import COSTS
 from bytescope.memory.units import parse_bytes
@@ -115,11 +116,12 @@ def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
     out = frontier.to_json(
         found.points, found.fixed, cost=args.cost, offload=args.offload,
         programs=len(found.search.tried) if found.search else 0, compiled=found.trials.compiles,
-        missing=found.missing, target=found.trials.target.to_json(), versions=versions(), interrupted=found.stopped)
+        missing=found.missing, target=found.trials.target.to_json(), versions=versions(), interrupted=found.stopped,
+        config=args.config, given=given_flags(found.trials.overrides))
     frontier_text.show(found.points, found.fixed, out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from bytescope.memory.pages import frontier as frontier_page
 
-        write(args.html, frontier_page.render(out, args.config))
+        write(args.html, frontier_page.render(out))

@@ -25,7 +25,7 @@ from bytescope.memory.plan import levers
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.plan.levers import Level
-from bytescope.memory.plan.rows import Row
+from bytescope.memory.plan.rows import Row, given_flags
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         refused[level.stage] = why  # the stages after it were compiled with it: they go again without
     done = [_settled(level, answers[job.name]) for level, job in zip(levels, jobs)
             if answers.get(job.name, {}).get("status") == "ok"]
-    _finish(args, done, left_out, target, answers, interrupted)
+    _finish(args, done, left_out, answers, interrupted, given_flags(overrides))
     return INTERRUPTED if interrupted else 0
 
 
@@ -86,19 +86,20 @@ def _settled(level: Level, answer: Mapping[str, Any]) -> Level:
     return dataclasses.replace(level, row=Row.of(keys, answer), kernel=answer["settled"][MODEL_ATTENTION])
 
 
-def _finish(args: argparse.Namespace, levels: Sequence[Level], left_out: Mapping[str, str], target: str,
-            answers: Mapping[str, Mapping[str, Any]], interrupted: bool) -> None:
-    """Prints the levels and writes the files asked for."""
+def _finish(args: argparse.Namespace, levels: Sequence[Level], left_out: Mapping[str, str],
+            answers: Mapping[str, Mapping[str, Any]], interrupted: bool, given: str) -> None:
+    """Prints the levels and writes the files asked for. `given`: the keys of the command line, as its flags."""
     from bytescope.memory.devices.compiler import versions
     from bytescope.memory.text import levers as levers_text
 
     done = [answer for answer in answers.values() if answer.get("status") == "ok"]
-    about = done[0]["target"] if done else {"name": target}
-    out = levers.to_json(levels, left_out, about, done[0]["versions"] if done else versions(), interrupted)
+    about = done[0]["target"] if done else {"name": args.target.strip().lower()}
+    out = levers.to_json(levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.config,
+                         given)
     levers_text.show(levels, left_out, about, out["versions"], interrupted=interrupted)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from bytescope.memory.pages import levers as levers_page
 
-        write(args.html, levers_page.render(out, args.config))
+        write(args.html, levers_page.render(out))

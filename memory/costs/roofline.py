@@ -163,6 +163,21 @@ def _sent(sizes: Mapping[str, float], figures: Figures) -> float:
     return sum(size / figures.interconnect_bytes_per_s[link] for link, size in sizes.items())
 
 
+def mfu(model_flops: float, work: Mapping[str, Mapping[str, Any]], figures: Figures, taken: float) -> float:
+    """The share of the peak rate that the model's own FLOPs use (Chowdhery et al. 2022, arXiv 2204.02311).
+
+    The peak rate is that of the dtypes in which the step multiplies. With a roofline's seconds it is the most that can
+    be hoped for, as those are the least.
+
+    Args:
+        model_flops: of one device and one call, nothing recomputed.
+        work: of the same (see the module). taken: seconds of the call.
+    """
+    counts = [item for part in work.values() for item in part.get("flops", {}).items()]
+    least, executed = sum(count / figures.flops_per_s(dtype) for dtype, count in counts), sum(n for _, n in counts)
+    return model_flops / executed * least / taken if executed and taken > 0 else 0.0
+
+
 def figures(target: Any) -> Figures | None:
     """The rates of a target, a `memory.devices.targets.Target` or its JSON; None for an accelerator without any.
 
@@ -244,3 +259,22 @@ def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
             if not right or not all(is_number(amount) and amount >= 0 for amount in amounts.values()):
                 raise ReportError(f"a damaged report (work.{phase}.{key} is {part[key]!r:.40}): write it again")
     return work
+
+
+def bounds(answer: Mapping[str, Any]) -> dict[str, float]:
+    """What a compare worker's answer promises at the best, by the names of a row's fields; {} where nothing is known.
+
+    `predicted_step_seconds` is the least of an update, `predicted_tokens_per_s` (over all devices) and `predicted_mfu`
+    the most.
+    """
+    once = of_answer(answer)
+    if once is None:
+        return {}
+    update, target = answer["calls_per_update"] * once.total, answer["target"]
+    out = {"predicted_step_seconds": update}
+    tokens, model_flops = answer.get("tokens_per_update"), answer.get("model_flops")
+    if tokens and update > 0:
+        out["predicted_tokens_per_s"] = tokens / update
+    if model_flops and (rates := figures(target)):
+        out["predicted_mfu"] = mfu(model_flops / max(target.get("n_devices", 1), 1), answer["work"], rates, once.total)
+    return out

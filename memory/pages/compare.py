@@ -5,21 +5,43 @@ The header and "what fits" are prepared here for `templates/compare.html`; the r
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.formulas.reconcile import share
 from bytescope.memory.pages import feasibility_grid
-from bytescope.memory.pages.elements import Figure, Section, figure, row_name, versions, where
+from bytescope.memory.pages.elements import (
+    Cell,
+    Figure,
+    Section,
+    Table,
+    command,
+    count,
+    facts,
+    figure,
+    percent,
+    promises,
+    row_name,
+    seconds,
+    size,
+    table,
+    title,
+    versions,
+    where,
+)
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.rows import (
     CONFIG,
+    OFFLOAD,
     POLICY,
+    SAVE,
     TARGET,
     Row,
     as_text,
     best_of_each,
+    flags,
     is_how,
     label,
     unit_of,
@@ -30,18 +52,21 @@ from bytescope.memory.plan.rows import (
 from bytescope.memory.records import ROWS
 from bytescope.memory.units import human
 
-# Column -> (title, kind); the kinds are the script's ways to write a number. Beside these stand the grid's keys.
+# Column -> (title, kind, rank); the kinds are the script's ways to write a number, and columns of high rank are the
+# first that a narrow page folds away. Beside these stand the grid's keys.
 COLUMNS = {
-    "peak_bytes": ("peak", "bytes"), "allocated_bytes": ("allocated", "bytes"), "temp_bytes": ("temp", "bytes"),
-    "host_bytes": ("host", "bytes"), "residual_bytes": ("residuals", "bytes"),
-    "recompute_flops_fraction": ("recomputed", "share"), "hfu_over_mfu": ("HFU/MFU", "ratio"),
-    "kernel_recompute_flops": ("recomputed in kernels", "flops"), "compile_seconds": ("compile", "seconds"),
-    "predicted_step_seconds": ("predicted step", "seconds"),
-    "step_seconds": ("step", "seconds"), "tokens_per_s": ("tokens/s", "count"),
-    "real_bytes": ("measured peak", "bytes"),
-    "formula_residuals": ("residuals by formula", "bytes"), "residuals_gap": ("gap", "gap"),
-    "formula_peak": ("peak by formula", "bytes"), "peak_gap": ("gap", "gap"),
-    "formula_ratio": ("HFU/MFU by formula", "ratio"),
+    "allocated_bytes": ("allocated", "bytes", 0),
+    "step_seconds": ("step, measured", "seconds", 0), "tokens_per_s": ("tokens/s, measured", "count", 1),
+    "real_bytes": ("peak, measured", "bytes", 2),
+    "predicted_step_seconds": ("step, at least", "seconds", 1),
+    "predicted_tokens_per_s": ("tokens/s, at most", "count", 3), "predicted_mfu": ("MFU, at most", "share", 4),
+    "recompute_flops_fraction": ("recomputed", "share", 2), "residual_bytes": ("residuals", "bytes", 5),
+    "host_bytes": ("host", "bytes", 3),
+    "formula_residuals": ("residuals by formula", "bytes", 4), "residuals_gap": ("gap of residuals", "gap", 4),
+    "formula_peak": ("peak by formula", "bytes", 4), "peak_gap": ("gap of peak", "gap", 4),
+    "peak_bytes": ("peak", "bytes", 6), "temp_bytes": ("temp", "bytes", 8), "hfu_over_mfu": ("HFU/MFU", "ratio", 7),
+    "formula_ratio": ("HFU/MFU by formula", "ratio", 7),
+    "kernel_recompute_flops": ("recomputed in kernels", "flops", 9), "compile_seconds": ("compile", "seconds", 9),
 }
 
 # What of a target the page tells; a report has all of it.
@@ -51,30 +76,34 @@ TARGET_FIELDS = ("name", "platform", "kind", "n_devices", "device_memory_bytes",
 
 # What the page says of itself.
 NOTES = (
-    "Allocated: what the runtime takes, arguments and packed temporaries included. Peak: what is live at once.",
+    "Allocated: what the runtime takes on one device, arguments and packed temporaries included. Peak: what is live at "
+    "once.",
+    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
+    "MFU are the most that can be. For ranking rows on one target; not a timing.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
     "and loss kernels recompute in their own gradients.",
     "Compile seconds are taken while other combinations compile in parallel.",
-    "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. The "
-    "highlighted row is the best of each task that fits: the fastest measured, else the least recomputation, then the "
-    "fewest bytes.",
+    "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. Another "
+    "model, sequence length or batch is another task. The highlighted row is the best of its task that fits: the "
+    "fastest measured, else the least recomputation, then the fewest bytes.",
 )
 FORMULA_NOTE = ("By formula: what the published formulas give for the same step, and by how much the compiler's figure "
                 "exceeds it; empty where no formula says what a policy keeps.")
 
 
-def render(comparison: Mapping[str, Any], config: str = "") -> str:
-    """The page of a comparison's JSON (`memory.plan.rows.to_json`), as text; `config` is the file it is about."""
+def render(comparison: Mapping[str, Any]) -> str:
+    """The page of a comparison's JSON (`memory.plan.rows.to_json`), as text."""
     rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
-    subject, several = _subject(rows, config), len({workload(row) for row in rows}) > 1
-    best, target = comparison.get("best"), comparison["target"]
+    subject, target, several = _subject(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
+    winner = next(iter(best_of_each(rows)), None) if not several else None
     with_formulas = any(row.formula for row in rows)
     return page(
-        "compare", f"{subject} · compared", page_data(comparison), heading=f"{subject}, compared",
-        where=where(target), versions=versions(comparison["versions"]),
-        figures=_figures(rows, None if several else best),
-        best=best["flags"] if best else None,
-        best_title="Least recomputation of all that fit" if several else "Best that fits",
+        "compare", title(subject, target, "compared"), page_data(comparison), heading=f"{subject}, compared",
+        where=where(target), facts=facts(comparison["rows"], comparison["given"]),
+        versions=versions(comparison["versions"]), figures=_figures(rows, winner),
+        best=(how_of(winner), _command(comparison, winner)) if winner else None,
+        each=_best_of_each(comparison, rows) if several else None,
+        none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False), grid=feasibility_grid.grid(rows),
         notes=[*NOTES, FORMULA_NOTE] if with_formulas else NOTES, about_target=_about_target(target))
 
@@ -82,14 +111,16 @@ def render(comparison: Mapping[str, Any], config: str = "") -> str:
 def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Everything the script draws, as JSON values.
 
-    `rows` hold their label, the text of each key in `keys`, and the columns that any row fills; of the label, `group`
-    is all but the policy, `section` what of it is the model and the target, `short` the rest; `rival` is what tells
-    it from the rest of its task and `task_label` what it shares with them. Growth is drawn along one of `axes`.
+    `rows` hold their label, the text of each key in `keys`, the columns that any row fills, and the command that runs
+    it; of the label, `group` is all but the policy, `section` what of it is the model and the target, `short` the
+    rest; `rival` is what tells it from the rest of its task and `task_label` what it shares with them. Growth is drawn
+    along one of `axes`.
     """
     rows = [Row.of(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
     best = [row.overrides for row in best_of_each(rows)]
-    lines = [_line(row, entry, keys, row.overrides in best) for row, entry in zip(rows, comparison["rows"])]
+    lines = [_line(row, entry, keys, row.overrides in best) | {"command": _command(comparison, row)}
+             for row, entry in zip(rows, comparison["rows"])]
     columns = [(name, *COLUMNS[name]) for name in COLUMNS
                if any(line["values"][name] for line in lines)
                or (name.endswith("_gap") and any(line["values"][name] is not None for line in lines))]
@@ -100,6 +131,48 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "timed": any(row.measured for row in rows),
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
+
+
+def how_of(row: Row) -> str:
+    """How a row runs its task, in words: its policy and what else of its combination is no part of the task."""
+    keys = [key for key in row.overrides if is_how(key) and key not in (SAVE, OFFLOAD)]
+    return label(row, keys) if keys else row.policy or "as configured"
+
+
+def _tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(workload(row), []).append(row)
+    return found
+
+
+def _command(comparison: Mapping[str, Any], row: Row) -> str:
+    """The command that runs a row; its own keys come last, where they win."""
+    config = "" if CONFIG in row.overrides else comparison["config"]
+    target = {"name": row.overrides[TARGET]} if TARGET in row.overrides else comparison["target"]
+    return command(config, target, comparison["given"], flags(row), fits=row.fits is not False and row.ok)
+
+
+def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+    """A row for each task, in their order: tasks are not ranked against each other."""
+    keys = [key for key in varying(rows) if not is_how(key)]
+    found = [(label(members[0], keys), next(iter(best_of_each(members)), None))
+             for members in _tasks(rows).values()]
+
+    def of(write: Callable[[Row], Cell | str], otherwise: Cell | str = "") -> Callable[[Any], Cell | str]:
+        return lambda item: write(item[1]) if item[1] else otherwise
+
+    return table((
+        ("task", "name", lambda item: item[0]),
+        ("best that fits", "text how", of(how_of, Cell("none of them fits", kind="exceeds"))),
+        ("allocated", "num", of(lambda row: size(row.allocated_bytes))),
+        ("step, measured", "num", of(lambda row: seconds((row.measured or {}).get("step_seconds")))),
+        ("step, at least", "num", of(lambda row: seconds(row.predicted_step_seconds))),
+        ("tokens/s, at most", "num", of(lambda row: count(row.predicted_tokens_per_s))),
+        ("MFU, at most", "num", of(lambda row: percent(row.predicted_mfu))),
+        ("recomputed", "num", of(lambda row: percent(row.recompute_flops_fraction))),
+        ("command", "text", of(lambda row: Cell("copy", command=_command(comparison, row)))),
+    ), found)
 
 
 def axes(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
@@ -145,13 +218,16 @@ def _subject(rows: Sequence[Row], config: str) -> str:
     return (", ".join(names) if len(names) <= 4 else f"{len(names)} configs") or config or "Combinations"
 
 
-def _figures(rows: Sequence[Row], best: Mapping[str, Any] | None) -> list[Figure]:
-    """`best`: the best row, None where rows of several tasks have none in common."""
+def _figures(rows: Sequence[Row], best: Row | None) -> list[Figure]:
+    """`best`: the best row, None where none fits, and where rows of several tasks have none in common."""
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     limit = f"of {human(limits.pop())}" if len(limits) == 1 else "each within its own limit"
     found = [Figure("combinations", str(len(rows)), f"{sum(not row.ok for row in rows)} failed"),
              Figure("fit", str(sum(row.fits is True for row in rows)), limit)]
-    return [*found, figure("best that fits", best["allocated_bytes"], "allocated")] if best else found
+    if best is None:
+        return found
+    return [*found, figure("best that fits", best.allocated_bytes, how_of(best)),
+            *promises(dataclasses.asdict(best))]
 
 
 def _about_target(target: Mapping[str, Any]) -> Section:

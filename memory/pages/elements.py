@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,15 @@ class Figure(NamedTuple):
 
 class Cell(NamedTuple):
     """A cell of a table: text, of which a newline starts a new line; the text on hover; a class that colours it; the
-    number that a sortable table orders it by, where that is not its text."""
+    number that a sortable table orders it by, where that is not its text; a command that its button copies; a note
+    below the text."""
 
     text: str
     title: str = ""
     kind: str = ""
     value: float | None = None
+    command: str = ""
+    note: str = ""
 
 
 class Head(NamedTuple):
@@ -82,6 +86,38 @@ def where(target: Mapping[str, Any]) -> str:
     return " · ".join((name, kind, "per device") if kind and kind != name else (name, "per device"))
 
 
+def title(config: str, target: Mapping[str, Any], what: str) -> str:
+    """The title of a page: "llama_8b on h100:8 · levers"."""
+    name = str(target.get("name") or "")
+    return f"{config or 'a config'}{f' on {name}' if name else ''} · {what}"
+
+
+def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
+    """What a header says of its rows beside config and target: their batch and policy where they share one, and the
+    keys of the command line."""
+    batches, policies = ({row.get(key) for row in rows if row.get(key)} for key in ("batch", "policy"))
+    tokens = sorted({row["tokens_per_update"] for row in rows if row.get("tokens_per_update")})
+    out = [f"batch: {batches.pop()}"] if len(batches) == 1 else []
+    if len(batches) > 1 and tokens:
+        out.append(f"batch: {' to '.join(f'{count:,}' for count in dict.fromkeys((tokens[0], tokens[-1])))} tokens per "
+                   "update")
+    if len(policies) == 1:
+        out.append(f"policy: {policies.pop()}")
+    return [*out, f"with {given}"] if given else out
+
+
+def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | None = True) -> str:
+    """The command of a configuration, to be pasted into a shell: trains where it fits, else makes its report.
+
+    config: "" where the flags name it. flags: quoted for a shell; those of one key that comes twice are the last's.
+    """
+    verb = "report" if fits is False else "train"
+    words = [f"--config={config}"] if config else []
+    if fits is False and target.get("name"):
+        words.append(f"--target={target['name']}")
+    return " ".join(filter(None, ["bytescope", verb, shlex.join(words), *flags]))
+
+
 def versions(found: Mapping[str, str]) -> str:
     """What compiled a program, in one line: "jax 0.10.2 · python 3.11.7"."""
     return " · ".join(f"{name} {version}" for name, version in found.items())
@@ -95,6 +131,33 @@ def exact(count: int | None) -> str:
 def figure(name: str, count: int | None, note: str = "") -> Figure:
     """A number of bytes as a figure of the header."""
     return Figure(name, human(count), note, exact(count))
+
+
+def seconds(value: float | None) -> str:
+    """Seconds with their unit, in four digits: "37.41 s", "0.5900 s", "12.30 ms"; "" for None."""
+    if value is None:
+        return ""
+    if value >= 1000:
+        return f"{value:,.0f} s"
+    return f"{value:#.4g} s" if value >= 0.1 else f"{1000 * value:#.4g} ms"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share in per cent: "12.5 %"; "" for None."""
+    return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def count(value: float | None) -> str:
+    """A number of things: "112,131"; "" for None."""
+    return "" if value is None else f"{value:,.0f}"
+
+
+def promises(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
+    """What the roofline promises of a row of a comparison, as figures: the least time, the most throughput."""
+    found = (Figure("step, at least", seconds(row["predicted_step_seconds"]), whose or "per update, by a roofline"),
+             Figure("tokens/s, at most", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
+             Figure("MFU, at most", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"))
+    return [one for one in found if one.value]
 
 
 def size(count: int | None) -> Cell:

@@ -5,32 +5,52 @@ The answer and the table are prepared here for `templates/fit.html`; the picture
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.pages.elements import Cell, Figure, Section, Table, figure, parts, table, versions, where
+from bytescope.memory.pages.elements import (
+    Cell,
+    Figure,
+    Section,
+    Table,
+    command,
+    count,
+    facts,
+    figure,
+    parts,
+    percent,
+    promises,
+    seconds,
+    table,
+    title,
+    versions,
+    where,
+)
 from bytescope.memory.pages.frame import page
 from bytescope.memory.text.fit import STAGES
-from bytescope.memory.text.fit import seconds as duration
 from bytescope.memory.units import column_unit, human
 
 NOTES = (
     "Every variant is the trainer's own step, compiled for the target.",
     "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
-    "Predicted: seconds per update by a roofline of the target; for ranking only, not a timing.",
+    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
+    "MFU are the most that can be. For ranking variants on one target; not a timing.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
     "Meshes are compared with everything recomputed; the search goes on with those that could be faster than the best "
     "so far if nothing were recomputed.",
 )
 
 
-def render(out: Mapping[str, Any], config: str) -> str:
-    """The page of a fit's JSON (`memory.plan.fit_json`), as text; `config` is the file it is about."""
+def render(out: Mapping[str, Any]) -> str:
+    """The page of a fit's JSON (`memory.plan.fit_json`), as text."""
+    config, target, best = out["config"], out["target"], out["best"]
     return page(
-        "fit", f"{config} · fit", page_data(out),
-        heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(out["target"]),
+        "fit", title(config, target, f"fit within {human(out['budget_bytes'])}"), page_data(out),
+        heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(target),
+        facts=facts([best] if best else [], out["given"]) or [f"batch: {out['batch_tokens']:,} tokens per update"],
         versions=versions(out["versions"]), verdict=_verdict(out), figures=_figures(out), stopped=out["stopped"],
-        answer=_answer(out, config), walk=_walk(out), notes=NOTES, stages=_stages(out))
+        answer=_answer(out), walk=_walk(out), notes=NOTES, stages=_stages(out))
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,21 +102,23 @@ def _figures(out: Mapping[str, Any]) -> list[Figure]:
 
 
 def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[Figure]:
-    predicted, measured = best["predicted_step_seconds"], best["measured"] or {}
-    share = best["recompute_flops_fraction"]
+    measured = best["measured"] or {}
     return [
         figure("allocated", best["allocated_bytes"], f"of {human(out['budget_bytes'])}"),
         figure("on the host", best["host_bytes"], "per device") if best["host_bytes"] else Figure("on the host", ""),
-        Figure("predicted", duration(predicted), f"per update of {out['batch_tokens']:,} tokens"),
-        Figure("tokens/s", f"{out['batch_tokens'] / predicted:,.0f}" if predicted else "",
-               "predicted, over all devices"),
-        Figure("measured", duration(measured.get("step_seconds")),
-               f"{measured.get('tokens_per_s', 0):,.0f} tokens/s on this machine"),
-        Figure("recomputed", "" if share is None else f"{share:.1%}", "of the model's FLOPs"),
+        Figure("step, measured", seconds(measured.get("step_seconds")),
+               f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine"),
+        *promises({**best, "predicted_tokens_per_s": _speed(out, best["predicted_step_seconds"])}),
+        Figure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
     ]
 
 
-def _answer(out: Mapping[str, Any], config: str) -> dict[str, Any] | None:
+def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
+    """Tokens per second of a predicted step, over all devices: the most that can be."""
+    return out["batch_tokens"] / step if step else None
+
+
+def _answer(out: Mapping[str, Any]) -> dict[str, Any] | None:
     """The command to run and what its bytes are; where nothing fits, what tells more of the tightest variant.
 
     `limit`: where on the bar the budget ends, in percent, None where all is within it.
@@ -104,15 +126,12 @@ def _answer(out: Mapping[str, Any], config: str) -> dict[str, Any] | None:
     found = out["best"] or out["certificate"]
     if not found:
         return None
-    command = ["bytescope", "train" if out["best"] else "report", f"--config={config}"]
-    if not out["best"]:
-        command.append(f"--target={out['target'].get('name', '')}")
     budget, total = out["budget_bytes"], max(found["allocated_bytes"], 1)
     scale, over = max(budget, total), total > budget
     room = f"{human(abs(total - budget))} {'too much' if over else 'left'}"
     return {
         "title": "Run it" if out["best"] else "Does not fit: the tightest variant", "what": found["what"],
-        "command": " ".join(filter(None, [*command, found["flags"]])),
+        "command": command(out["config"], out["target"], found["flags"], fits=bool(out["best"])),
         "parts": parts(found["breakdown"], total, scale), "over": over, "limit": 100 * budget / scale if over else None,
         "room": f"{human(total)} of {human(budget)}, {room}{_host(out, found)}",
     }
@@ -128,16 +147,24 @@ def _host(out: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 # ---- the search -----------------------------------------------------------------------------------------------
 
 def _walk(out: Mapping[str, Any]) -> Table:
-    """A row for each step, with its keys one hover away; the choice stands out."""
+    """A row for each step, with the command that makes it; the choice stands out."""
+    def run(step: Mapping[str, Any]) -> Cell | str:
+        if step["allocated_bytes"] is None:
+            return ""
+        keys = shlex.join(f"--config.{key}={text}" for key, text in step["keys"].items())
+        return Cell("copy", command=command(out["config"], out["target"], out["given"], keys, fits=step["fits"]))
+
     columns = (
         ("#", "num", lambda item: str(item[0])),
         ("stage", "text", lambda item: item[1]["stage"]),
         ("what", "text what", lambda item: item[1]["what"]),
         ("allocated", "num", lambda item: _known(item[1]["allocated_bytes"])),
         ("host", "num", lambda item: _known(item[1]["host_bytes"] or None)),
-        ("predicted", "num", lambda item: duration(item[1]["predicted_step_seconds"])),
-        ("recomputed", "num", lambda item: _share(item[1]["recompute_flops_fraction"])),
+        ("step, at least", "num", lambda item: seconds(item[1]["predicted_step_seconds"])),
+        ("tokens/s, at most", "num", lambda item: count(_speed(out, item[1]["predicted_step_seconds"]))),
+        ("recomputed", "num", lambda item: percent(item[1]["recompute_flops_fraction"])),
         ("verdict", "text", lambda item: Cell(item[1]["verdict"], kind=_kind(item[1]))),
+        ("command", "text", lambda item: run(item[1])),
     )
     return table(columns, list(enumerate(out["walk"], 1)),
                  kind=lambda item: "winner" if out["best"] and _is_chosen(out, item[1]) else "",
@@ -146,10 +173,6 @@ def _walk(out: Mapping[str, Any]) -> Table:
 
 def _known(size: int | None) -> str:
     return "" if size is None else human(size)
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
 
 
 def _kind(step: Mapping[str, Any]) -> str:

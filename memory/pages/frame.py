@@ -21,7 +21,7 @@ CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
 # What a page needs besides.
 MORE = {"report": ("treemap.js",)}
 # Pages that plotly.js still draws.
-PLOTLY = ("compare", "estimate", "frontier", "levers")
+PLOTLY = ("estimate",)
 
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:

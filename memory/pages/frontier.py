@@ -8,29 +8,63 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.pages.elements import Cell, Figure, fits, size, table, versions, where
+from bytescope.memory.pages.elements import (
+    Cell,
+    Column,
+    Figure,
+    command,
+    count,
+    exact,
+    facts,
+    figure,
+    fits,
+    percent,
+    promises,
+    seconds,
+    size,
+    table,
+    title,
+    versions,
+    where,
+)
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.frontier import COSTS
 from bytescope.memory.units import column_unit, human
 
 NOTES = (
-    "Each point is the plan of least cost that fits its budget: which blocks keep which named tensors, solved "
+    "Each plan is that of least cost for its budgets: which blocks keep which named tensors, solved "
     "exactly over the block's graph and settled by the compiler. Every figure is of a compiled program.",
     "Allocated: what the runtime takes, arguments and packed temporaries included.",
-    "Predicted step: seconds per update by the roofline of the target's data sheet; for ranking plans on one target "
-    "only, not a timing.",
+    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
+    "MFU are the most that can be. For ranking plans on one target; not a timing.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
     "Policies for all layers are candidates too: no point costs more than the best of them that fits its budget.",
 )
 
 
-def render(found: Mapping[str, Any], config: str = "") -> str:
-    """The page of a front's JSON (`memory.plan.frontier.to_json`), as text; `config` is the file it is about."""
+def render(found: Mapping[str, Any]) -> str:
+    """The page of a front's JSON (`memory.plan.frontier.to_json`), as text."""
+    config, target, plans, best = found["config"], found["target"], plans_of(found["points"]), found["best"]
     return page(
-        "frontier", f"{config or 'front'} · front", page_data(found), heading=config or "A config",
-        where=where(found["target"]), versions=versions(found["versions"]), figures=_figures(found),
-        interrupted=found["interrupted"], points=table(_POINTS, _once(found["points"])),
-        fixed=table(_FIXED, found["fixed"]), notes=NOTES)
+        "frontier", title(config, target, "front"), page_data(found), heading=config or "A config",
+        where=where(target), facts=facts(found["points"], found["given"]), versions=versions(found["versions"]),
+        figures=_figures(found, plans, best), interrupted=found["interrupted"],
+        best=(best["plan"], _command(found, best)) if best else None, none_fits=bool(plans) and best is None,
+        points=table(_plan_columns(found), plans,
+                     kind=lambda plan: "winner" if best and plan["plan"] == best["plan"] else ""),
+        fixed=table(_fixed_columns(found), found["fixed"]), notes=NOTES)
+
+
+def plans_of(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The points as one entry for each plan, in order: its figures, and `points`, those that have it."""
+    found: dict[str, dict[str, Any]] = {}
+    for point in points:
+        found.setdefault(point["plan"], {**point, "points": []})["points"].append(point)
+    return list(found.values())
+
+
+def _command(found: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    return command(found["config"], found["target"], found["given"], plan["flags"], fits=plan.get("fits"))
 
 
 def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +74,8 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
     known = [point for point in (*found["points"], *found["fixed"]) if point[field] is not None]
     return {
         "points": [{"x": point["allocated_bytes"], "y": point[field], "budget": point["budget_bytes"],
-                    "name": point["plan"], "notes": [*_notes(point), *point["flags"].split()]}
+                    "name": point["plan"], "notes": _notes(point),
+                    "chosen": found["best"] is not None and point["plan"] == found["best"]["plan"]}
                    for point in found["points"] if point[field] is not None],
         "fixed": [{"x": policy["allocated_bytes"], "y": policy[field], "name": policy["policy"],
                    "notes": _notes(policy)} for policy in found["fixed"] if policy[field] is not None],
@@ -51,65 +86,79 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes(point: Mapping[str, Any]) -> list[str]:
+    step, share = seconds(point["predicted_step_seconds"]), percent(point["recompute_flops_fraction"], 2)
     return [text for text in (
         f"allocated {human(point['allocated_bytes'])}",
-        f"predicted step {_seconds(point)}" if _seconds(point) else "",
-        f"recomputed {_share(point)} of the model's FLOPs" if _share(point) else "",
+        f"step at least {step}" if step else "",
+        f"recomputed {share} of the model's FLOPs" if share else "",
         f"in host memory {human(point['host_bytes'])}" if point["host_bytes"] else "") if text]
 
 
-def _figures(found: Mapping[str, Any]) -> list[Figure]:
-    points = Figure("points", str(len(found["points"])), f"{found['programs']} programs compiled")
-    less = (("fewer FLOPs recomputed", found["less"]["flops"]), ("less predicted time", found["less"]["seconds"]))
-    return [points, *(Figure(name, f"{share:.1%}", "than the best fixed policy, on average")
-                      for name, share in less if share is not None)]
+def _figures(found: Mapping[str, Any], plans: Sequence[Mapping[str, Any]],
+             best: Mapping[str, Any] | None) -> list[Figure]:
+    search = f"for {len(found['points'])} budgets; {found['programs']} programs compiled"
+    out = [Figure("plans", str(len(plans)), search)]
+    if best:
+        out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *promises(best)]
+    less = (("less predicted time", found["less"]["seconds"]), ("fewer FLOPs recomputed", found["less"]["flops"]))
+    return [*out, *(Figure(name, percent(share), "than the best fixed policy, on average")
+                    for name, share in less if share is not None)]
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------
 
-def _seconds(point: Mapping[str, Any]) -> str:
-    seconds = point["predicted_step_seconds"]
-    return "" if seconds is None else f"{seconds:#.4g} s"
+def _budgets(plan: Mapping[str, Any]) -> Cell:
+    """The budgets that have this plan, from the smallest to the largest."""
+    sizes = sorted(point["budget_bytes"] for point in plan["points"])
+    ends = list(dict.fromkeys((sizes[0], sizes[-1])))
+    return Cell(" to\n".join(map(human, ends)), " to ".join(map(exact, ends)),
+                note=f"{len(sizes)} budgets" if len(sizes) > 1 else "")
 
 
-def _share(point: Mapping[str, Any]) -> str:
-    share = point["recompute_flops_fraction"]
-    return "" if share is None else f"{share:.2%}"
-
-
-def _best(point: Mapping[str, Any]) -> str:
-    policy = point["fixed"]
+def _best(plan: Mapping[str, Any]) -> Cell | str:
+    policy = plan["fixed"]
     if not policy:
         return ""
-    return f"{policy['policy']}: {', '.join(filter(None, (_seconds(policy), _share(policy))))}"
+    figures = (seconds(policy["predicted_step_seconds"]), percent(policy["recompute_flops_fraction"], 2))
+    return Cell(policy["policy"], note=", ".join(filter(None, figures)))
 
 
 def _host(point: Mapping[str, Any]) -> Cell:
     return size(point["host_bytes"] or None)
 
 
-_POINTS = (
-    ("budget", "num", lambda point: size(point["budget_bytes"])),
-    ("plan", "text", lambda point: point["plan"].replace(", ", ",\n")),
-    ("allocated", "num", lambda point: size(point["allocated_bytes"])),
-    ("host", "num", _host),
-    ("predicted step", "num", _seconds),
-    ("recomputed", "num", _share),
-    ("best fixed policy", "text", _best),
-    ("verdict", "num", lambda point: fits(point["fits"])),
-    ("programs", "num", lambda point: str(point["programs"])),
-    ("what runs it", "text flag", lambda point: point["flags"] or "as above"),
-)
-_FIXED = (
-    ("policy for all layers", "name", lambda policy: policy["policy"]),
-    ("allocated", "num", lambda policy: size(policy["allocated_bytes"])),
-    ("host", "num", _host),
-    ("predicted step", "num", _seconds),
-    ("recomputed", "num", _share),
-)
+def _cost_columns() -> tuple[Column, ...]:
+    """Time before FLOPs: it is what a plan is chosen by."""
+    return (
+        ("allocated", "num", lambda plan: size(plan["allocated_bytes"])),
+        ("host", "num", _host),
+        ("step, at least", "num", lambda plan: seconds(plan["predicted_step_seconds"])),
+        ("tokens/s, at most", "num", lambda plan: count(plan.get("predicted_tokens_per_s"))),
+        ("MFU, at most", "num", lambda plan: percent(plan.get("predicted_mfu"))),
+        ("recomputed", "num", lambda plan: percent(plan["recompute_flops_fraction"], 2)),
+    )
 
 
-def _once(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The points, the flags of a plan at the first of its budgets alone."""
-    before = [None, *(point["plan"] for point in points)]
-    return [{**point, "flags": "" if point["plan"] == last else point["flags"]} for point, last in zip(points, before)]
+def _plan_columns(found: Mapping[str, Any]) -> tuple[Column, ...]:
+    return (
+        ("plan: layers and what they keep", "name", lambda plan: plan["plan"].replace(", ", ",\n")),
+        ("budget", "num", _budgets),
+        *_cost_columns(),
+        ("verdict", "text", lambda plan: fits(plan["fits"])),
+        ("best fixed policy", "text", _best),
+        ("command", "text", lambda plan: Cell("copy", command=_command(found, plan))),
+    )
+
+
+def _fixed_columns(found: Mapping[str, Any]) -> tuple[Column, ...]:
+    limit = found["target"].get("limit_bytes")
+
+    def judged(policy: Mapping[str, Any]) -> bool | None:
+        return policy["allocated_bytes"] <= limit if limit else None
+
+    return (
+        ("policy for all layers", "name", lambda policy: policy["policy"]),
+        *_cost_columns(),
+        ("verdict", "text", lambda policy: fits(judged(policy))),
+        ("command", "text", lambda policy: Cell("copy", command=_command(found, {**policy, "fits": judged(policy)}))),
+    )

@@ -5,11 +5,30 @@ The table is prepared here for `templates/levers.html`; the bars are drawn by `s
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.config_keys import MODEL_ATTENTION
-from bytescope.memory.pages.elements import Cell, Figure, figure, fits, row_name, size, table, versions, where
+from bytescope.memory.pages.elements import (
+    Cell,
+    Column,
+    Figure,
+    command,
+    count,
+    facts,
+    figure,
+    fits,
+    percent,
+    promises,
+    row_name,
+    seconds,
+    size,
+    table,
+    title,
+    versions,
+    where,
+)
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.levers import STAGES, scale_of
 from bytescope.memory.records import ROWS
@@ -17,27 +36,34 @@ from bytescope.memory.units import column_unit, human
 
 NOTES = (
     "Each stage is the trainer's own step, compiled with everything that the stages before it set.",
-    "Allocated: what the runtime takes, arguments and packed temporaries included. Peak: what is live at once.",
-    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
-    "and loss kernels recompute in their own gradients.",
-    "To host, to device: bytes that one call of the step moves over the link.",
+    "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
+    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
+    "MFU are the most that can be. For ranking stages on one target; not a timing.",
+    "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
+    "Moved: bytes that one call of the step sends to the host and back.",
 )
 
 
-def render(staircase: Mapping[str, Any], config: str = "") -> str:
-    """The page of a staircase's JSON (`memory.plan.levers.to_json`), as text; `config` is the file it is about."""
-    levels = {level["stage"]: level for level in staircase["levels"]}
-    first = levels.get(staircase["first_that_fits"])
-    last = next(reversed(levels.values()), None)
+def render(staircase: Mapping[str, Any]) -> str:
+    """The page of a staircase's JSON (`memory.plan.levers.to_json`), as text."""
+    config, target, levels = staircase["config"], staircase["target"], staircase["levels"]
+    named = {level["stage"]: level for level in levels}
+    first = named.get(staircase["first_that_fits"])
+    last = levels[-1] if levels else None
     return page(
-        "levers", f"{config or 'staircase'} · levers", page_data(staircase),
-        heading=f"{config or 'A config'}, lever by lever", where=where(staircase["target"]),
-        versions=versions(staircase["versions"]),
-        figures=_figures(next(iter(levels.values()), None), first, last),
-        commands=[(title, level["all_flags"] or "as configured")
-                  for title, level in (("First that fits", first), ("All of them", last)) if level],
+        "levers", title(config, target, "levers"), page_data(staircase),
+        heading=f"{config or 'A config'}, lever by lever",
+        where=where(target), facts=facts(levels, staircase["given"]), versions=versions(staircase["versions"]),
+        figures=_figures(levels[0] if levels else None, first, last),
+        commands=[(words, level["title"], _command(staircase, level))
+                  for words, level in (("First that fits", first), ("All of them", last)) if level],
         some_fit=first is not None, interrupted=staircase.get("interrupted", False),
-        stages=table(_COLUMNS, staircase["levels"]), left_out=list(staircase["left_out"].items()), notes=NOTES)
+        stages=table(_columns(staircase), levels, kind=lambda level: "winner" if level is first else ""),
+        left_out=list(staircase["left_out"].items()), notes=NOTES)
+
+
+def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
+    return command(staircase["config"], staircase["target"], staircase["given"], level["all_flags"], fits=level["fits"])
 
 
 def page_data(staircase: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +85,9 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
     """What a level costs beside its bytes, in words."""
     moved = (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0)
     share = level["recompute_flops_fraction"]
-    return [_why(level),
-            f"recomputed: {share:.1%} of the model's FLOPs" if share is not None else "",
+    step = seconds(level["predicted_step_seconds"])
+    return [_why(level), f"step at least {step}" if step else "",
+            f"recomputed: {percent(share)} of the model's FLOPs" if share is not None else "",
             f"host memory {human(level['host_bytes'])}" if level["host_bytes"] else "",
             f"moved in one call of the step: {human(moved)}" if moved else ""]
 
@@ -70,17 +97,20 @@ def _why(level: Mapping[str, Any]) -> str:
 
 
 def _figures(*levels: Mapping[str, Any] | None) -> list[Figure]:
-    """Of the first level, the first that fits, and the last; those that do not exist are left out."""
-    return [figure(name, level["allocated_bytes"], level["title"])
-            for name, level in zip(("first", "first that fits", "last"), levels) if level]
+    """Of the first level, the first that fits, and the last; those that do not exist are left out. Then what the
+    roofline promises of the first that fits."""
+    first = levels[1]
+    found = [figure(name, level["allocated_bytes"], level["title"])
+             for name, level in zip(("first", "first that fits", "last"), levels) if level]
+    return [*found, *(promises(first, "of the first that fits") if first else ())]
 
 
 # ---- the table ------------------------------------------------------------------------------------------------
 
 def _adds(level: Mapping[str, Any]) -> str:
-    """The flags of a stage, a line each, and the attention kernel where the trainer chooses one."""
+    """The keys that a stage sets, a line each, and the attention kernel where the trainer chooses one."""
     chosen = f" → {level['kernel']}" if f"{MODEL_ATTENTION}=auto" in level["flags"] else ""
-    return "\n".join(level["flags"].split()) + chosen
+    return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
 
 
 def _change(level: Mapping[str, Any]) -> Cell | str:
@@ -91,27 +121,26 @@ def _change(level: Mapping[str, Any]) -> Cell | str:
     return Cell(sign + human(abs(change)), f"{sign}{abs(change):,} bytes")
 
 
-def _recomputed(level: Mapping[str, Any]) -> str:
-    share = level["recompute_flops_fraction"]
-    return "" if share is None else f"{share:.1%}"
+def _host(level: Mapping[str, Any]) -> Cell | str:
+    """Bytes in host memory, and what one call of the step moves over the link."""
+    if not level["host_bytes"]:
+        return ""
+    moved = (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0)
+    return size(level["host_bytes"])._replace(note=f"{human(moved)} moved" if moved else "")
 
 
-def _hfu_over_mfu(level: Mapping[str, Any]) -> str:
-    hardware, model = level["hardware_flops"], level["model_flops"]
-    return f"{hardware / model:.3f}" if hardware and model else ""
-
-
-_COLUMNS = (
-    ("stage", "name", lambda level: level["title"]),
-    ("what it adds", "text", _adds),
-    ("what it costs", "text why", _why),
-    ("allocated", "num", lambda level: size(level["allocated_bytes"])),
-    ("verdict", "num", lambda level: fits(level["fits"])),
-    ("change", "num", _change),
-    ("peak", "num", lambda level: size(level["peak_bytes"])),
-    ("host", "num", lambda level: size(level["host_bytes"] or None)),
-    ("to host", "num", lambda level: size(level["to_host_bytes"] or None)),
-    ("to device", "num", lambda level: size(level["to_device_bytes"] or None)),
-    ("recomputed", "num", _recomputed),
-    ("HFU/MFU", "num", _hfu_over_mfu),
-)
+def _columns(staircase: Mapping[str, Any]) -> tuple[Column, ...]:
+    """The columns of the table; the command of a stage is whole, with what the stages before it set."""
+    return (
+        ("stage", "name", lambda level: Cell(level["title"], note=_why(level))),
+        ("allocated", "num", lambda level: size(level["allocated_bytes"])),
+        ("verdict", "text", lambda level: fits(level["fits"])),
+        ("change", "num", _change),
+        ("step, at least", "num", lambda level: seconds(level["predicted_step_seconds"])),
+        ("tokens/s, at most", "num", lambda level: count(level["predicted_tokens_per_s"])),
+        ("MFU, at most", "num", lambda level: percent(level["predicted_mfu"])),
+        ("recomputed", "num", lambda level: percent(level["recompute_flops_fraction"])),
+        ("in host memory", "num", _host),
+        ("what it adds", "text flag", _adds),
+        ("command", "text", lambda level: Cell("copy", command=_command(staircase, level))),
+    )

@@ -7,7 +7,8 @@ Its keys (sizes are bytes on ONE device):
   `recompute_flops_fraction`, `fits` and `verdict`; null where a variant cannot run.
 - `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
   `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
-- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `target`, `versions`; `programs`: how many were compiled, those
+- `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `config`, `given`, `target`, `versions`: as in a comparison, but
+  that the flags above hold the given ones; `programs`: how many were compiled, those
   in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.memory.plan.fit import Walk
-from bytescope.memory.plan.rows import Row
+from bytescope.memory.plan.rows import Row, given_flags
 
 
 def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
@@ -38,6 +39,7 @@ def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Map
     return {
         "best": best, "walk": [step.to_json() for step in walk.steps], "certificate": certificate,
         "budget_bytes": walk.budget, "host_budget_bytes": None if host == math.inf else int(host),
-        "batch_tokens": walk.space.tokens, "target": walk.trials.target.to_json(), "versions": dict(versions),
+        "batch_tokens": walk.space.tokens, "config": walk.trials.config,
+        "given": given_flags(walk.trials.overrides), "target": walk.trials.target.to_json(), "versions": dict(versions),
         "programs": walk.trials.compiles, "seconds": walk.seconds, "stopped": walk.stopped,
     }

@@ -8,14 +8,15 @@ The JSON of a front has these keys (sizes are bytes on ONE device, null where no
   command to run it), `programs` (compiled for this budget), `fixed` (the best policy for all layers that fits there:
   `policy`, `allocated_bytes`, `predicted_step_seconds`, `recompute_flops_fraction`; null for none) and the figures of
   `memory.plan.rows.Row`.
-- `fixed`: every such policy with those four fields, `host_bytes` and `flags`.
+- `best`: of the points that fit the target, the one of least cost; null for none.
+- `fixed`: every such policy with those fields, `predicted_tokens_per_s`, `predicted_mfu`, `host_bytes` and `flags`.
 - `cost`: what is minimized at each budget: `time` (predicted) or `flops` (recomputed); `offload`: whether tensors may
   go to host memory.
 - `less`: the share that the points together save over the best fixed policies at the same budgets: of `seconds`
   predicted and of `flops` recomputed; null where those take none, or nothing is known.
 - `programs`: how many the search looked at; `compiled`: those of them that were not in the cache. `missing`: budgets
   without a point.
-- `target`, `versions`, `interrupted`: as in a comparison.
+- `config`, `given`, `target`, `versions`, `interrupted`: as in a comparison.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.search import Search
 
 # Fields of a row that stand for a fixed policy in the JSON.
-FIGURES = ("allocated_bytes", "host_bytes", "predicted_step_seconds", "recompute_flops_fraction")
+FIGURES = ("allocated_bytes", "host_bytes", "predicted_step_seconds", "predicted_tokens_per_s", "predicted_mfu",
+           "recompute_flops_fraction")
 # Cost -> (field of a row, its title).
-COSTS = {"time": ("predicted_step_seconds", "predicted seconds per update"),
+COSTS = {"time": ("predicted_step_seconds", "seconds per update, at least"),
          "flops": ("recompute_flops_fraction", "recomputed FLOPs over model FLOPs")}
 
 
@@ -205,16 +207,21 @@ def plans_of(points: Sequence[Point]) -> list[Point]:
 
 def to_json(points: Sequence[Point], fixed: Sequence[Fixed], *, cost: str, offload: bool, programs: int, compiled: int,
             missing: int, target: Mapping[str, Any], versions: Mapping[str, str], interrupted: bool = False,
-            ) -> dict[str, Any]:
+            config: str = "", given: str = "") -> dict[str, Any]:
     """The front as JSON values; see the module for the keys."""
+    winner = cheapest(points, cost)
     return {
-        "points": [dataclasses.asdict(point.row) | {
-            "budget_bytes": point.budget_bytes, "plan": point.plan, "flags": point.flags, "programs": point.programs,
-            "fixed": _figures(point.fixed) if point.fixed else None} for point in points],
+        "points": [_point(point) for point in points], "best": _point(winner) if winner else None,
         "fixed": [_figures(policy) for policy in fixed], "cost": cost, "offload": offload, "less": less(points),
-        "programs": programs, "compiled": compiled, "missing": missing, "target": dict(target),
-        "versions": dict(versions), "interrupted": interrupted,
+        "programs": programs, "compiled": compiled, "missing": missing, "config": config,
+        "given": given, "target": dict(target), "versions": dict(versions), "interrupted": interrupted,
     }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return dataclasses.asdict(point.row) | {
+        "budget_bytes": point.budget_bytes, "plan": point.plan, "flags": point.flags, "programs": point.programs,
+        "fixed": _figures(point.fixed) if point.fixed else None}
 
 
 def _figures(fixed: Fixed) -> dict[str, Any]:

@@ -8,7 +8,7 @@ are bytes on ONE device, null where nothing is known):
   (allocated, compared with the level before) and the figures of `memory.plan.rows.Row`.
 - `left_out`: stage -> why it has no level; the stages after it go on without it.
 - `first_that_fits`: the stage of the first level that fits the target; null for none.
-- `target`, `versions`, `interrupted`: as in a comparison.
+- `config`, `given`, `target`, `versions`, `interrupted`: as in a comparison.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def scale_of(sizes: Sequence[int], limit: int | None) -> int:
 
 
 def to_json(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping[str, Any],
-            versions: Mapping[str, str], interrupted: bool = False) -> dict[str, Any]:
+            versions: Mapping[str, str], interrupted: bool = False, config: str = "",
+            given: str = "") -> dict[str, Any]:
     """The staircase as JSON values; see the module for the keys."""
     winner = first_that_fits(levels)
     return {
@@ -197,7 +198,8 @@ def to_json(levels: Sequence[Level], left_out: Mapping[str, str], target: Mappin
             "flags": flags_of(level), "all_flags": level.flags, "change_bytes": change}
             for level, change in zip(levels, changes(levels))],
         "left_out": dict(left_out), "first_that_fits": winner.stage if winner else None,
-        "target": dict(target), "versions": dict(versions), "interrupted": interrupted,
+        "config": config, "given": given, "target": dict(target), "versions": dict(versions),
+        "interrupted": interrupted,
     }
 
 

@@ -3,7 +3,10 @@
 The JSON of a comparison has these keys (sizes are bytes on ONE device, null where nothing is known):
 
 - `rows`: one object per combination, the fields of `Row`.
-- `best`: the best row that fits, with `flags`, what to add to the command line to use it; null for none.
+- `best`: the best row that fits, with `flags`, what to add to the command line to use it; null for none, and where the
+  rows are of several tasks, which cannot be compared.
+- `best_of_each`: the same for each task of which a row fits, with `task`, what tells it from the others.
+- `config`, `given`: the config's name, and the keys of the command line as its flags.
 - `target`: what it was compiled for; `versions`: name -> version of what compiled it.
 - `interrupted`: whether combinations are missing because the run was stopped.
 """
@@ -55,10 +58,12 @@ class Row:
         model_flops, hardware_flops: without and with everything that is recomputed.
         compile_seconds: from tracing to the executable, while other workers compile too.
         tokens_per_update: per optimizer update, over all devices.
-        predicted_step_seconds: per update, all its calls of the step, by the roofline (`memory.costs.roofline`).
+        predicted_step_seconds: per update, all its calls of the step, by the roofline (`memory.costs.roofline`): the
+            least that can be. predicted_tokens_per_s, over all devices, and predicted_mfu: so the most.
+        batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
         limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
-        pareto: Pareto-optimal: no row of the same workload has fewer bytes at no more recomputation (or step time,
-            where that was measured).
+        pareto: Pareto-optimal: it fits, and no row of the same workload that fits has fewer bytes at no more
+            recomputation (or step time, where that was measured).
         formula: the same by the published formulas, a `formulas.reconcile.Formula` as JSON; None without --formulas, or
             where there are none.
         measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
@@ -80,6 +85,10 @@ class Row:
     compile_seconds: float | None = None
     tokens_per_update: int | None = None
     predicted_step_seconds: float | None = None
+    predicted_tokens_per_s: float | None = None
+    predicted_mfu: float | None = None
+    batch: str = ""
+    policy: str = ""
     breakdown: Mapping[str, int] = dataclasses.field(default_factory=dict)
     limit_bytes: int | None = None
     fits: bool | None = None
@@ -108,10 +117,10 @@ class Row:
         """The row of a worker's answer, fresh or cached; keys that are not fields are left out."""
         known = {f.name for f in dataclasses.fields(cls)} - {"overrides", "pareto"}
         row = cls(dict(overrides), **{key: value for key, value in values.items() if key in known})
-        once = roofline.of_answer(values)
-        if once is None:
-            return row
-        return dataclasses.replace(row, predicted_step_seconds=values["calls_per_update"] * once.total)
+        if settled := values.get("settled"):
+            row = dataclasses.replace(row, batch=settled.get("batch", ""),
+                                      policy=policy_words(settled.get("segments", ())))
+        return dataclasses.replace(row, **roofline.bounds(values))
 
 
 def split_values(text: str) -> list[str]:
@@ -175,6 +184,23 @@ def value_text(row: Row, key: str) -> str:
     return text
 
 
+def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
+    """What a program's layers keep, in words, by `Trainer.settled`: "full", or "29 x v+up, 3 x v+up@host"."""
+    def kept(segment: Mapping[str, Any]) -> str:
+        if segment["policy"] != "custom":
+            return segment["policy"]
+        return "+".join((*segment["save"], *(f"{name}@host" for name in segment["offload"]))) or "custom"
+
+    if len(segments) == 1:
+        return kept(segments[0])
+    return ", ".join(f"{segment['layers']} x {kept(segment)}" for segment in segments)
+
+
+def given_flags(overrides: Iterable[tuple[str, str]]) -> str:
+    """The keys of a command line as its flags again, quoted for a shell."""
+    return shlex.join(f"--config.{key}={text}" for key, text in overrides)
+
+
 def varying(rows: Sequence[Row]) -> list[str]:
     """Override keys with more than one value; the policy when nothing varies. The names that a custom policy saves and
     offloads are part of the policy, not keys of their own."""
@@ -208,12 +234,13 @@ def as_text(value: Any) -> str:
 
 def mark_pareto(rows: Sequence[Row]) -> list[Row]:
     """The rows with `pareto` set: no other of the same workload is as good in both bytes and cost and better in one.
+    Rows that exceed their limit are not candidates.
 
     The cost is seconds per token where rows of the workload were measured, else the recomputed share of FLOPs.
     """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        if row.ok and row.allocated_bytes is not None:
+        if row.ok and row.fits is not False and row.allocated_bytes is not None:
             groups.setdefault(workload(row), []).append(row)
     optimal = set()
     for group in groups.values():
@@ -226,7 +253,12 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
 
 def best(rows: Sequence[Row]) -> Row | None:
     """Of the rows that fit, the one that is fastest as measured, or else recomputes least; of equals the smallest.
-    None where none fits."""
+
+    None where none fits, and for rows of several workloads: a larger model is not a better way to train a smaller one.
+    `best_of_each` has those.
+    """
+    if len({workload(row) for row in rows}) > 1:
+        return None
     fitting = [row for row in rows if row.ok and row.fits and row.allocated_bytes is not None]
     if any(row.measured for row in fitting):
         return max(fitting, key=lambda row: ((row.measured or {}).get("tokens_per_s") or 0.0, -row.allocated_bytes))
@@ -251,14 +283,17 @@ def flags(row: Row) -> str:
 
 
 def to_json(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str],
-            interrupted: bool = False) -> dict[str, Any]:
+            interrupted: bool = False, config: str = "", given: str = "") -> dict[str, Any]:
     """The comparison as JSON values; see the module for the keys."""
     rows = mark_pareto(rows)
-    winner = best(rows)
+    winner, tasks = best(rows), [key for key in varying(rows) if not is_how(key)]
     return {
         "rows": [dataclasses.asdict(row) for row in rows],
         "best": dataclasses.asdict(winner) | {"flags": flags(winner)} if winner else None,
-        "target": dict(target), "versions": dict(versions), "interrupted": interrupted,
+        "best_of_each": [dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, tasks) if tasks else ""}
+                         for row in best_of_each(rows)],
+        "config": config, "given": given, "target": dict(target), "versions": dict(versions),
+        "interrupted": interrupted,
     }
 
 

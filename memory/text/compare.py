@@ -81,14 +81,13 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
     out = _failures(rows, keys)
     if any(row.pareto for row in rows):
         other = "step time" if any(row.measured for row in rows) else "recomputation"
-        out.append(Prose(f"★ Pareto-optimal: no other row of the same task has fewer bytes at no more {other}", "dim"))
+        out.append(Prose(f"★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more {other}", "dim"))
     winner = best(rows)
-    if tasks > 1:
+    if tasks and winner is None:  # rows of several tasks have no best in common
         out.append(Prose("bold: the best of each task that fits", "dim"))
     if winner is not None:
-        words = "best of all tasks that fits:" if tasks > 1 else "best that fits:"
-        out += [Text(words, style="bold"), Command(flags(winner) or "as configured")]
-    elif any(row.ok for row in rows):
+        out += [Text("best that fits:", style="bold"), Command(flags(winner) or "as configured")]
+    elif not tasks and any(row.ok for row in rows):
         out.append(Text("none of these fits", style="bold red"))
     if missing:
         out.append(Prose(f"stopped: {missing} combinations left; run the same command to continue", "yellow"))

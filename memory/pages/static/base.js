@@ -85,8 +85,19 @@ const base = (() => {
     input.oninput = apply;
     apply();
   };
+  // A command as words that do not break after their dashes; its text is what it was.
+  const flags = (command) => command.split(" --").flatMap((word, i) => (i ? [" ", make("span", "--" + word)]
+    : [make("span", word)]));
+  // What a button of a table copies, above the table for all to read.
+  const told = (button) => {
+    const card = button.closest(".card"), found = card.querySelector(".told") || make("div", undefined, "run told");
+    found.replaceChildren(make("pre"));
+    found.firstChild.append(...flags(button.dataset.command));
+    button.closest(".scroll").before(found);
+    return found.firstChild;
+  };
   const copy = async (button) => {
-    const source = button.previousElementSibling;
+    const source = button.dataset.command === undefined ? button.previousElementSibling : told(button);
     // The clipboard is closed to some pages: the words are selected first, and the button says so.
     getSelection().selectAllChildren(source);
     try {
@@ -136,7 +147,10 @@ const base = (() => {
     wish.addEventListener("change", () => theme(wished()));
     $("theme").onclick = () => theme(root.dataset.theme === "dark" ? "light" : "dark");
     for (const table of document.querySelectorAll("table.sortable")) sortable(table);
-    for (const button of document.querySelectorAll(".copy")) button.onclick = () => copy(button);
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest(".copy");
+      if (button) copy(button);
+    });
     draw();
     root.dataset.ready = "yes";
   };

@@ -2,8 +2,7 @@
 // Draws a comparison: growth curves, the Pareto picture, breakdown bars and the table; `data` is what pages/compare.py
 // gives.
 (() => {
-  const { $, human, count, exact, percent, plain, make, sorter, color, chart, axis, across, note, HOVER } = base;
-  const data = base.data();
+  const { $, human, count, exact, percent, make, sorter } = base, data = base.data();
   const done = data.rows.filter((row) => row.status === "ok");
   const keyNames = data.keys.map(([key]) => key);
 
@@ -21,16 +20,16 @@
   const HUES = ["params", "residuals", "workspace", "gradients", "optimizer", "batch", "logits_loss", "collectives",
     "accumulator", "outputs"];
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "triangle-down"];
-  const hue = (policy) => color("c-" + HUES[data.policies.indexOf(policy) % HUES.length]);
+  const hue = (policy) => `var(--c-${HUES[data.policies.indexOf(policy) % HUES.length]})`;
   const symbol = (policy) => SYMBOLS[data.policies.indexOf(policy) % SYMBOLS.length];
 
   const bytes = (row) => row.values.allocated_bytes;
   const limitsOf = (rows) => [...new Set(rows.map((row) => row.limit).filter(Boolean))];
 
   // ---- charts ---------------------------------------------------------------------------------------
-  const about = (row) => `<b>${plain(row.label)}</b><br>` + data.columns.filter(([name]) => row.values[name] !== null)
-    .map(([name, title, kind]) => `${title} ${FORMS[kind](row.values[name])}`).join("<br>") +
-    (row.fits === false ? "<br>exceeds the limit" : "");
+  const about = (row) => [row.label, ...data.columns.filter(([name]) => row.values[name] !== null)
+    .map(([name, title, kind]) => ({ name: title, value: FORMS[kind](row.values[name]) })),
+  row.fits === false ? "exceeds the limit" : row.best ? "the best of its task that fits" : ""];
 
   const cost = (row) => (data.timed ? row.values.step_seconds : row.values.recompute_flops_fraction === null ? null
     : 100 * row.values.recompute_flops_fraction);
@@ -38,7 +37,7 @@
   const captions = (rows, width, height) => {
     const texts = new Map(), heads = [];
     for (const row of rows) {
-      const name = plain(row.rival || row.label);
+      const name = row.rival || row.label;
       const head = heads.find((other) => Math.abs(cost(other) - cost(row)) < 0.03 * width &&
         Math.abs(bytes(other) - bytes(row)) < 0.045 * height);
       if (!head) heads.push(row);
@@ -46,7 +45,8 @@
     }
     return (row) => texts.get(row) || "";
   };
-  const costed = done.filter((row) => cost(row) !== null), SEVERAL = 8;
+  const costed = done.filter((row) => cost(row) !== null);
+  const places = (rows) => ({ x: rows.map(cost), y: rows.map((row) => bytes(row) / size) });
   const pareto = () => {
     const chosen = $("task").value, rows = costed.filter((row) => !chosen || row.task === chosen);
     if (!rows.length) { $("pareto-card").hidden = true; return; }
@@ -57,32 +57,24 @@
     const most = Math.max(top, ...shown) / size, right = Math.max(...rows.map(cost));
     const left = data.timed ? Math.min(...rows.map(cost)) : 0, room = Math.max(right - left, right / 10, 1e-9);
     const caption = captions(rows, room, most * size);
-    const traces = data.policies.map((policy) => {
+    const series = data.policies.map((policy) => {
       const mine = rows.filter((row) => row.policy === policy);
-      return { x: mine.map(cost), y: mine.map((row) => bytes(row) / size), name: plain(policy), type: "scatter",
-        mode: few ? "markers+text" : "markers", text: mine.map(caption),
-        textposition: mine.map((row) => (cost(row) > left + 0.8 * room ? "top left" : "top right")),
-        hovertext: mine.map(about), ...HOVER, cliponaxis: false,
-        textfont: { color: color("ink") },
-        marker: { size: mine.map((row) => (row.best ? 16 : 11)), color: hue(policy), symbol: symbol(policy),
-          opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
-          line: { width: mine.map((row) => (row.pareto ? 2 : 0)), color: color("ink") } } };
+      return { kind: "points", name: policy, ...places(mine), labels: few ? mine.map(caption) : [],
+        legend: few ? false : undefined, size: mine.map((row) => (row.best ? 17 : 12)), color: hue(policy),
+        symbol: symbol(policy), opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
+        ring: mine.map((row) => (row.pareto ? "var(--ink)" : "var(--card)")), tips: (i) => about(mine[i]),
+        pick: (i) => choose(mine[i]) };
     });
     // One front per task; a line through several tasks at once would say nothing.
-    for (const task of tasks) {
-      const front = rows.filter((row) => row.pareto && row.task === task)
-        .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a));
-      traces.unshift({ x: front.map(cost), y: front.map((row) => bytes(row) / size), mode: "lines", hoverinfo: "skip",
-        showlegend: false, line: { color: color("soft"), width: 1.3, shape: "hv", dash: "dot" } });
-    }
-    chart("pareto", traces, {
-      margin: { l: 60, r: 20, t: 34, b: 46 }, showlegend: !few,
-      shapes: shown.map((limit) => across(limit / size)),
-      annotations: shown.map((limit) => note("limit " + inUnit(limit), { xref: "x domain", x: 0.5, xanchor: "center",
-        y: limit / size, yanchor: "bottom", yshift: 2 })),
-      xaxis: axis(data.timed ? "seconds per update" : "FLOPs recomputed, % of model FLOPs",
-        { range: [left - 0.08 * room, right + 0.08 * room] }),
-      yaxis: axis("allocated " + unit, { range: [0, most * 1.12] }),
+    const fronts = tasks.map((task) => ({ kind: "line", dash: "dot", width: 1.5, step: true, color: "var(--soft)",
+      ...places(rows.filter((row) => row.pareto && row.task === task)
+        .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a))) }));
+    charts.xy("pareto", {
+      x: { title: data.timed ? "seconds per update, measured" : "FLOPs recomputed, % of the model's", grid: true,
+        range: [left - 0.08 * room, right + 0.08 * room], format: (v) => (v < 0 ? "" : count(Math.abs(v))) },
+      y: { title: "allocated on one device, " + unit, range: [0, most * 1.12] },
+      series: [...fronts, ...series],
+      limits: shown.map((limit) => ({ y: limit / size, text: "limit " + inUnit(limit) })),
     });
   };
 
@@ -96,51 +88,45 @@
     }
     return panels;
   };
+  const panel = (title, mine, along, what, log) => {
+    const k = keyNames.indexOf(along), y = (row) => row.values[what];
+    const sizes = mine.map(y).filter((v) => v > 0 || !log), highest = Math.max(1, ...sizes);
+    const limit = what === "residual_bytes" ? null : mine[0].limit, seen = limit && limit <= 4 * highest;
+    const least = Math.min(highest, ...sizes, seen ? limit : Infinity);
+    const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
+    const highestShown = (Math.max(highest, seen ? limit : 0) / size) * (log ? 1.25 : 1.12);
+    return {
+      title,
+      x: { title: along, type: "log", ticks, text: ticks.map(count),
+        range: [ticks[0] / 1.1, ticks[ticks.length - 1] * 1.1] },
+      y: { title: $("what").selectedOptions[0].textContent + " " + unit, type: log ? "log" : "linear",
+        range: [log ? least / size / 1.25 : 0, highestShown] },
+      series: data.policies.map((policy) => {
+        const points = mine.filter((row) => row.policy === policy).sort((a, b) => a.keys[k] - b.keys[k]);
+        return { kind: "line", name: policy, x: points.map((row) => row.keys[k]), y: points.map((row) => y(row) / size),
+          color: hue(policy), symbol: symbol(policy), size: 9, open: points.map((row) => row.fits === false),
+          tips: (i) => about(points[i]), pick: (i) => choose(points[i]) };
+      }),
+      limits: seen ? [{ y: limit / size, text: "limit " + inUnit(limit) }] : [],
+    };
+  };
   const growth = () => {
     const along = $("along").value || data.axes[0];
     if (!along) return;
-    const k = keyNames.indexOf(along), all = panelsBy(along), panels = [...all].slice(0, PANELS);
-    const what = $("what").value, title = $("what").selectedOptions[0].textContent, y = (row) => row.values[what];
+    const all = panelsBy(along), shown = [...all].slice(0, PANELS), log = $("scale").value === "logarithmic";
     $("panels").textContent = all.size > PANELS ? `the first ${PANELS} of ${all.size} panels` : "";
-    const columns = panels.length === 4 ? 2 : Math.min(panels.length, 3), lines = Math.ceil(panels.length / columns);
-    const ticks = [...new Set(done.map((row) => row.keys[k]))].sort((a, b) => a - b);
-    const layout = { margin: { l: 60, r: 14, t: 46, b: 50 }, showlegend: true, annotations: [], shapes: [],
-      legend: { orientation: "h", x: 0, y: 1 + 26 / (300 * lines), yanchor: "bottom", traceorder: "normal" },
-      grid: { rows: lines, columns, pattern: "independent", xgap: 0.13, ygap: 0.36 / Math.max(lines - 0.6, 1) } };
-    const traces = [], log = $("scale").value === "logarithmic", place = (v) => (log ? Math.log10(v) : v);
-    panels.forEach(([panel, mine], i) => {
-      const n = i ? i + 1 : "", sizes = mine.map(y).filter((v) => v > 0 || !log), highest = Math.max(1, ...sizes);
-      const limit = what === "residual_bytes" ? null : mine[0].limit;
-      for (const policy of data.policies) {
-        const points = mine.filter((row) => row.policy === policy).sort((a, b) => a.keys[k] - b.keys[k]);
-        traces.push({ x: points.map((row) => row.keys[k]), y: points.map((row) => y(row) / size), type: "scatter",
-          mode: "lines+markers", xaxis: "x" + n, yaxis: "y" + n, name: plain(policy), legendgroup: policy,
-          showlegend: i === 0, line: { color: hue(policy), width: 2 },
-          marker: { size: 7, symbol: points.map((row) => symbol(policy) + (row.fits === false ? "-open" : "")) },
-          hovertext: points.map(about), ...HOVER });
-      }
-      layout["xaxis" + n] = axis(i >= panels.length - columns ? plain(along) : "", { type: "log", tickvals: ticks,
-        ticktext: ticks.map(count), range: [Math.log10(ticks[0]) - 0.04, Math.log10(ticks[ticks.length - 1]) + 0.04] });
-      const seen = limit && limit <= 4 * highest;
-      const least = Math.min(highest, ...sizes, seen ? limit : Infinity);
-      const marks = [...Array(36).keys()].map((i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(i / 3) - 3));
-      const highestShown = Math.max(highest, seen ? limit : 0) / size * (log ? 1.25 : 1.12);
-      layout["yaxis" + n] = axis(i % columns ? "" : `${title} ${unit}`, { type: log ? "log" : "linear",
-        range: [log ? place(least / size / 1.25) : 0, place(highestShown)],
-        ...(log ? { tickvals: marks, ticktext: marks.map(String) } : {}) });
-      if (seen) layout.shapes.push({ ...across(limit / size, "x" + n), yref: "y" + n });
-      if (panel) layout.annotations.push({ xref: `x${n} domain`, yref: `y${n} domain`, x: 0, y: 1, yanchor: "bottom",
-        xanchor: "left", text: `<b>${plain(panel)}</b>`, showarrow: false, font: { color: color("ink") } });
-    });
-    $("growth").style.height = 90 + 300 * lines + "px";
-    chart("growth", traces, layout);
+    charts.xy("growth", { columns: shown.length === 4 ? 2 : Math.min(shown.length, 3), height: 330,
+      panels: shown.map(([title, mine]) => panel(title, mine, along, $("what").value, log)) });
   };
 
   // ---- bars -----------------------------------------------------------------------------------------
   const MOST = 60;
   let all = done.length <= MOST;
+  // Names of a policy may go to the next line; none is cut.
+  const broken = (text) => text.split(/(?<=,)|(?=\+)/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
   const bar = (row, scale, text) => {
-    const line = make("div", undefined, "stack" + (row.fits === false ? " over" : "")), name = make("span", text);
+    const line = make("div", undefined, "stack" + (row.fits === false ? " over" : "")), name = make("span");
+    name.append(...broken(text));
     name.title = row.label;
     const track = make("div", undefined, "track"), pieces = make("div");
     for (const [category, title] of data.categories) {
@@ -205,57 +191,101 @@
 
   // ---- the table ------------------------------------------------------------------------------------
   const sort = { by: "", down: false };
-  const columns = [...data.keys.map(([key, title], i) => ({ id: key, title, read: (row) => row.keys[i],
+  let whole = false, left = new Set();
+  const columns = [...data.keys.map(([key, title], i) => ({ id: key, title, rank: 0, read: (row) => row.keys[i],
     write: (row) => row.texts[i], text: true })),
-  ...data.columns.map(([id, title, kind]) => ({ id, title, read: (row) => row.values[id],
+  { id: "fits", title: "verdict", rank: 0, read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0),
+    text: true },
+  ...data.columns.map(([id, title, kind, rank]) => ({ id, title, rank, read: (row) => row.values[id],
     write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
     exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
-  { id: "fits", title: "verdict", read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0), text: true }];
+  { id: "command", title: "command", rank: 0, read: () => 0, text: true }];
   const compare = (a, b) => (a === null ? 1 : b === null ? -1
     : typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
+  const word = (row) => (row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
   const verdict = (row) => {
-    if (row.status !== "ok") {
-      const why = make("td", row.status, "why");
-      why.colSpan = columns.length - data.keys.length;
-      return why;
-    }
-    const word = row.fits === null ? "ok" : row.fits ? "fits" : "exceeds", cell = make("td", word, "text " + word);
+    const cell = make("td", word(row), "text " + word(row));
     if (row.pareto) { const star = make("span", " ★", "star"); star.title = "Pareto-optimal"; cell.append(star); }
     return cell;
   };
+  const why = (row, shown) => {
+    const cell = make("td", row.status, "why");
+    cell.colSpan = shown.length - data.keys.length;
+    return cell;
+  };
+  const copying = (row) => {
+    const cell = make("td", undefined, "text"), button = make("button", "copy", "copy");
+    button.type = "button";
+    button.title = button.dataset.command = row.command;
+    button.setAttribute("aria-label", "copy the command of " + row.label);
+    cell.append(button);
+    return cell;
+  };
+  const lineOf = (row, shown) => {
+    const line = make("tr", undefined, row.best ? "winner" : "");
+    if (row === chosen) line.classList.add("chosen");
+    for (const c of shown) {
+      if (c.id === "command" && row.status === "ok") { line.append(copying(row)); continue; }
+      if (c.id === "fits") { line.append(row.status === "ok" ? verdict(row) : why(row, shown)); continue; }
+      if (row.status !== "ok" && !keyNames.includes(c.id)) continue;  // the reason takes the place of all figures
+      const cell = make("td", undefined, keyNames.includes(c.id) ? "text key" : "");
+      cell.append(...broken(c.write(row)));
+      if (c.exact) cell.title = c.exact(row);
+      line.append(cell);
+    }
+    return line;
+  };
+  const headOf = (c) => {
+    const cell = c.id === "command" ? make("th", c.title) : sorter("th", c.title, c.id, sort, () => {
+      sort.down = sort.by === c.id && !sort.down;
+      sort.by = c.id;
+      table();
+    });
+    if (c.text) cell.className = "text";
+    return cell;
+  };
+  let chosen = null;
   const table = () => {
-    const column = columns.find((c) => c.id === sort.by);
+    const column = columns.find((c) => c.id === sort.by), shown = columns.filter((c) => !left.has(c.id));
     const words = $("find").value.toLowerCase().split(/\s+/);
-    const said = (row) => [row.label, ...row.texts, verdict(row).textContent].join(" ").toLowerCase();
-    const rows = data.rows.filter((row) => words.every((word) => said(row).includes(word)));
+    const said = (row) => [row.label, ...row.texts, word(row)].join(" ").toLowerCase();
+    const rows = data.rows.filter((row) => words.every((part) => said(row).includes(part)));
     if (column) rows.sort((a, b) => {
       const x = column.read(a), y = column.read(b);
       return x === null || y === null ? compare(x, y) : compare(x, y) * (sort.down ? -1 : 1);
     });
     const head = make("tr");
-    for (const c of columns) {
-      const cell = sorter("th", c.title, c.id, sort, () => {
-        sort.down = sort.by === c.id && !sort.down;
-        sort.by = c.id;
-        table();
-      });
-      if (c.text) cell.className = "text";
-      head.append(cell);
-    }
+    head.append(...shown.map(headOf));
     $("rows").tHead.replaceChildren(head);
-    $("rows").tBodies[0].replaceChildren(...rows.map((row) => {
-      const line = make("tr", undefined, row.best ? "winner" : "");
-      for (const c of columns) {
-        if (c.id === "fits") { line.append(verdict(row)); continue; }
-        if (row.status !== "ok" && !c.text) continue;  // the reason takes the place of all figures
-        const cell = make("td", c.write(row), c.text ? "text" : "");
-        cell.title = c.exact ? c.exact(row) : c.write(row);
-        line.append(cell);
-      }
-      return line;
-    }));
+    $("rows").tBodies[0].replaceChildren(...rows.map((row) => lineOf(row, shown)));
     const some = rows.length === data.rows.length ? "" : rows.length + " of ";
-    $("count").textContent = `${some}${data.rows.length} rows; ★ Pareto-optimal; click a heading to sort`;
+    const stars = data.rows.some((row) => row.pareto) ? "; ★ Pareto-optimal among those that fit" : "";
+    $("count").textContent = `${some}${data.rows.length} rows${stars}; click a heading to sort`;
+  };
+  // What a narrow page has no room for is left out, columns of the highest rank first, and a button shows them all.
+  const fold = () => {
+    const room = $("rows").parentElement.clientWidth;
+    left = new Set();
+    table();
+    if (!whole) {
+      const widths = [...$("rows").tHead.rows[0].cells].map((cell) => cell.offsetWidth);
+      let wide = widths.reduce((a, b) => a + b, 0);
+      for (const i of columns.map((_, k) => k).sort((a, b) => columns[b].rank - columns[a].rank || b - a)) {
+        if (wide <= room || !columns[i].rank) break;
+        wide -= widths[i];
+        left.add(columns[i].id);
+      }
+      if (left.size) table();
+    }
+    $("columns").hidden = !left.size && !whole;
+    $("columns").textContent = whole ? "only what fits the page" : `${left.size} more columns`;
+  };
+  // A point that is picked in a chart is found in the table.
+  const choose = (row) => {
+    chosen = row;
+    $("find").value = "";
+    table();
+    $("rows").querySelector(".chosen").scrollIntoView({ block: "center" });
   };
 
   // ---- start ----------------------------------------------------------------------------------------
@@ -281,10 +311,16 @@
   const tasks = [...new Map(costed.map((row) => [row.task, row.task_label]))];
   $("task").append(new Option("all", ""), ...tasks.map(([task, title]) => new Option(title, task)));
   $("task").parentElement.parentElement.hidden = tasks.length < 2;
-  if (tasks.length > SEVERAL) $("task").value = tasks[0][0];
+  if (tasks.length > 1) $("task").value = tasks[0][0];
   $("task").onchange = pareto;
   $("find").oninput = table;
   $("more").onclick = () => { all = !all; stacks(); };
-  stacks(); table();
+  $("columns").onclick = () => { whole = !whole; fold(); };
+  let folded = 0;
+  new ResizeObserver(([entry]) => {
+    const width = Math.round(entry.contentRect.width);
+    if (width !== folded) { folded = width; fold(); }
+  }).observe($("rows").parentElement);
+  stacks(); fold();
   base.start(draw);
 })();

@@ -1,37 +1,34 @@
 "use strict";
 // Draws the staircase; `data` is what pages/levers.py gives.
 (() => {
-  const { $, human, plain, color, chart, axis, across, note, HOVER } = base, data = base.data();
+  const { $, human } = base, data = base.data();
   const [unit, size] = data.unit;
 
-  const about = (level, category, title) => [`<b>${plain(level.title)}</b>`,
-    `${plain(title)} ${human(level.breakdown[category] || 0)}`,
+  const about = (level, pointed) => [level.title,
     `allocated ${human(level.bytes)}` + (level.limit ? (level.fits ? ", fits" : ", exceeds the limit") : ""),
-    ...level.flags.split(" ").map(plain), ...level.costs.filter(Boolean).map(plain)].join("<br>");
-  // The figure of a bar stands above it, of one that is cut on it.
-  const total = (level, x) => {
-    const look = { x, font: { size: 13, color: color(level.fits === false ? "exceeds" : "ink") } };
-    if (level.bytes > data.scale) return note("▲ " + human(level.bytes), { ...look, y: 1.09 * data.scale / size,
-      yanchor: "top", borderpad: 3 });
-    return note((level.bytes / size).toFixed(level.bytes < 10 * size ? 2 : 1), { ...look, y: level.bytes / size,
-      yanchor: "bottom", yshift: 2 });
+    ...data.categories.filter(([category]) => level.breakdown[category]).map(([category, title]) => ({ name: title,
+      value: human(level.breakdown[category]), color: `var(--c-${category})`, strong: category === pointed })),
+    ...level.costs, ...level.flags.split(" --").map((flag, i) => (i ? "--" + flag : flag))];
+  // The figure of a bar stands above it, and above the limit's line where that is near.
+  const total = (level, i) => {
+    const cut = level.bytes > data.scale, figure = (level.bytes / size).toFixed(level.bytes < 10 * size ? 2 : 1);
+    const under = data.limit && level.bytes <= data.limit && data.limit - level.bytes < 0.07 * data.scale;
+    const top = under ? data.limit : Math.min(level.bytes, 1.02 * data.scale);
+    return { x: i, y: top / size, dy: -6, anchor: "middle", size: 13,
+      text: cut ? "▲ " + figure : figure, color: level.fits === false ? "var(--exceeds)" : "var(--ink)" };
   };
 
   const draw = () => {
     if (!data.levels.length) return;
-    const names = data.levels.map((level) => plain(level.title).replace(/^\+ (\S+) /, "+ $1<br>"));
     const x = data.levels.map((_, i) => i), shown = data.limit && data.limit <= 1.05 * data.scale;
-    const traces = data.categories.map(([category, title]) => ({ type: "bar", name: plain(title), x,
-      y: data.levels.map((level) => (level.breakdown[category] || 0) / size), marker: { color: color("c-" + category) },
-      hovertext: data.levels.map((level) => about(level, category, title)), ...HOVER }));
-    const limit = () => note(`${plain(data.target)} limit ${human(data.limit)}`, { xref: "x domain", x: 1,
-      xanchor: "right", y: data.limit / size, yanchor: "bottom", yshift: 2 });
-    chart("stairs", traces, {
-      barmode: "stack", bargap: 0.28, margin: { l: 60, r: 14, t: 46, b: 66 }, showlegend: true,
-      xaxis: axis("", { tickvals: x, ticktext: names, showgrid: false }),
-      yaxis: axis("allocated " + unit, { range: [0, 1.1 * data.scale / size] }),
-      annotations: [...data.levels.map(total), ...(shown ? [limit()] : [])],
-      shapes: shown ? [across(data.limit / size)] : [],
+    charts.xy("stairs", {
+      x: { type: "names", names: data.levels.map((level) => level.title) },
+      y: { title: "allocated on one device, " + unit, range: [0, (1.12 * data.scale) / size] },
+      series: data.categories.map(([category, title]) => ({ kind: "bar", name: title, key: category, x,
+        y: data.levels.map((level) => (level.breakdown[category] || 0) / size), color: `var(--c-${category})`,
+        tips: (i) => about(data.levels[i], category) })),
+      limits: shown ? [{ y: data.limit / size, text: `${data.target} limit ${human(data.limit)}` }] : [],
+      notes: data.levels.map(total),
     });
   };
 

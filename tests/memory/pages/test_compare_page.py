@@ -30,9 +30,10 @@ def test_the_page_is_one_file_and_nothing_breaks_it(rows):
     rows = [dataclasses.replace(one, overrides={**one.overrides, "config": name})
             for one in rows for name in (HOSTILE, "b")]
     out = plan_rows.to_json([*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
-                          {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE})
-    page = one_file(compare_page.render(out, HOSTILE))
-    assert page.data["rows"][-1]["pareto"] is True and literally(page) > 4
+                          {"name": HOSTILE, "kind": HOSTILE}, {HOSTILE: HOSTILE},
+                            config=HOSTILE, given=HOSTILE)
+    page = one_file(compare_page.render(out))
+    assert page.data["rows"][-1]["best"] is True and literally(page) > 4
     assert ("id", "map-card") in page.attributes
     compare_page.render(plan_rows.to_json([], {}, {}))
 
@@ -113,10 +114,10 @@ def test_the_browser_draws_all_of_it(tmp_path):
       find.oninput();
       what.value = "residual_bytes";
       what.onchange();
-      const drawn = document.getElementById("growth");
-      document.title = [first, document.querySelectorAll("#rows tbody tr").length, drawn.data[0].y.join(),
-        drawn.layout.yaxis.title.text, drawn.layout.shapes.length].join(";");"""
-    document = browse(tmp_path, compare_page.render(out, ""), script=script, options=["--dump-dom"])
+      const [panel] = charts.of("growth").spec.panels;
+      document.title = [first, document.querySelectorAll("#rows tbody tr").length, panel.series[0].y.join(),
+        panel.y.title, panel.limits.length].join(";");"""
+    document = browse(tmp_path, compare_page.render(out), script=script, options=["--dump-dom"])
     seen = body(document)
     assert 'data-ready="yes"' in seen and 'aria-sort="descending"' in seen
     assert seen.count('class="stack over"') == sum(not r.fits for r in growing())
@@ -143,7 +144,7 @@ def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
       document.getElementById("more").click();
       document.title = [...before, count(), document.getElementById("task").options.length,
         document.getElementById("task").value !== "", document.getElementById("scale").value,
-        document.querySelectorAll("#growth .scatterlayer .trace").length].join();"""
+        charts.of("growth").spec.panels[0].series.length].join();"""
     document = browse(tmp_path, page, script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == "60,15,240,61,true,logarithmic,4"
@@ -151,7 +152,7 @@ def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
 
 def test_the_browser_takes_hostile_and_empty_comparisons(tmp_path, rows):
     hostile = plan_rows.to_json([*rows, row(HOSTILE, 1), Row({"remat.policy": HOSTILE}, status=HOSTILE)], {}, {})
-    seen = body(browse(tmp_path, compare_page.render(hostile, "x"), options=["--dump-dom"]))
+    seen = body(browse(tmp_path, compare_page.render(hostile), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen and 'id="growth-card" hidden' in seen
     empty = compare_page.render(plan_rows.to_json([], {}, {}))
     assert 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 
 import pytest
 
@@ -28,25 +29,26 @@ def text_of(page):
     return " ".join(" ".join(page.words).split())
 
 
-def visible(out, config="x.py"):
-    return text_of(Page(fit_page.render(out, config)))
+def visible(out):
+    return text_of(Page(fit_page.render({**out, "config": "x.py"})))
 
 
 def test_the_page_is_one_file_with_the_answer_on_top(fits):
-    page = one_file(fit_page.render(fits, "configs/x.py"))
+    page = one_file(fit_page.render({**fits, "config": "configs/x.py"}))
     words, best = text_of(page), fits["best"]
     run = f"bytescope train --config=configs/x.py {best['flags']}"
     assert run in words and words.index(run) < words.index("What was tried")
     for expected in ("✓ fits", "configs/x.py within 24.00 GiB", "24.00 GiB of 24.00 GiB, 0 B left", "11.08 s",
-                     f"{8192 / best['predicted_step_seconds']:,.0f}", "12.5%", "7 programs compiled, 7 tried", "jax 9"):
+                     f"{8192 / best['predicted_step_seconds']:,.0f}", "12.5 %", "7 programs compiled, 7 tried",
+                     "jax 9"):
         assert expected in words, expected
     assert page.data == json.loads(json.dumps(fit_page.page_data(fits)))
-    assert "{{" not in re.sub(r"<script>.*?</script>", "", fit_page.render(fits, "x"), flags=re.S)
+    assert "{{" not in re.sub(r"<script>.*?</script>", "", fit_page.render(fits), flags=re.S)
 
 
 def test_the_bar_is_the_bytes_against_the_budget(fits, fits_not):
     def bar(out):
-        page = fit_page.render(out, "x")
+        page = fit_page.render(out)
         drawn = re.search('<div class="against">(.*?)<p class="room', page, re.S)[1]
         widths = dict(re.findall(r'class="c-(\w+)" style="width:([\d.]+)%"', drawn))
         return {name: float(width) for name, width in widths.items()}, re.findall('limit" style="left:([0-9.]+)', page)
@@ -76,15 +78,19 @@ def test_the_host_has_its_own_figures():
 
 
 def test_the_table_is_the_walk(fits):
-    rows = re.findall(r"<tr( class=\"winner\")? title=\"([^\"]*)\">(.*?)</tr>", fit_page.render(fits, "x"))
+    rows = re.findall(r"<tr( class=\"winner\")? title=\"([^\"]*)\">(.*?)</tr>", fit_page.render(fits))
     assert len(rows) == len(fits["walk"])
     for number, ((winner, keys, cells), step) in enumerate(zip(rows, fits["walk"]), 1):
         assert bool(winner) == (step["keys"] == fits["best"]["overrides"])
         assert f"batch.micro={step['keys']['batch.micro']}" in keys
         texts = re.findall(r"<td[^>]*>(?:<span[^>]*>)?([^<]*)", cells)
-        assert texts[:3] == [str(number), step["stage"], step["what"]] and texts[-1] == step["verdict"]
+        assert texts[:3] == [str(number), step["stage"], step["what"]] and texts[-2] == step["verdict"]
         assert texts[3] == f"{step['allocated_bytes'] / GIB:.2f} GiB"
-        assert texts[-2] == f"{step['recompute_flops_fraction']:.1%}"
+        assert texts[-3] == f"{100 * step['recompute_flops_fraction']:.1f} %"
+        command = html.unescape(re.search('data-command="([^"]*)"', cells)[1])
+        assert command.startswith("bytescope train --config=x" if step["fits"] else
+                                  "bytescope report --config=x --target=h100 ")
+        assert f"--config.remat.layers={step['keys']['remat.layers']}" in shlex.split(command), "whole"
 
 
 def test_a_stop_is_said(fits):
@@ -97,21 +103,22 @@ def test_a_stop_is_said(fits):
 def test_what_was_measured_is_said(fits):
     best = {**fits["best"], "measured": {"step_seconds": 0.5, "tokens_per_s": 16384.0, "peak_bytes": None}}
     words = visible({**fits, "best": best})
-    assert "measured 0.5 s 16,384 tokens/s on this machine" in words
+    assert "measured 0.5000 s 16,384 tokens/s on this machine" in words
 
 
 def hostile(out):
     """The same fit with hostile text wherever a config, a target or a compiler can put some."""
     walk = [{**step, "what": HOSTILE, "verdict": HOSTILE, "keys": {HOSTILE: HOSTILE}} for step in out["walk"]]
     found = {"flags": HOSTILE, "what": HOSTILE}
-    return {**out, "walk": walk, "target": {"name": HOSTILE, "kind": HOSTILE}, "versions": {HOSTILE: HOSTILE},
+    return {**out, "config": HOSTILE, "given": HOSTILE, "walk": walk,
+            "target": {"name": HOSTILE, "kind": HOSTILE}, "versions": {HOSTILE: HOSTILE},
             "stopped": HOSTILE, "best": out["best"] and {**out["best"], **found, "overrides": {HOSTILE: HOSTILE}},
             "certificate": out["certificate"] and {**out["certificate"], **found}}
 
 
 def test_no_text_can_break_the_page(fits, fits_not):
     for out in (fits, fits_not):
-        page = one_file(fit_page.render(hostile(out), HOSTILE))
+        page = one_file(fit_page.render(hostile(out)))
         assert page.data["points"][0]["what"] == HOSTILE and literally(page) > 10
 
 
@@ -123,18 +130,18 @@ def test_the_browser_draws_the_walk(fits, tmp_path):
       document.title = [named.join("+"), marks.map((one) => one.x.length).join(), marks[0].open.join(),
         spec.limits[0].x, spec.notes[0].text, spec.series[0].x.join(), marks[1].tips[0].join(), targets.length,
         getSelection().toString()].join(" | ");"""
-    document = browse(tmp_path, fit_page.render(fits, "x.py"), script=script, options=["--dump-dom"])
+    document = browse(tmp_path, fit_page.render(fits), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     title = html.unescape(re.search("<title>(.*?)<", document, re.S)[1])
     stages, counts, hollow, budget, choice, records, told, targets, selected = title.split(" | ")
     assert (stages, counts, hollow, budget) == ("baseline+mesh+remat+micro", "1,1,4,1", "true", "24")
     assert (choice, records, targets) == ("choice, 24.00 GiB, 11.08 s", "18,24", "7") and "13.1" in told
-    assert selected.startswith("bytescope train --config=x.py --config.")
+    assert selected.startswith("bytescope train --config=x --config.")
 
 
 def test_the_browser_takes_hostile_and_empty_fits(fits_not, tmp_path):
-    seen = body(browse(tmp_path, fit_page.render(hostile(fits_not), "x"), options=["--dump-dom"]))
+    seen = body(browse(tmp_path, fit_page.render(hostile(fits_not)), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen
     nothing = as_json(walk(24, broken=lambda flat: "no GPU"))
-    seen = body(browse(tmp_path, fit_page.render(nothing, "x"), options=["--dump-dom"]))
+    seen = body(browse(tmp_path, fit_page.render(nothing), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and 'id="picture-card" hidden' in seen

@@ -243,8 +243,8 @@ def test_every_step_is_told_once_as_it_is_done():
 
 STEP = {"stage", "what", "keys", "allocated_bytes", "host_bytes", "predicted_step_seconds", "recompute_flops_fraction",
         "fits", "verdict"}
-WHOLE = {"best", "walk", "certificate", "budget_bytes", "host_budget_bytes", "batch_tokens", "target", "versions",
-         "programs", "seconds", "stopped"}
+WHOLE = {"best", "walk", "certificate", "budget_bytes", "host_budget_bytes", "batch_tokens", "config", "given",
+         "target", "versions", "programs", "seconds", "stopped"}
 
 
 def test_the_json_has_every_key():

@@ -91,8 +91,9 @@ def test_the_flags_of_a_plan():
 def test_the_json_has_every_key(points, fixed):
     out = json.loads(json.dumps(as_json(points, fixed)))
     named = set(re.findall(r"^- `(\w+)`|; `(\w+)`:|\. `(\w+)`:", frontier.__doc__, re.M))
-    assert set(out) == {"points", "fixed", "cost", "offload", "less", "programs", "compiled", "missing", "target",
-                        "versions", "interrupted"} and {"".join(names) for names in named} <= set(out)
+    assert set(out) == {"points", "fixed", "best", "cost", "offload", "less", "programs", "compiled", "missing",
+                        "config", "given", "target", "versions", "interrupted"}
+    assert {"".join(names) for names in named} <= set(out)
     assert {"budget_bytes", "plan", "flags", "programs", "fixed", "allocated_bytes", "predicted_step_seconds",
             "recompute_flops_fraction", "fits"} <= set(out["points"][0])
     assert out["points"][2]["fixed"]["policy"] == "dots_no_batch" == out["fixed"][1]["policy"]
@@ -189,8 +190,8 @@ def test_the_table(points, fixed):
 def test_the_page_is_one_file_and_takes_hostile_text(points, fixed):
     bad = [dataclasses.replace(points[0], plan=HOSTILE, flags=HOSTILE), *points[1:]]
     out = as_json(bad, [dataclasses.replace(fixed[0], policy=HOSTILE), *fixed[1:]], target={"name": HOSTILE},
-                  versions={HOSTILE: "1"}, interrupted=True)
-    page = one_file(frontier_page.render(out, HOSTILE))
+                  versions={HOSTILE: "1"}, interrupted=True, config=HOSTILE, given=HOSTILE)
+    page = one_file(frontier_page.render(out))
     assert "b" not in page.tags and "missing" in " ".join(page.words) and literally(page) >= 5
     assert page.data == json.loads(json.dumps(frontier_page.page_data(out)))
     assert frontier_page.render(as_json([], []))  # stopped before the first point
@@ -198,14 +199,14 @@ def test_the_page_is_one_file_and_takes_hostile_text(points, fixed):
 
 def test_the_browser_draws_the_front(points, fixed, tmp_path):
     script = """
-      const drawn = document.getElementById("front"), [line, budgets, policies, plans] = drawn.data;
-      document.title = [line.x.join(), line.y.join(), line.line.shape, budgets.x.join(), policies.text.join("+"),
-        plans.x.join(), plans.hovertext[1].includes("--config.remat.layers"), drawn.layout.shapes[0].x0].join(";");"""
-    page = frontier_page.render(as_json(points, fixed), "x")
+      const { spec } = charts.of("front"), [line, budgets, policies, plans] = spec.series;
+      document.title = [line.x.join(), line.y.join(), line.step, budgets.x.join(), policies.labels.join("+"),
+        plans.x.join(), plans.tips[1].includes("step at least 0.6500 s"), spec.limits[0].x].join(";");"""
+    page = frontier_page.render(as_json(points, fixed))
     document = browse(tmp_path, page, script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == (
-        "20,29.5,79,90;0.7,0.65,0.55,0.55;hv;20,30,80,90;full+dots_no_batch+none;20,29.5,79;true;72")
+        "20,29.5,79,90;0.7,0.65,0.55,0.55;true;20,30,80,90;full+dots_no_batch+none;20,29.5,79;true;72")
 
 
 # ---- the command ------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_changes_and_the_first_that_fits(levels):
 
 def test_the_json_has_every_key(levels):
     out = json.loads(json.dumps(levers.to_json(levels, {"loss": "why"}, {"name": "h200"}, {"jax": "9"})))
-    assert set(out) == {"levels", "left_out", "first_that_fits", "target", "versions", "interrupted"}
+    assert set(out) == {"levels", "left_out", "first_that_fits", "config", "given", "target", "versions", "interrupted"}
     assert {"stage", "title", "flags", "all_flags", "kernel", "why", "change_bytes", "allocated_bytes", "peak_bytes",
             "breakdown", "host_bytes", "to_host_bytes", "fits", "hardware_flops"} <= set(out["levels"][0])
     assert out["first_that_fits"] == "attention" and out["left_out"] == {"loss": "why"}
@@ -123,8 +123,9 @@ def test_bars_are_whole_numbers_that_add_up():
 
 def test_the_page_is_one_file_and_takes_hostile_text(levels):
     hostile = [dataclasses.replace(levels[0], flags=HOSTILE, kernel=HOSTILE), *levels[1:]]
-    out = levers.to_json(hostile, {HOSTILE: HOSTILE}, {"name": HOSTILE}, {HOSTILE: "1"})
-    page = one_file(levers_page.render(out, HOSTILE))
+    out = levers.to_json(hostile, {HOSTILE: HOSTILE}, {"name": HOSTILE}, {HOSTILE: "1"}, config=HOSTILE,
+                         given=HOSTILE)
+    page = one_file(levers_page.render(out))
     assert "b" not in page.tags and literally(page) >= 5
     assert page.data == json.loads(json.dumps(levers_page.page_data(out)))
 
@@ -132,14 +133,14 @@ def test_the_page_is_one_file_and_takes_hostile_text(levels):
 def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
     out = levers.to_json(levels, {}, {"name": "h200"}, {"jax": "9"})
     script = """
-      const drawn = document.getElementById("stairs");
-      document.title = [drawn.data.map((t) => t.name).join("+"), drawn.data[0].y.join(), drawn.layout.shapes[0].y0,
-        drawn.layout.annotations.length, drawn.data[0].hovertext[2].includes("--config.model.attention=auto"),
+      const { spec } = charts.of("stairs"), [params] = spec.series;
+      document.title = [spec.series.map((one) => one.name).join("+"), params.y.join(), spec.limits[0].y,
+        spec.notes.map((note) => note.text).join(), params.tips(2).includes("--config.model.attention=auto"),
         document.getElementById("cut").textContent].join(";");"""
-    document = browse(tmp_path, levers_page.render(out, "x"), script=script, options=["--dump-dom"])
+    document = browse(tmp_path, levers_page.render(out), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == (
-        "params+residuals;300,100,45,20;100;5;true;Bars with a ▲ are cut.")
+        "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with a ▲ are cut.")
 
 
 # ---- the command ------------------------------------------------------------------------------------

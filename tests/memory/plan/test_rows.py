@@ -46,7 +46,7 @@ def test_grids_multiply_and_repetitions_count_once():
 
 def test_the_front_and_the_best(rows):
     marked = plan_rows.mark_pareto(rows)
-    assert [r.pareto for r in marked] == [True, True, False, True, False]
+    assert [r.pareto for r in marked] == [False, True, False, True, False], "what exceeds is no candidate"
     assert plan_rows.best(marked).overrides == {"remat.policy": "dots"}
     assert plan_rows.flags(plan_rows.best(marked)) == "--config.remat.policy=dots"
     # Without a limit that matters, the one that recomputes nothing; of two of those, the smaller.
@@ -60,6 +60,37 @@ def test_every_task_has_its_own_best():
     found = plan_rows.best_of_each([row("none", 60), row("full", 12, 0.3), row("none", 30, keys={"data.seq_len": 8}),
                                   row("full", 6, 0.3, keys={"data.seq_len": 8})])
     assert [(r.allocated_bytes // GIB, *r.overrides.values()) for r in found] == [(12, "full"), (30, "none", 8)]
+
+
+def test_no_row_of_one_task_is_recommended_over_another_task():
+    """A shorter sequence that recomputes nothing is not a better way to train a longer one."""
+    two = [row("none", 10, keys={"data.seq_len": 8}), row("full", 12, 0.3, keys={"data.seq_len": 64}),
+           row("none", 99, keys={"data.seq_len": 128})]
+    assert plan_rows.best(two) is None
+    out = plan_rows.to_json(two, {}, {}, config="tiny", given="--config.seed=1")
+    assert out["best"] is None and (out["config"], out["given"]) == ("tiny", "--config.seed=1")
+    assert [(one["task"], one["flags"]) for one in out["best_of_each"]] == [
+        ("seq_len=8", "--config.remat.policy=none --config.data.seq_len=8"),
+        ("seq_len=64", "--config.remat.policy=full --config.data.seq_len=64")]
+    text = printed(two)
+    assert "best that fits" not in text and "best of each task" in text and "none of these" not in text
+
+
+def test_what_a_roofline_promises_at_most():
+    """A step of 8 PFLOP over 8 devices of 1 PFLOP/s that takes 2 s: half of what they could do."""
+    rates = {"peak_flops": {"bf16": 1e15, "fp32": 1.0}, "hbm_bytes_per_s": 1e12, "host_link_bytes_per_s": 1e12,
+             "interconnect_bytes_per_s": {"in_host": 1e12, "between_hosts": 1e12}}
+    work = {"forward": {"flops": {"bf16": 1e15}, "other_bytes": 1e12}}
+    answer = {"status": "ok", "work": work, "target": {**rates, "n_devices": 8}, "model_flops": 8e15,
+              "calls_per_update": 2, "tokens_per_update": 4096,
+              "settled": {"batch": "1 x 2", "segments": [{"layers": 4, "policy": "custom", "save": ["v", "up"],
+                                                          "offload": ["q"]}, {"layers": 1, "policy": "none"}]}}
+    found = Row.of({}, answer)
+    assert found.predicted_step_seconds == 4 and found.predicted_tokens_per_s == 1024 and found.predicted_mfu == 0.5
+    assert (found.batch, found.policy) == ("1 x 2", "4 x v+up+q@host, 1 x none")
+    kept = Row.of({}, json.loads(json.dumps(dataclasses.asdict(found))))
+    assert kept == found, "out of its own JSON"
+    assert Row.of({}, {**answer, "work": {}}).predicted_mfu is None
 
 
 def test_equals_are_both_on_the_front():
@@ -124,7 +155,7 @@ def test_lists_of_policies_split_outside_parentheses():
 
 def test_json_has_every_key(rows):
     out = json.loads(json.dumps(plan_rows.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
-    assert set(out) == {"rows", "best", "target", "versions", "interrupted"}
+    assert set(out) == {"rows", "best", "best_of_each", "config", "given", "target", "versions", "interrupted"}
     assert {"overrides", "status", "peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "residual_bytes",
             "recompute_flops_fraction", "kernel_recompute_flops", "model_flops", "hardware_flops", "compile_seconds",
             "fits", "pareto", "measured", "breakdown", "formula"} <= set(out["rows"][0])
@@ -156,7 +187,7 @@ def printed(rows, **more):
 def test_the_table(rows):
     text = printed(rows, missing=3)
     lines = {line.split()[0]: line for line in text.splitlines() if line}
-    assert "exceeds ★" in lines["none"] and "fits ★" in lines["dots"] and "★" not in lines["worse"]
+    assert lines["none"].endswith("exceeds") and "fits ★" in lines["dots"] and "★" not in lines["worse"]
     assert "33.3%" in lines["full"] and "1.333" in lines["full"] and "12.00" in lines["full"]
     assert "choose another" in text and "best that fits:\n  --config.remat.policy=dots" in text
     assert "3 combinations left" in text and "GiB" in text
