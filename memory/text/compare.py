@@ -81,7 +81,8 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
     out = _failures(rows, keys)
     if any(row.pareto for row in rows):
         other = "step time" if any(row.measured for row in rows) else "recomputation"
-        out.append(Prose(f"★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more {other}", "dim"))
+        out.append(Prose("★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more "
+                         f"{other}", "dim"))
     winner = best(rows)
     if tasks and winner is None:  # rows of several tasks have no best in common
         out.append(Prose("bold: the best of each task that fits", "dim"))
