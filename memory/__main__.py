@@ -34,6 +34,8 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "llama_8b h200:8", "tiny --json=names.json")),
     "trace": ("trace", "where a step's time went, from a profiler's trace", (
         "runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json")),
+    "page": ("page", "a run directory as a page: loss, memory, report, trace", (
+        "runs/tiny", "runs/tiny --html=tiny.html")),
     "diff": ("diff", "what grew or shrank between two reports' JSON files", (
         "before.json after.json --html=diff.html", "before.json after.json --fail-above=2")),
     "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),

@@ -59,3 +59,5 @@ REMAT_LAYERS = "remat.layers"
 REMAT_OFFLOAD = "remat.offload"
 REMAT_POLICY = "remat.policy"
 REMAT_SAVE = "remat.save"
+
+TRAIN_STEPS = "train.steps"

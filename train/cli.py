@@ -18,7 +18,7 @@ TRAINER = {
 }
 GROUPS = {
     "train": ("train", "prepare"),
-    "measure": ("report", "trace", "names", "diff", "estimate"),
+    "measure": ("report", "trace", "page", "names", "diff", "estimate"),
     "plan": ("compare", "levers", "front", "fit"),
     "list": ("configs", "targets", "keys", "policies"),
 }

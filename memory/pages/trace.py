@@ -32,8 +32,8 @@ def render(found: Mapping[str, Any], name: str = "") -> str:
     """The page of a breakdown's JSON, as text. `name`: what was traced, such as the run directory."""
     title = name or str(found["program"])
     return page(
-        "trace", f"{title} · where the time went", page_data(found), heading=title, where=_where(found), versions="",
-        figures=_figures(found), cells=cells(found), operations=_operations(found),
+        "trace", f"{title} · where the time went", page_data(found), heading=title, where=where_text(found),
+        versions="", figures=figures(found), cells=cells(found), operations=_operations(found),
         left=max(len(found["instructions"]) - MAX_OPERATIONS, 0), has_host=bool(found["host"]), phases=PHASES,
         notes=NOTES)
 
@@ -102,7 +102,8 @@ def _components(found: Mapping[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 # ---- the header -----------------------------------------------------------------------------------------------
 
-def _where(found: Mapping[str, Any]) -> str:
+def where_text(found: Mapping[str, Any]) -> str:
+    """What was traced, in one line: the program, its updates, its devices."""
     devices = found["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
     return " · ".join((str(found["program"]), steps_text(found["steps"]), on))
@@ -115,20 +116,21 @@ def steps_text(steps: Sequence[int]) -> str:
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
 
 
-def _figures(found: Mapping[str, Any]) -> list[Figure]:
+def figures(found: Mapping[str, Any]) -> list[Figure]:
+    """An update in a few large figures."""
     whole, alone = found["total"], found["without_pauses"]
     waits = next((row["device_idle_seconds"] for row in found["host"] if row["name"] == "wait_for_data"), None)
     pause = f"and {written(whole - alone)} of evaluation and checkpoint"
-    figures = [Figure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
-               Figure("device busy", _percent(found["busy"], whole)),
-               Figure("device idle", _percent(found["idle"], whole))]
+    shown = [Figure("one update", written(alone), pause if whole - alone > 0.001 * whole else ""),
+             Figure("device busy", _percent(found["busy"], whole)),
+             Figure("device idle", _percent(found["idle"], whole))]
     if waits is not None:
-        figures.append(Figure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
+        shown.append(Figure("waiting for data", _percent(waits, whole), "device idle while the host waited"))
     predicted = found.get("predicted_seconds")
     if predicted:
         times = alone / predicted
-        figures.append(Figure("roofline", written(predicted), f"measured {times:.3g} x that"))
-    return figures
+        shown.append(Figure("roofline", written(predicted), f"measured {times:.3g} x that"))
+    return shown
 
 
 def _percent(seconds: float, whole: float) -> str:

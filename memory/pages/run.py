@@ -1,0 +1,178 @@
+"""A run directory as one HTML file that opens offline: loss, speed and memory along the steps, report, trace, config.
+
+What does not move is prepared here for `templates/run.html`; the curves are drawn by `static/run.js`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import quote
+
+from bytescope.memory.pages import trace as trace_page
+from bytescope.memory.pages.elements import Figure, Section, figure, parts, versions, where
+from bytescope.memory.pages.frame import page
+from bytescope.memory.plan.cache import write_whole
+from bytescope.memory.profile.run_directory import PAGE, RunDirectory, read
+from bytescope.memory.records import Report
+from bytescope.memory.units import column_unit, human
+
+# Points of a curve, and findings, at most. Of more points each stretch keeps its lowest and its highest.
+MAX_POINTS, MAX_FINDINGS = 1200, 4
+# Curve -> the number of a row that it shows.
+CURVES = {"loss": "loss", "norm": "grad_norm", "rate": "lr", "tokens": "tokens_per_s",
+          "in_use": "memory.in_use_bytes", "peak": "memory.peak_bytes"}
+# File or folder beside the page -> what a link to it says.
+BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
+
+
+def write(workdir: Path, out: Path | None = None) -> RunDirectory:
+    """Writes the page of a run directory, as index.html in it or to `out`; returns what it found there.
+
+    Raises:
+      ReportError: the folder holds no run.
+      OSError: the page cannot be written.
+    """
+    out = out or workdir / PAGE
+    found = read(workdir)
+    write_whole(out, render(found, os.path.relpath(workdir.absolute(), out.absolute().parent)))
+    return found
+
+
+def render(run: RunDirectory, folder: str = ".") -> str:
+    """The page of a run, as text. `folder`: the run directory as seen from the page, for its links."""
+    report, trace = run.report, run.breakdown
+    prefix = "" if folder == "." else f"{folder}/"
+    return page(
+        "run", f"{run.name} · run", page_data(run), heading=run.name, figures=_figures(run),
+        where=where(report.target) if report else "no report", versions=versions(report.versions) if report else "",
+        state=_state(run), problems=run.problems, links=_links(run, prefix), report=report,
+        memory=parts(report.breakdown, report.allocated_bytes) if report else [],
+        memory_figures=_memory(report) if report else [],
+        findings=sorted(report.findings, key=lambda found: -found.bytes)[:MAX_FINDINGS] if report else [],
+        trace=trace and {"where": trace_page.where_text(trace), "figures": trace_page.figures(trace),
+                         "cells": trace_page.cells(trace)},
+        commands=_commands(run, prefix), config=_config(run.config), has_rows=bool(run.rows or run.evaluations))
+
+
+def page_data(run: RunDirectory) -> dict[str, Any]:
+    """Everything the script draws, as JSON values: curves as (steps, values), bytes, seconds."""
+    curves = {name: curve([(row["step"], row[field]) for row in run.rows if field in row])
+              for name, field in CURVES.items()}
+    curves["held_out"] = curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
+    bytes_shown = [value for name in ("in_use", "peak") for value in curves[name][1]]
+    predicted = predicted_bytes(run.report) if run.report else None
+    return {
+        "curves": curves, "predicted": predicted, "limit": _limit(run),
+        "shared": run.report is not None and _on_cpu(run.report),
+        "unit": column_unit(max([*bytes_shown, predicted or 1]), 1.0),
+        "trace": run.breakdown and trace_page.page_data(run.breakdown),
+    }
+
+
+def curve(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """(steps, values): all points, or of each stretch the lowest and the highest, with the first and the last."""
+    if len(points) > most:
+        size, kept = len(points), {0, len(points) - 1}
+        for k in range(most // 2):
+            stretch = range(k * size // (most // 2), (k + 1) * size // (most // 2))
+            kept |= {min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])}
+        points = [points[i] for i in sorted(kept)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def predicted_bytes(report: Report) -> int:
+    """The bytes that the measured ones of a row are compared with: those of a device, or of all simulated devices of a
+    process on the CPU, which share its memory."""
+    devices = report.target.get("devices_per_host") if _on_cpu(report) else 1
+    return report.predicted_bytes * (devices if isinstance(devices, int) and devices > 0 else 1)
+
+
+def _on_cpu(report: Report) -> bool:
+    return report.target.get("platform") == "cpu"
+
+
+def _limit(run: RunDirectory) -> float | None:
+    """Bytes available, as the allocator said at the last row, else as the report has them."""
+    seen = [row["memory.limit_bytes"] for row in run.rows if "memory.limit_bytes" in row]
+    return seen[-1] if seen else run.report and run.report.limit_bytes
+
+
+# ---- the header -----------------------------------------------------------------------------------------------
+
+def _state(run: RunDirectory) -> dict[str, str]:
+    """Whether the run is finished, for the mark of the header."""
+    if not run.step:
+        return {"kind": "unknown", "words": "no update recorded"}
+    if run.steps and run.step >= run.steps and run.evaluations and run.evaluations[-1]["step"] >= run.steps:
+        return {"kind": "fits", "words": "✓ finished"}
+    return {"kind": "tight", "words": f"at step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")}
+
+
+def _figures(run: RunDirectory) -> list[Figure]:
+    found = [Figure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
+    if run.evaluations:
+        last, best = run.evaluations[-1], min(run.evaluations, key=lambda row: row["eval_loss"])
+        note = "the best of the run" if best is last else f"best {best['eval_loss']:.4f} at step {int(best['step']):,}"
+        found.append(Figure("held-out loss", f"{last['eval_loss']:.4f}", note))
+    losses = [row for row in run.rows if "loss" in row]
+    if losses:
+        found.append(Figure("train loss", f"{losses[-1]['loss']:.4f}", f"at step {int(losses[-1]['step']):,}"))
+    speeds = [row["tokens_per_s"] for row in run.rows if "tokens_per_s" in row]
+    if speeds:
+        times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
+        note = f"{trace_page.written(median(times))} per update, medians" if times else "median"
+        found.append(Figure("tokens/s", f"{median(speeds):,.0f}", note))
+    peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
+    if peaks:
+        of = "of the process" if run.report and _on_cpu(run.report) else "of a device"
+        note = f"{of}; predicted {human(predicted_bytes(run.report))}" if run.report else of
+        found.append(Figure("measured memory", human(max(peaks)), note, f"{max(peaks):,.0f} bytes"))
+    return found
+
+
+def _memory(report: Report) -> list[Figure]:
+    return [figure("peak live", report.peak_bytes), figure("allocated", report.allocated_bytes),
+            figure("predicted", report.predicted_bytes), figure("limit", report.limit_bytes)]
+
+
+# ---- what lies beside -----------------------------------------------------------------------------------------
+
+def _links(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
+    """(address, words) of the pages that lie in the run directory."""
+    return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
+
+
+def _commands(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
+    """(what it is for, command) of what can be done with the run, for a shell in the page's folder."""
+    def path(name: str = "") -> str:
+        return shlex.quote(prefix + name or ".")
+
+    found = []
+    if "memory.json" in run.files:
+        found.append(("this run's memory against another's",
+                      f"bytescope diff {path('memory.json')} OTHER/memory.json --html=diff.html"))
+    if "profile" in run.files and "trace.html" not in run.files:
+        found.append(("the trace as a page", f"bytescope trace {path('profile')} --html={path('trace.html')}"))
+    if "events" in run.files:
+        found.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
+    return found
+
+
+def _config(config: Mapping[str, Any]) -> list[Section]:
+    """The config by its groups; keys without a group come first."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key, value in config.items():
+        group, _, name = str(key).rpartition(".")
+        groups.setdefault(group, []).append((name, _shown(value)))
+    return [Section(group or "run", entries) for group, entries in sorted(groups.items())]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value != "" else "none"
