@@ -25,12 +25,13 @@ from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_met
 from bytescope.train.parallel.processes import ALONE, Processes
 from bytescope.train.planning.remat_auto import settled_program
 from bytescope.train.program import Program
-from bytescope.train.run import profile, startup, wandb_run
+from bytescope.train.recording import wandb_run
+from bytescope.train.recording.recorders import Recorders
+from bytescope.train.run import profile, startup
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.failures import explained, refuse_if_too_big
 from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation, model_flops_per_token
-from bytescope.train.run.recorders import Recorders
 from bytescope.train.run.runtime import return_freed_memory
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import Identity, claim_together, write_atomically

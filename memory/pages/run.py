@@ -117,7 +117,8 @@ def _figures(run: RunDirectory) -> list[Figure]:
     found = [Figure("steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else "")]
     if run.evaluations:
         last, best = run.evaluations[-1], min(run.evaluations, key=lambda row: row["eval_loss"])
-        note = "the best of the run" if best is last else f"best {best['eval_loss']:.4f} at step {int(best['step']):,}"
+        worse = last["eval_loss"] > best["eval_loss"]
+        note = f"best {best['eval_loss']:.4f} at step {int(best['step']):,}" if worse else "the best of the run"
         found.append(Figure("held-out loss", f"{last['eval_loss']:.4f}", note))
     losses = [row for row in run.rows if "loss" in row]
     if losses:

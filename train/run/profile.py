@@ -21,6 +21,7 @@ from rich.console import Console
 
 from bytescope.memory.commands.trace import prediction, to_json
 from bytescope.memory.errors import ReportError
+from bytescope.memory.pages import trace as trace_page
 from bytescope.memory.profile import annotate, breakdown, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records import Report
@@ -28,7 +29,7 @@ from bytescope.memory.text import profile as profile_text
 from bytescope.train.errors import UserError
 from bytescope.train.run.workdir import write_atomically
 
-FOLDER, BREAKDOWN = "profile", "profile.json"
+FOLDER, BREAKDOWN, PAGE = "profile", "profile.json", "trace.html"
 # Updates that include the cost of first calls: compiling small programs, filling caches and pools.
 WARM_UP = 2
 _STEPS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
@@ -144,7 +145,9 @@ class Profile:
         events = xplane.read(path)
         found, predicted = breakdown.find(events), prediction(self.report)
         annotate.name(path, events)
-        write_atomically(self.workdir / BREAKDOWN, json.dumps(to_json(found, predicted), indent=1) + "\n")
+        answer = to_json(found, predicted)
+        write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
+        write_atomically(self.workdir / PAGE, trace_page.render(answer, self.workdir.absolute().name))
         profile_text.show(found, self.console, predicted)
         self.console.print(f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
                            f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev", soft_wrap=True,

@@ -1,6 +1,7 @@
 """--profile: the flag, the files it leaves, the table it prints, and a loss curve that knows nothing of it."""
 
 import gzip
+import html
 import io
 import json
 
@@ -74,6 +75,14 @@ def test_files_are_where_the_viewers_look_and_hold_scope_names(runs):
     assert {"attention", "mlp", "loss"} <= {arguments["component"] for arguments in found}
     assert {"forward", "backward", "optimizer"} <= {arguments["phase"] for arguments in found}
     assert any("blocks" in arguments["tf_op"] and arguments["hlo_module"] == "jit_step" for arguments in found)
+
+
+def test_the_pages_of_the_run_and_of_its_trace_lie_beside_them(runs, breakdown):
+    page, trace = ((runs[2] / name).read_text() for name in ("index.html", "trace.html"))
+    assert f"updates 3-4 · mean of {breakdown['devices']} devices" in " ".join(trace.split())
+    for expected in ("✓ finished", 'href="trace.html"', "held-out loss", "Where an update's time went", "seq_len"):
+        assert expected in html.unescape(page), expected
+    assert 'href="trace.html"' not in (runs[1] / "index.html").read_text()
 
 
 def test_sums_are_the_wall_time(breakdown):

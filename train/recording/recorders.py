@@ -1,4 +1,4 @@
-"""Where the rows of a run go besides metrics.jsonl: to TensorBoard and to wandb, as the config asks."""
+"""All recorders of a run as one: TensorBoard and wandb as the config asks, and the page of the run."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -10,8 +10,9 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.live import LiveMemory
 from bytescope.memory.records import Report
 from bytescope.train.config import flatten
-from bytescope.train.run.tensorboard import Events, scalars
-from bytescope.train.run.wandb_run import WandbRun
+from bytescope.train.recording.run_page import RunPage
+from bytescope.train.recording.tensorboard import Events, scalars
+from bytescope.train.recording.wandb_run import WandbRun
 
 
 class Recorders:
@@ -28,9 +29,10 @@ class Recorders:
     def __init__(self, workdir: Path, step: int, config: ConfigDict, report: Report, live: LiveMemory | None,
                  enabled: bool, tell: Callable[[str], None]):
         self._predicted = report.predicted_bytes * (live.sharing if live else 1)
-        self._recorders: list[Events | WandbRun] = []
+        self._recorders: list[Events | WandbRun | RunPage] = []
         if not enabled:
             return
+        self._recorders.append(RunPage(workdir, tell))
         keys = flatten(config)
         if config.train.tensorboard:
             self._recorders.append(Events(workdir / "events", step, keys, report))

@@ -14,7 +14,7 @@ from typing import Any
 
 from bytescope.memory.records import Report
 from bytescope.train.errors import UserError
-from bytescope.train.run.tensorboard import summary
+from bytescope.train.recording.tensorboard import summary
 from bytescope.train.run.workdir import write_atomically
 
 ID = "wandb.json"

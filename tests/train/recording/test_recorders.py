@@ -15,10 +15,10 @@ from bytescope.memory.devices.live import LiveMemory
 from bytescope.memory.records import Report
 from bytescope.train import loop
 from bytescope.train.errors import UserError
-from bytescope.train.run import wandb_run
+from bytescope.train.recording import wandb_run
+from bytescope.train.recording.recorders import Recorders
+from bytescope.train.recording.tensorboard import scalars
 from bytescope.train.run.metrics import METRICS
-from bytescope.train.run.recorders import Recorders
-from bytescope.train.run.tensorboard import scalars
 from support.formats import shown, wandb_records
 from support.toy import small_config
 
@@ -90,7 +90,7 @@ def test_events_are_on_the_disk_at_once_and_a_full_disk_is_an_error(tmp_path):
     recorders = Recorders(tmp_path, 0, config, REPORT, None, True, print)
     recorders.write(row(1))
     assert shown(tmp_path / "events")["train/loss"] == [(1, 8.0)]
-    (events,) = recorders._recorders
+    events = recorders._recorders[-1]
     events._file._py_recordio_writer._writer.close()
     with open("/dev/full", "wb") as full:
         events._file._py_recordio_writer._writer = full
