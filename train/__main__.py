@@ -35,6 +35,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
     parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
+    parser.add_argument("--verbose", action="store_true", help="print the whole memory report, and why each choice")
     add_flags(parser)
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise
+        for line in getattr(error, "advice", ()):  # what to try where memory does not suffice
+            print(line, file=sys.stderr)
         return code
 
 
@@ -85,13 +88,14 @@ def command(argv: Sequence[str]) -> int:
 
     processes = start(args)
     with processes.together():
+        from bytescope.memory.text.console import make_console
         from bytescope.train import loop
-        from bytescope.train.run.display import make_console
+        from bytescope.train.command import Command
         from bytescope.train.run.workdir import new_workdir
 
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
-        loop.run(config, workdir=workdir, extend=args.extend, console=make_console(processes.first),
-                 processes=processes, asked=asked)
+        loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
+                 processes=processes, asked=asked, command=Command.of(args))
         processes.close()
     return 0
 

@@ -5,6 +5,8 @@ fit, 4 non-finite loss, 5 a process of several is missing or died, 130 stopped b
 value, then the remedy.
 """
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """A mistake that the user can mend: printed as one line, without a traceback."""
@@ -13,9 +15,13 @@ class UserError(ValueError):
 
 
 class DoesNotFit(UserError):
-    """The step needs more memory than a device has available."""
+    """The step needs more memory than a device has available; `advice`: lines on what to do, to print below."""
 
     exit_code = 3
+
+    def __init__(self, message: str, advice: Sequence[str] = ()):
+        super().__init__(message)
+        self.advice = tuple(advice)
 
 
 class NonFinite(UserError):

@@ -6,9 +6,9 @@ train/step.py, compiled by train/run/startup.py.
 
 import contextlib
 import dataclasses
-import json
 import math
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,27 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from bytescope.memory.devices.live import predicted_against_measured, sample
+from bytescope.memory.devices.live import sample
+from bytescope.train.checks import doubtful
+from bytescope.train.command import UNKNOWN, Command
 from bytescope.train.data.feed import feed, held_out_rows, local_rows, put
 from bytescope.train.data.source import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
 from bytescope.train.errors import NonFinite, UserError
 from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.parallel.processes import ALONE, Processes
+from bytescope.train.planning import remedies
 from bytescope.train.planning.remat_auto import settled_program
 from bytescope.train.program import Program
 from bytescope.train.recording import wandb_run
 from bytescope.train.recording.recorders import Recorders
-from bytescope.train.run import profile, startup
+from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display
-from bytescope.train.run.failures import explained, refuse_if_too_big
+from bytescope.train.run.failures import explained
 from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation, model_flops_per_token
-from bytescope.train.run.runtime import return_freed_memory
+from bytescope.train.run.runtime import forget_peak, return_freed_memory
 from bytescope.train.run.step_timer import Clock
-from bytescope.train.run.workdir import Identity, claim_together, write_atomically
+from bytescope.train.run.workdir import Identity, claim_together
 from bytescope.train.sample import sample_text
 from bytescope.train.step import Tally
 
@@ -56,6 +59,7 @@ class Run:
     processes: Processes = ALONE
     stop: list[str] = dataclasses.field(default_factory=list)  # signals that this process got
     agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
+    eval_loss: float | None = None  # the last held-out loss of this start
 
     @property
     def config(self) -> ConfigDict:
@@ -107,7 +111,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
-    clock.tick(batch.tokens_at(step - 1))
+    if slow := clock.tick(batch.tokens_at(step - 1)):
+        run.display.note(f"step {step} took {slow}")
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped; a scale that never stops falling ends the run.
@@ -154,8 +159,9 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
         # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
-    run.record({"step": step, "eval_loss": loss / max(tokens, 1.0), "eval_tokens": int(tokens)})
-    return loss / max(tokens, 1.0)
+    run.eval_loss = loss / max(tokens, 1.0)
+    run.record({"step": step, "eval_loss": run.eval_loss, "eval_tokens": int(tokens)})
+    return run.eval_loss
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
@@ -204,8 +210,9 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         save_due = last or _every(config.checkpoint_every, step)
         if eval_due or save_due:
             finish_pending()  # nothing is saved before its loss is known to be finite
-            eval_loss = evaluate(run, state.params, step) if eval_due else None
-            saved = save(eval_loss) if save_due else saved
+            with run.display.doing("evaluating" if eval_due else "saving"):
+                eval_loss = evaluate(run, state.params, step) if eval_due else None
+                saved = save(eval_loss) if save_due else saved
             clock.skip()
     finish_pending()
     if saved != step:
@@ -233,24 +240,25 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
 
 
 def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
-        asked: profile.Asked = profile.NOTHING) -> None:
+        asked: profile.Asked = profile.NOTHING, command: Command = UNKNOWN) -> None:
     """One start of `bytescope train`: everything from the config to the last checkpoint.
 
     Args:
       workdir: the run directory, new or to be resumed. extend: allow more steps than the run was planned for.
       processes: those that train together; each of them calls this with the same arguments, and the console of all
         but process 0 is silent.
-      asked: updates to trace.
+      asked: updates to trace. command: what started the run, to say what to type next.
 
     Raises:
       UserError: what a user can mend, by kind; train/errors.py has the exit codes.
     """
+    began = time.monotonic()
     asked.updates(0, config.train.steps)
     if processes.first:
         wandb_run.check(config.train.wandb)
     try:
-        program = settled_program(config, tell=lambda line: console.print(line, soft_wrap=True),
-                                  agree=processes.from_first)
+        with startup.told(console, "planning the step", command.verbose) as tell:
+            program = settled_program(config, tell=tell, agree=processes.from_first)
     except UserError:  # it has the exit code of its kind
         raise
     except ValueError as error:  # a config that cannot run here; the message has the remedy
@@ -264,21 +272,36 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
           processes.together()):  # closing waits for the other processes: they learn of an error before that
         done = checkpoints.steps()
         if processes.from_first(_finished(config, workdir, done)):
-            console.print(f"{workdir} is finished: step {done[-1]} of {config.train.steps}; "
-                          "for more steps give --config.train.steps=N --extend", soft_wrap=True)
+            summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
+            summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
             return
         asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
-        startup.show_program(console, program, data.description)
-        try:
-            compiled = startup.compile_step(program, console)
-        except ValueError as error:  # an offload policy that moves nothing
-            raise UserError(str(error)) from error
+        startup.show_program(console, program, data.description, verbose=command.verbose)
+        for line in doubtful(config):
+            summary.say(console, f"warning: {line}")
+        compiled = _compiled(program, command, workdir, console, processes)
         report = compiled.report
-        if processes.first:
-            write_atomically(workdir / "memory.json", json.dumps(report.to_json(), indent=1) + "\n")
-        refuse_if_too_big(report)
-        with explained(report, program.mesh.local_devices[0]):
-            _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked)
+        with explained(report, program.mesh.local_devices[0], remedies.advice_without_compiling(report, command)):
+            _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began)
+
+
+def _compiled(program: Program, command: Command, workdir: Path, console: Console,
+              processes: Processes) -> startup.Compiled:
+    """The compiled step, its report in the run directory, once it is known to fit; raises as `run` does."""
+    device, unknown = program.mesh.local_devices[0], remedies.before_the_report(program)
+    try:
+        with explained(None, device, remedies.advice_without_compiling(unknown, command)):
+            compiled = startup.compile_step(program, console, verbose=command.verbose)
+    except UserError:
+        raise
+    except ValueError as error:  # an offload policy that moves nothing
+        raise UserError(str(error)) from error
+    page = startup.write_report(compiled.report, workdir) if processes.first else workdir
+    summary.show(console, [("report", str(page))])
+    if compiled.report.fits is False:
+        with startup.told(console, "compiling what might fit", True) as tell:
+            remedies.refuse(compiled.report, program, command, tell, compiled.seconds)
+    return compiled
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
@@ -287,12 +310,16 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 
 
 def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
-                      workdir: Path, console: Console, processes: Processes, asked: profile.Asked) -> None:
+                      workdir: Path, console: Console, processes: Processes, asked: profile.Asked, command: Command,
+                      began: float) -> None:
     """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
-    config = program.config.train
+    config, device = program.config.train, program.mesh.local_devices[0]
+    return_freed_memory()  # what compiling has freed
+    forget_peak()
+    before = sample(device)
     state, position = start_state(program, checkpoints, console)
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
-    return_freed_memory()  # what compiling and restoring have freed
+    return_freed_memory()  # what restoring has freed
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
           Recorders(workdir, position.step, program.config, compiled.report, sample(program.mesh.local_devices[0]),
                     processes.first, lambda line: console.print(line, soft_wrap=True)) as recorders,
@@ -300,18 +327,23 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
           profile.Profile(traced, workdir, compiled.report, console) as tracer):
         run = Run(program, data, checkpoints, log, recorders, display, compiled, program.evaluate,
                   startup.peak_flops(program), tracer, processes)
-        console.print(f"run directory {workdir}", soft_wrap=True)
-        with stop_on_signals(run.stop), contextlib.closing(Clock()) as clock:
+        with stop_on_signals(run.stop), contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
+        display.close()
+        last = checkpoints.steps()[-1]
+        text = "" if run.agreed else sample_text(program, data, state.params)
+        end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.eval_loss,
+                          clock.tokens_per_s(), compiled.report, before, sample(device), checkpoints.root / str(last))
         if run.agreed:
-            display.note(f"{run.agreed[0]}: saved step {checkpoints.steps()[-1]}; the same command resumes from there")
+            display.note(f"{run.agreed[0]}: saved step {last}; the same command resumes from there")
+            summary.show(console, end.rows())
+            summary.show_commands(console, {"to resume": command.resume(workdir)})
             return
-        waited = clock.waited()
-        if waited >= TOLD_WAIT:
+        if (waited := clock.waited()) >= TOLD_WAIT:
             display.note(f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
                          "data.prefetch, or read token shards (bytescope prepare)")
-        text = sample_text(program, data, state.params)
         recorders.finish(config.steps, text)
         if text:
             display.note(f"sample:\n{text}")
-        display.note(predicted_against_measured(compiled.report, sample(program.mesh.local_devices[0])))
+        summary.show(console, end.rows())
+        summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.steps)})

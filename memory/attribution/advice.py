@@ -27,6 +27,8 @@ __all__ = ["Lever", "Tried", "fit_command", "lines", "open_levers", "tried"]
 
 # At most so many variants are compiled, and none begun that would end after so many seconds.
 MOST, SECONDS = 4, 30.0
+# The share of a host's free memory that will most likely be free when the next command begins.
+FREE_TO_STAY = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +86,14 @@ def lines(report: Report, levers: Sequence[Lever], found: Sequence[Tried], fit: 
         out.append("compiled with one change, the cheapest first:")
         out += [f"  {human(each.bytes)}  {_verdict(each.bytes, report)}  {each.lever.flags}" for each in compiled]
     fits = any(each.bytes <= (report.limit_bytes or 0) for each in compiled)
-    left = [lever for lever in levers if lever not in [each.lever for each in found]]
+    known = any(report.breakdown.values())
+    left = [lever for lever in levers if lever not in [each.lever for each in found]
+            and (lever.most(report) or not known)]
     if not fits and left:
-        out.append("not compiled, the cheapest first, with the most that each can free:")
-        out += [f"  {human(lever.most(report))}  {lever.flags}" + (f"  ({lever.costs})" if lever.costs else "")
-                for lever in left]
+        most = ", with the most that each can free" if known else ""
+        out.append(f"{'not compiled' if compiled else 'left to try'}, the cheapest first{most}:")
+        out += [f"  {human(lever.most(report)) + '  ' if known else ''}{lever.flags}"
+                f"{f'  ({lever.costs})' if lever.costs else ''}" for lever in left]
     if case_of(report) is not None and not levers:
         out.append("the config has no memory lever left: take a smaller model, shorter sequences "
                    f"(--config.{DATA_SEQ_LEN}), or more devices")
@@ -117,12 +122,14 @@ def fit_command(config: str, target: str, overrides: Sequence[tuple[str, str]], 
         return ""
     held = [key for key, _ in overrides if key.startswith((REMAT, BATCH))]
     words = ["bytescope", "fit", config, *([target] if target not in ("", "local") else []),
-             f"--budget={_budget(report.limit_bytes)}",
+             f"--budget={_budget(report)}",
              *([f"--batch-tokens={case.tokens}"] if any(key.startswith(BATCH) for key in held) else []),
              *(f"--config.{key}={text}" for key, text in overrides if key not in held)]
     return shlex.join(words)
 
 
-def _budget(limit: int) -> str:
-    """A limit as text, rounded down to a tenth of a GiB, or to a MiB below one."""
-    return f"{math.floor(10 * limit / GIB) / 10:g}GiB" if limit >= GIB else f"{max(limit // MIB, 1)}MiB"
+def _budget(report: Report) -> str:
+    """The limit as text, rounded down to a tenth of a GiB, or to a MiB below one. What is free of a host's memory
+    changes: there it is a little less."""
+    limit = report.limit_bytes * (1.0 if report.target.get("platform") != "cpu" else FREE_TO_STAY)
+    return f"{math.floor(10 * limit / GIB) / 10:g}GiB" if limit >= GIB else f"{max(int(limit / MIB), 1)}MiB"

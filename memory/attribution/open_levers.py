@@ -59,13 +59,15 @@ class Lever:
 
     Fields:
         keys: dotted key -> text. frees: row of the breakdown -> the largest share of it that goes, 0.0 to 1.0.
-        curve: whether the loss curve stays what it is. costs: what the lever costs, in words.
+        curve: whether the loss curve stays what it is. costs: what the lever costs, in words. adds: bytes of one device
+        that it takes besides.
     """
 
     keys: Keys
     frees: Mapping[str, float]
     curve: bool = True
     costs: str = ""
+    adds: int = 0
 
     @property
     def flags(self) -> str:
@@ -76,7 +78,7 @@ class Lever:
         """The most bytes of one device that the lever can free, by the rows at the peak; what packs worse than it has
         to counts as freed."""
         rows = {**self.frees, "fragmentation": 1.0}
-        return int(sum(share * report.breakdown.get(row, 0) for row, share in rows.items()))
+        return max(int(sum(share * report.breakdown.get(row, 0) for row, share in rows.items())) - self.adds, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,7 @@ def together(levers: Sequence[Lever], report: Report) -> Lever | None:
     if BATCH_MICRO in keys:
         keys |= _micro_keys(case, case.flat[BATCH_MICRO])
         frees |= dict.fromkeys(_BATCH_ROWS, 1.0)
-    return Lever(keys, frees, True, "all of these")
+    return Lever(keys, frees, True, "all of these", max(lever.adds for lever in used))
 
 
 def flags(keys: Keys) -> str:
@@ -204,7 +206,13 @@ def _micro(case: Case) -> Lever | None:
     room = moving - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
     divisors = [size for size in range(1, min(micro // 2, 10**6) + 1) if micro % size == 0]
     size = max((size for size in divisors if moving * size <= room * micro), default=1)
-    return Lever(_micro_keys(case, micro // size), dict.fromkeys(_BATCH_ROWS, 1 - size / micro))
+    return Lever(_micro_keys(case, micro // size), dict.fromkeys(_BATCH_ROWS, 1 - size / micro),
+                 adds=_accumulator(case))
+
+
+def _accumulator(case: Case) -> int:
+    """Bytes of a sum of gradients that accumulating will hold, as large as the parameters; 0 where it is there."""
+    return case.report.breakdown.get("params", 0) if case.micro_steps == 1 else 0
 
 
 def _micro_keys(case: Case, times: int) -> dict[str, str]:

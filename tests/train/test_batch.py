@@ -10,13 +10,13 @@ import pytest
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.formulas.communication import accumulation
+from bytescope.memory.text.console import make_console
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
 from bytescope.train.data.feed import feed
 from bytescope.train.loop import run
 from bytescope.train.optimizer.rules import describe_scaling, make_schedule
 from bytescope.train.program import build
-from bytescope.train.run.display import make_console
 from support.toy import fixed_batches, small_config
 
 
@@ -116,7 +116,7 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
         "data.prefetch": 2, "train.sample_tokens": 0, "train.tensorboard": "false", "train.cache_dir": "none"})
 
     def rows(place):
-        run(config, workdir=place, extend=False, console=make_console(False))
+        run(config, workdir=place, extend=False, console=make_console(quiet=True))
         return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
     whole = rows(tmp_path / "whole")

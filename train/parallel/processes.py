@@ -123,7 +123,7 @@ class Processes:
             if self._link is None:
                 raise
             if isinstance(error, UserError):
-                self._link.fail(error.exit_code, str(error))
+                self._link.fail(error.exit_code, "\n".join([str(error), *getattr(error, "advice", ())]))
             if isinstance(error, KeyboardInterrupt):
                 self._link.fail(130, "interrupted")
             # A collective fails when another process dies; then that is the error to print.

@@ -208,6 +208,10 @@ class Checkpoints:
                 self._set_aside(bad[-1])
         return bad
 
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._manager.is_saving_in_progress()
+
     def wait(self) -> None:
         """Returns when every started save is in place; raises the error of a save that failed."""
         self._manager.wait_until_finished()

@@ -1,46 +1,65 @@
-"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar on a terminal with the rows scrolling above it, plain lines elsewhere."""
 
-import sys
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from bytescope.memory.text.console import safe
+from bytescope.memory.text.layout import ignoring
+from bytescope.train.run.summary import clock
 
 GIB = 2**30
 # Share of the time that the devices wait for data from which on a row shows it, and the run mentions it at its end.
 SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
+# Where a terminal is too narrow for a whole row, these are shortened or left out, the first first; metrics.jsonl has
+# them all.
+LEAST_WANTED = ("HFU", "in use", "lr", "grad", "MFU", "peak")
 
 
-def describe(row: Mapping[str, Any]) -> str:
-    """The metrics of one row, as `metrics.jsonl` has it, in one line."""
+def describe(row: Mapping[str, Any], width: int | None = None) -> str:
+    """The metrics of one row, as `metrics.jsonl` has it, in one line; of at most `width` columns where one is given."""
     if "eval_loss" in row:
         return f"held-out loss {row['eval_loss']:.4f} ({row['eval_tokens']:,} tokens)"
+    parts = _parts(row)
+    for name in LEAST_WANTED:
+        if width is not None and len(_joined(parts)) > width:
+            parts.pop(name, None)
+    return _joined(parts)
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    """The parts in a line; the two figures of memory are one."""
+    memory = "/".join(parts[name] for name in ("in use", "peak") if name in parts)
+    others = [text for name, text in parts.items() if name not in ("in use", "peak")]
+    return "  ".join([*others, *([f"mem {memory} GiB"] if memory else [])])
+
+
+def _parts(row: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> its text, in order."""
     norm = "skipped" if row["grad_norm"] is None else f"grad {row['grad_norm']:.2f}"
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", norm]
+    parts = {"loss": f"loss {row['loss']:.4f}", "lr": f"lr {row['lr']:.2e}", "grad": norm}
     if "loss_scale" in row:
-        parts.append(f"scale {row['loss_scale']:g} ({row['skipped_steps']} skipped)")
-    parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+        parts["scale"] = f"scale {row['loss_scale']:g} ({row['skipped_steps']} skipped)"
+    parts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
     if row["mfu"] is not None:
-        parts.append(f"MFU {100 * row['mfu']:.1f} HFU {100 * row['hfu']:.1f} %")
+        parts["MFU"] = f"MFU {100 * row['mfu']:.1f} %"
+        parts["HFU"] = f"HFU {100 * row['hfu']:.1f} %"
     if row["data_wait_s"] >= SHOWN_WAIT * row["step_time_s"]:
-        parts.append(f"data wait {100 * row['data_wait_s'] / row['step_time_s']:.0f} %")
+        parts["wait"] = f"data wait {100 * row['data_wait_s'] / row['step_time_s']:.0f} %"
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
-        parts.append(f"mem {memory['in_use_bytes'] / GIB:.2f}/{memory['peak_bytes'] / GIB:.2f} GiB")
-    return "  ".join(parts)
-
-
-def make_console(speaks: bool = True) -> Console:
-    """The console of a run: the terminal, or plain text of 100 columns without one; silent unless it `speaks`."""
-    if not speaks:
-        return Console(quiet=True, force_terminal=False)
-    return Console() if sys.stdout.isatty() else Console(width=100)
+        parts["in use"] = f"{memory['in_use_bytes'] / GIB:.2f}"
+        parts["peak"] = f"{memory['peak_bytes'] / GIB:.2f}"
+    return parts
 
 
 class Display:
-    """Shows rows as they come, as a progress bar on a terminal and as lines elsewhere; `with Display(...) as display`.
+    """Shows rows as they come, above a bar on a terminal and as lines elsewhere; `with Display(...) as display`.
 
     Args:
       steps: of the run. start: the step at which this start of it begins.
@@ -51,9 +70,10 @@ class Display:
         self._progress = self._task = None
         if console.is_terminal:
             self._progress = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=12), TextColumn("{task.fields[last]}"),
-                TimeRemainingColumn(compact=True), console=console, transient=False)
-            self._task = self._progress.add_task("train", total=steps, completed=start, last="")
+                TextColumn("{task.description}", markup=False), TextColumn("{task.completed}/{task.total}"),
+                BarColumn(bar_width=None), TaskProgressColumn(), _Left(self), console=console, transient=True,
+                expand=True, refresh_per_second=4)
+            self._task = self._progress.add_task("step", total=steps, completed=start)
 
     def __enter__(self) -> "Display":
         if self._progress is not None:
@@ -61,6 +81,10 @@ class Display:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bar away: what is printed from here on stands below the rows."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -69,22 +93,42 @@ class Display:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """A context in which the bar says what is done besides steps."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=what)
+        yield
+        if self._progress is not None:
+            self._progress.update(self._task, description="step")
+
     def show(self, row: Mapping[str, Any]) -> None:
         """A row of metrics or of an evaluation."""
-        text = describe(row)
+        step = f"step {row['step']:>6}/{self._steps}  "
         if self._progress is None:
-            self._console.print(f"step {row['step']:>6}/{self._steps}  {text}  {self._left(row['step'])}",
-                                soft_wrap=True, highlight=False)
-        elif "eval_loss" in row:
-            self._console.print(f"step {row['step']:>6}  {text}", highlight=False)
-        else:
-            self._progress.update(self._task, last=text, completed=row["step"])
+            self.note(f"{step}{describe(row)}  {self.left(row['step'])}")
+            return
+        self.advance(row["step"])
+        self.note(step + describe(row, self._console.width - len(step)))
 
     def note(self, text: str) -> None:
-        """Prints a line between the metrics."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        """Prints a line between the metrics, as it is: nothing in it is markup, nothing is cut."""
+        self._console.print(Text(safe(text)), soft_wrap=True, highlight=False)
 
-    def _left(self, step: int) -> str:
+    def left(self, step: int) -> str:
+        """The time that the rest of the run will take after step `step`."""
         done = max(step - self._start, 1)
-        left = int((time.monotonic() - self._began) / done * (self._steps - step))
-        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
+
+
+class _Left(TextColumn):
+    """The time left, at the mean pace of this start."""
+
+    def __init__(self, display: Display):
+        super().__init__("")
+        self._display = display
+
+    def render(self, task: Task) -> Text:
+        """Nothing before the first step, whose time is not that of the others."""
+        step = int(task.completed)
+        return ignoring(Text(self._display.left(step) if step > self._display._start else ""))

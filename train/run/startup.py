@@ -1,26 +1,38 @@
-"""What a run prints before the first step: devices, parameters, batch, and the memory report of the step."""
+"""What a run prints before the first step: model, batch, devices, kernels; the step's memory; what it may reach."""
 
+import contextlib
 import dataclasses
+import json
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from bytescope.memory.analyze import report_of
-from bytescope.memory.costs import flops
+from bytescope.memory.costs import flops, roofline
 from bytescope.memory.devices.targets import parse
+from bytescope.memory.pages import report as report_page
 from bytescope.memory.records import Report
-from bytescope.memory.text.report import show
+from bytescope.memory.text import report as report_text
+from bytescope.memory.text.console import put, safe
+from bytescope.memory.text.layout import Prose
 from bytescope.model.names import NAMES
 from bytescope.train.config import flatten
 from bytescope.train.optimizer.rules import describe_scaling
 from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program
+from bytescope.train.run import summary
+from bytescope.train.run.metrics import model_flops_per_token
+from bytescope.train.run.workdir import write_atomically
+
+REPORT, PAGE = "memory.json", "memory.html"
 
 
 def parameters_by_component(params: Any) -> dict[str, int]:
@@ -41,71 +53,96 @@ def _component(keys: list[str]) -> str:
     return next((name for part, name in _COMPONENTS if any(part in key for key in keys)), "other")
 
 
-def show_program(console: Console, program: Program, data: str) -> None:
-    """Prints devices and mesh, data, parameters by component, the batch, and the learning rate that it leads to.
+def show_program(console: Console, program: Program, data: str, *, verbose: bool = False) -> None:
+    """Prints what is known before anything is compiled: model, batch, devices and mesh, kernels and policy.
 
-    data: the data source in words.
+    data: the data source in words. verbose: with the data, parameters by component, and why each kernel was chosen.
     """
-    devices = program.mesh.devices.ravel()
-    mesh = " x ".join(f"{axis} {count}" for axis, count in program.mesh.shape.items())
     counts = parameters_by_component(program.state.params)
-    total = sum(counts.values())
-    shares = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    model, remat = program.model, program.config.remat
     (kernel, why), (matmul, how) = program.kernel, program.matmul
-    rows = (
-        ("devices", f"{len(devices)} x {devices[0].device_kind}{_in_processes()}, mesh {mesh}; jax {jax.__version__}"),
-        ("data", data),
-        ("model", f"{total:,} parameters: {shares}"),
-        ("program", f"{program.config.precision.preset} precision, products {matmul} ({how}), "
-                    f"remat {', '.join((*program.config.remat.layers, program.config.remat.policy))}, "
-                    f"attention {kernel} ({why}), loss {program.config.loss.kind}"),
-        ("remat", program.decided),
+    total = sum(counts.values())
+    rows = [
+        ("model", f"{summary.count(total)} parameters: width {model.d_model:,}, layers {model.n_layers}, heads "
+                  f"{model.n_heads}, vocabulary {model.vocab_size:,}"),
         ("batch", str(program.batch)),
-        ("learning rate", describe_scaling(program.config.optimizer, program.batch)),
-    )
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for title, text in rows:
-        if text:
-            table.add_row(title, text)
-    console.print(table)
+        ("devices", _devices(program)),
+        ("program", f"{program.config.precision.preset} precision, remat "
+                    f"{', '.join((*remat.layers, remat.policy))}, attention {kernel}, products {matmul}, "
+                    f"loss {program.config.loss.kind}"),
+        ("remat", program.decided),
+        ("learning rate", describe_scaling(program.config.optimizer, program.batch))]
+    if verbose:
+        rows += [("data", data), ("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
+                 ("attention", f"{kernel}: {why}"), ("products", f"{matmul}: {how}"), ("jax", jax.__version__)]
+    summary.show(console, rows)
 
 
-def _in_processes() -> str:
-    return f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+def _devices(program: Program) -> str:
+    """Devices, processes and the axes of the mesh that have more than one of them."""
+    devices = program.mesh.devices.ravel()
+    axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1)
+    mesh = f", mesh {axes}, {program.config.mesh.strategy}" if axes else ""
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{len(devices)} x {devices[0].device_kind}{processes}{mesh}"
+
+
+@contextlib.contextmanager
+def told(console: Console, what: str, verbose: bool) -> Iterator[Callable[[str], None]]:
+    """A context that yields a function to say what goes on: beside a spinner on a terminal; elsewhere as lines, where
+    `verbose`."""
+    if not console.is_terminal:
+        yield lambda line: put(Prose(line), console) if verbose else None
+        return
+    with console.status(Text(what)) as status:
+        yield lambda line: status.update(Text(f"{what}: {safe(line)}"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The executable that runs, its memory report, and its hardware FLOPs over model FLOPs (HFU over MFU)."""
+    """The executable that runs, its memory report, its hardware FLOPs over model FLOPs (HFU over MFU), and the seconds
+    that it took to compile."""
 
     step: jax.stages.Compiled
     report: Report
     flops_ratio: float
+    seconds: float = 0.0
 
 
-def compile_step(program: Program, console: Console) -> Compiled:
-    """The step that will run, compiled, and the memory report of that very executable, which is printed.
+def compile_step(program: Program, console: Console, *, verbose: bool = False) -> Compiled:
+    """The step that will run, compiled, and the memory report of that very executable: one bar of it is printed.
 
     An executable from the persistent cache keeps no heap trace; it is not compiled again for the timeline, and its
-    report says that lifetimes are derived.
+    report says that lifetimes are derived. verbose: prints the whole report.
 
     Raises:
       ValueError: an offload policy that moves nothing.
     """
     began = time.perf_counter()
-    with console.status("compiling"):
+    with console.status("compiling the step"):
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
                        loop=loop_overhead(program))
-    console.print(f"compiled in {seconds:.1f} s; memory of the step:")
-    show(report, console)
-    if work.recomputed:
-        console.print(f"recomputes {100 * work.recompute_fraction:.1f} % of the model's FLOPs")
-    return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1))
+    if report.work and report.target.get("platform") != "cpu" and (rates := roofline.figures(report.target)):
+        report = dataclasses.replace(report, roofline=roofline.seconds(report.work, rates).to_json())
+    batch, peak = program.batch, peak_flops(program)
+    reach = summary.speed(report, program.calls_per_update, batch.tokens,
+                          model_flops_per_token(program.model, batch.seq_len), peak and peak * program.mesh.size)
+    summary.show(console, [("memory", summary.memory(report)), ("speed", reach)])
+    if verbose:
+        summary.show(console, [("compiled", f"in {seconds:.1f} s"),
+                               ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs")])
+        put(report_text.render(report), console)
+    return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1), seconds)
+
+
+def write_report(report: Report, workdir: Path) -> Path:
+    """Writes the report into a run directory, as JSON and as a page that opens offline; returns the page's path."""
+    write_atomically(workdir / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
+    write_atomically(workdir / PAGE, report_page.render(report))
+    return workdir / PAGE
 
 
 # Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.

@@ -1,11 +1,16 @@
-"""Seconds and tokens per step, and the seconds in which the devices were waiting for data."""
+"""Seconds and tokens per step, the seconds in which the devices were waiting for data, and updates that take far longer
+than those before them."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import queue
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -19,12 +24,38 @@ class Lap:
     data_wait: float
 
 
-class Clock:
-    """Times the steps between rows, without evaluations and saves: `skip` after each of these, `close` at the end."""
+# An update is slow from so many medians of the last ones on, if it takes so many seconds more than the median; the
+# median is that of at most so many updates, and of no fewer than the least.
+SLOW, SLOW_S, REMEMBERED, LEAST = 10, 0.5, 50, 5
 
-    def __init__(self):
-        self._watch = _Watch()
-        self._total = self._total_waiting = 0.0  # seconds of all laps
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    """An update that took far longer than the median of the last ones, in seconds, and what the host was doing then:
+    (what, its seconds), the longest first; () where nothing is known."""
+
+    seconds: float
+    median: float
+    doing: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.doing:
+            what = "the host waited for the devices, or for another process"
+        else:
+            what = ", ".join(f"{name} {seconds:.1f} s" if seconds else name for name, seconds in self.doing)
+        return f"{self.seconds:.1f} s, the last ones took {self.median:.2g} s: {what}"
+
+
+class Clock:
+    """Times the steps between rows, without evaluations and saves: `skip` after each of these, `close` at the end.
+
+    saving: whether a checkpoint is being written in the background.
+    """
+
+    def __init__(self, saving: Callable[[], bool] = lambda: False):
+        self._watch, self._saving, self._compiles = _Watch(), saving, _compiles()
+        self._total = self._total_waiting = self._total_tokens = 0.0  # seconds and tokens of all laps
+        self._recent: collections.deque[float] = collections.deque(maxlen=REMEMBERED)  # seconds per token of updates
         self.skip()
 
     @contextlib.contextmanager
@@ -40,15 +71,33 @@ class Clock:
         """A step was dispatched to the devices; `result` is ready when the step is done."""
         self._watch.follow(result)
 
-    def tick(self, tokens: int) -> None:
-        """A step of so many tokens is done."""
+    def tick(self, tokens: int) -> Slow | None:
+        """An update of so many tokens is done. Returns it if it was far slower than the last ones."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+        now = time.perf_counter()
+        seconds, waiting = now - self._ticked, self._waiting - self._waited_before
+        compiling = self._compiles.seconds - self._compiled_before
+        saving, was_saving = self._saving(), self._was_saving
+        self._mark(now)
+        median = tokens * statistics.median(self._recent) if len(self._recent) >= LEAST else 0.0
+        self._recent.append(seconds / max(tokens, 1))
+        if not median or seconds < max(SLOW * median, median + SLOW_S):
+            return None
+        doing = sorted((("waiting for data", waiting), ("compiling", compiling)), key=lambda item: -item[1])
+        known = [item for item in doing if item[1] >= 0.05 * seconds]
+        return Slow(seconds, median, (*known, *([("writing a checkpoint", 0.0)] if saving or was_saving else [])))
+
+    def _mark(self, now: float) -> None:
+        """An update begins."""
+        self._ticked, self._waited_before, self._compiled_before = now, self._waiting, self._compiles.seconds
+        self._was_saving = self._saving()
 
     def lap(self) -> Lap:
         """Ends the lap and returns its means; begins the next."""
         seconds, steps = time.perf_counter() - self._began, max(self._steps, 1)
         lap = Lap(seconds / steps, self._tokens / steps, self._waiting / steps)
         self._total, self._total_waiting = self._total + seconds, self._total_waiting + self._waiting
+        self._total_tokens += self._tokens
         self.skip()
         return lap
 
@@ -56,13 +105,34 @@ class Clock:
         """Share of the time of all laps in which the devices waited for data."""
         return self._total_waiting / self._total if self._total else 0.0
 
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all laps; 0.0 before the first."""
+        return self._total_tokens / self._total if self._total else 0.0
+
     def skip(self) -> None:
         """Begins a lap; the time since the last lap counts nowhere."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
+        self._mark(self._began)
 
     def close(self) -> None:
         """Waits until the devices are done."""
         self._watch.close()
+
+
+class _Compiles:
+    """Seconds that this process has spent compiling since it was made."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            self.seconds += seconds
+
+
+# One for the process: jax keeps a listener for ever.
+_compiles = functools.cache(_Compiles)
 
 
 class _Watch:

@@ -104,10 +104,10 @@ def test_the_first_that_fits_ends_the_compiles():
 def test_what_cannot_be_enough_is_not_compiled_and_then_all_are_together():
     """10 GiB too much, 5 of them residuals, 12 of the batch."""
     rows = {"residuals": 5 * GIB, "workspace": 5 * GIB, "logits_loss": 2 * GIB}
-    report = refused(7, rows=rows, **{"batch.micro": "8"})
+    report = refused(7, rows=rows, **{"batch.micro": "8", "batch.accumulation": "2"})
     asked = []
     found = tried(report, open_levers(report), lambda keys: asked.append(dict(keys)) or 8 * GIB)
-    assert asked[-1] == {"remat.policy": "full", "batch.micro": "1", "batch.accumulation": "8", "batch.mode": "scan"}
+    assert asked[-1] == {"remat.policy": "full", "batch.micro": "1", "batch.accumulation": "16"}
     assert all("selective" not in keys.get("remat.policy", "") for keys in asked)
     shown = lines(report, open_levers(report), found)
     assert "not compiled" in "".join(shown) and any("adamw_8bit" in line for line in shown)
@@ -125,6 +125,14 @@ def test_a_variant_that_cannot_run_is_left_out_and_slow_compiles_are_not_begun()
     assert tried(report, open_levers(report), broken, each_s=advice.SECONDS + 1) == []
 
 
+def test_a_first_accumulation_takes_an_accumulator():
+    """As large as the parameters: halving what is smaller than that frees nothing, and is not advised."""
+    rows = {"params": 8 * GIB, "residuals": 6 * GIB}
+    alone, again = (refused(rows=rows, **{"batch.micro": "2", "batch.accumulation": str(steps)}) for steps in (1, 2))
+    assert not any("batch.micro" in line for line in lines(alone, open_levers(alone), []))
+    assert any("batch.micro=1" in line for line in lines(again, open_levers(again), []))
+
+
 def test_without_a_compiler_the_levers_come_with_what_they_can_free():
     shown = lines(refused(), open_levers(refused()), [])
     assert "  10.00 GiB  --config.remat.policy=selective" in shown
@@ -134,9 +142,11 @@ def test_the_fit_command_keeps_the_task_and_frees_the_levers():
     report = refused(**{"batch.micro": "16", "batch.accumulation": "2"})
     given = [("batch.micro", "16"), ("batch.accumulation", "2"), ("remat.policy", "none"), ("data.source", "my texts")]
     words = shlex.split(fit_command("tiny", "h100:8", given, report))
-    assert words == ["bytescope", "fit", "tiny", "h100:8", "--budget=10GiB", f"--batch-tokens={32 * 256}",
+    assert words == ["bytescope", "fit", "tiny", "h100:8", "--budget=9.5GiB", f"--batch-tokens={32 * 256}",
                      "--config.data.source=my texts"]
-    assert shlex.split(fit_command("tiny", "local", [], report)) == ["bytescope", "fit", "tiny", "--budget=10GiB"]
+    assert shlex.split(fit_command("tiny", "local", [], report)) == ["bytescope", "fit", "tiny", "--budget=9.5GiB"]
+    described = refused(platform="cuda")
+    assert "--budget=10GiB" in fit_command("tiny", "h100:8", [], described)
 
 
 def test_a_program_of_ones_own_has_no_advice():

@@ -92,7 +92,7 @@ def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
              "--config.model.n_heads=2", "--config.model.n_kv_heads=1", "--config.model.d_head=16",
              "--config.mesh.fsdp=-1", "--config.data.seq_len=32", "--config.train.sample_tokens=0",
              "--config.train.cache_dir=none", "--config.train.eval_sequences=8", "--config.train.tensorboard=False",
-             "--config.remat.policy=auto"]
+             "--config.remat.policy=auto", "--verbose"]
     assert main([*words, "--config.train.steps=2"]) == 0
     out = capsys.readouterr().out
     assert "auto: 2 x full: " in out and "programs" in out.split("devices", 1)[1]

@@ -1,0 +1,152 @@
+"""What a run says at its start, on the way and at its end: nothing is cut at any width, commands can be copied."""
+
+import io
+import shlex
+
+import pytest
+from rich.cells import cell_len
+
+from bytescope.memory.devices.live import LiveMemory
+from bytescope.memory.records import Report
+from bytescope.memory.text.console import make_console
+from bytescope.memory.units import GIB, MIB
+from bytescope.train.__main__ import parse
+from bytescope.train.command import Command
+from bytescope.train.run import summary
+from bytescope.train.run.display import Display, describe
+from bytescope.train.run.summary import End
+
+pytestmark = pytest.mark.quick
+
+WIDTHS = (80, 100, 120)
+REPORT = Report(20 * GIB, 20 * GIB, {}, limit_bytes=80 * GIB, fits=True, verdict="fits", host_bytes=3 * GIB,
+                roofline={"total": 0.5, "source": "data-sheet rates"})
+ROW = {"step": 1200, "loss": 2.92631, "lr": 3e-4, "grad_norm": 2.691, "tokens_per_s": 412_925.0, "mfu": 0.4123,
+       "hfu": 0.5123, "data_wait_s": 0.1, "step_time_s": 1.0,
+       "memory": {"in_use_bytes": 61.8 * GIB, "peak_bytes": 62.4 * GIB}}
+
+
+def said(show, width, **options):
+    """The lines that `show(console)` prints on a console of a width."""
+    file = io.StringIO()
+    show(make_console(file=file, width=width, **options))
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_start_is_whole_at_every_width(width):
+    rows = [("model", f"{summary.count(8_030_261_248)} parameters: width 4,096, layers 32, heads 32"),
+            ("memory", summary.memory(REPORT)), ("remat", ""),
+            ("speed", summary.speed(REPORT, 2, 1_000_000, 6e9, 8 * 1e15)), ("report", "runs/x/memory.html")]
+    lines = said(lambda console: summary.show(console, rows), width)
+    text = " ".join(" ".join(lines).split())
+    for whole in ("8.03 billion (8,030,261,248) parameters", "20.00 GiB of 80.00 GiB (25.0%)", "60.00 GiB free",
+                  "3.00 GiB in host memory", "at least 1 s per update by data-sheet rates",
+                  "at most 1,000,000 tokens/s", "MFU at most 75 %", "runs/x/memory.html"):
+        assert whole in text
+    assert max(map(cell_len, lines)) <= width and "…" not in text and "remat" not in text
+    assert not any(line.endswith(("20.00", "80.00", "60.00", "3.00")) for line in lines)  # a figure without its unit
+    assert all(line.startswith((" " * summary.TITLE, "model ", "memory ", "speed ", "report ")) for line in lines)
+
+
+def test_no_speed_without_rates_and_no_limit_where_none_is_known():
+    assert summary.speed(Report(1, 1, {}), 1, 1, 1.0, None) == ""
+    assert "MFU" not in summary.speed(REPORT, 1, 1000, 1.0, None)
+    assert "limit is not known" in str(summary.memory(Report(1, 1, {})))
+    exceeds = summary.memory(Report(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
+    assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_fit_the_terminal_and_lose_whole_figures_only(width):
+    text = describe(ROW, width)
+    assert len(text) <= width
+    whole = describe(ROW).split("  ")
+    assert all(part in whole or part == "mem 62.40 GiB" for part in text.split("  "))
+    assert "loss 2.9263" in text and "412,925 tok/s" in text and "MFU 41.2 %" in text
+    assert width < 120 or text == describe(ROW)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_scroll_above_the_bar(width):
+    file = io.StringIO()
+    console = make_console(file=file, width=width, force_terminal=True, color_system=None)
+    with Display(console, 40, 0) as display:
+        for step in (10, 20):
+            display.show({**ROW, "step": step, "loss": float(step)})
+        with display.doing("evaluating"):
+            display._progress.refresh()
+        display.note("[/b] a note")
+    out = file.getvalue()
+    rows = [line for line in out.replace("\r", "\n").split("\n") if "loss" in line]
+    assert [line.split("loss ")[1].split()[0] for line in rows] == ["10.0000", "20.0000"]
+    assert all("━" not in line for line in rows)  # of its own line, not the bar's
+    assert "evaluating 20/40" in out and "[/b] a note\n" in out and "…" not in out
+    bars = [line for line in out.replace("\r", "\n").split("\n") if "━" in line]
+    plain = [line[line.rindex("\x1b[2K") + 4:] if "\x1b[2K" in line else line for line in bars]
+    assert plain and max(map(cell_len, plain)) <= width
+
+
+def test_no_color(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = said(lambda console: summary.show(console, [("memory", summary.memory(REPORT))]), 80, force_terminal=True)
+    assert "\x1b[3" not in "".join(lines) and "█" in lines[0]
+
+
+def test_without_a_terminal_a_row_is_a_line():
+    def show(console):
+        with Display(console, 4000, 0) as display:
+            display.show(ROW)
+            display.show({"step": 1200, "eval_loss": 2.5, "eval_tokens": 1000})
+
+    rows = said(show, 100)
+    assert len(rows) == 2 and rows[0].startswith("step   1200/4000  loss 2.9263  lr 3.00e-04  grad 2.69")
+    assert "HFU 51.2 %" in rows[0] and rows[0].endswith("left") and "held-out loss 2.5000 (1,000 tokens)" in rows[1]
+
+
+def end(**fields):
+    live = LiveMemory("cpu", "host", 1, 600 * MIB, 700 * MIB)
+    values = {"first": 11, "last": 20, "steps": 20, "seconds": 3723.4, "eval_loss": 2.5, "tokens_per_s": 1234.0,
+              "report": Report(90 * MIB, 90 * MIB, {}), "before": LiveMemory("cpu", "host", 1, 600 * MIB, 650 * MIB),
+              "live": live, "checkpoint": None}
+    return dict(End(**{**values, **fields}).rows())
+
+
+def test_the_end_says_what_was_reached_and_what_was_there_before():
+    rows = end()
+    assert rows["done"] == "held-out loss 2.5000 (perplexity 12.18 per token), updates 11 to 20 of 20 in 1:02:03, " \
+        "1,234 tokens/s"
+    assert rows["memory"].startswith("predicted 90.00 MiB; the process grew by 100.00 MiB")
+    assert "from 600.00 MiB" in rows["memory"] and "to 700.00 MiB" in rows["memory"] and rows["checkpoint"] == "none"
+    assert end(eval_loss=None, tokens_per_s=0.0)["done"] == "updates 11 to 20 of 20 in 1:02:03"
+
+
+def test_memory_on_an_accelerator_is_compared_with_the_allocators():
+    live = LiveMemory("H200", "allocator", peak_bytes=10 * GIB, limit_bytes=130 * GIB)
+    before = LiveMemory("H200", "allocator", in_use_bytes=GIB)
+    text = end(report=Report(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
+    assert text == ("predicted 9.00 GiB, measured 10.00 GiB (prediction -10.0 %), 1.00 GiB of it held before the "
+                    "first step, limit 130.00 GiB")
+    assert "nothing measured" in end(live=None)["memory"]
+    assert "Python and its libraries included" in end(before=None)["memory"]
+
+
+def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
+    words = ["my config.py", "--workdir", "old", "--config.train.steps=20", "--config.data.source", "my texts",
+             "--profile=3", "--verbose", "--processes=2", "--process=0", "--coordinator=a:1"]
+    command = Command.of(parse(words))
+    resumed = shlex.split(command.resume(tmp_path / "my run"))
+    assert resumed[:2] == ["bytescope", "train"] and command.verbose
+    again, before = parse(resumed[2:]), parse(words)
+    for name in ("config", "overrides", "process", "processes", "coordinator"):
+        assert getattr(again, name) == getattr(before, name)
+    assert again.workdir == tmp_path / "my run" and not again.extend
+    longer = parse(shlex.split(command.extend(tmp_path, 40))[2:])
+    assert longer.extend and [text for key, text in longer.overrides if key == "train.steps"] == ["40"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_shell_reads_the_printed_command(width, tmp_path):
+    text = Command("tiny", (("train.sample_prompt", "[/b] it's"), ("data.source", "x" * 70))).resume(tmp_path)
+    lines = said(lambda console: summary.show_commands(console, {"to resume": text}), width)
+    assert lines[0] == "to resume" and shlex.split("\n".join(lines[1:]).replace("\\\n", "")) == shlex.split(text)

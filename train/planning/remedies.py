@@ -1,0 +1,59 @@
+"""Advice for a step that does not fit here: variants with one lever more, compiled; the `fit` command to copy.
+
+The levers and the words are `memory.attribution.advice`; this module compiles the variants of a run's own program.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from bytescope.memory.analyze import report_of
+from bytescope.memory.attribution import advice
+from bytescope.memory.devices import targets
+from bytescope.memory.records import Report
+from bytescope.train.command import Command
+from bytescope.train.config import flatten
+from bytescope.train.errors import DoesNotFit
+from bytescope.train.planning.remat_auto import with_keys
+from bytescope.train.planning.run_peak import loop_overhead
+from bytescope.train.program import Program, build
+from bytescope.train.run.failures import too_big
+
+
+def refuse(report: Report, program: Program, command: Command, tell: Callable[[str], None] = lambda line: None,
+           each_s: float = 0.0) -> NoReturn:
+    """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
+
+    Its advice has the cheapest change that fits, found by compiling (memory/attribution/advice.py), where the program
+    is that of one process: what several compile, they have to compile together.
+
+    Args:
+      command: what the run was started with, for the `fit` command. tell: called with a line before each compile.
+      each_s: seconds that compiling the step took.
+    """
+    found, levers = [], advice.open_levers(report)
+    devices = list(program.mesh.devices.flat)
+
+    def bytes_of(keys: advice.Keys) -> int:
+        variant = build(with_keys(program.config, dict(keys)), devices)
+        return report_of(variant.compile_for_report(), target=targets.of(devices), config=flatten(variant.config),
+                         loop=loop_overhead(variant)).predicted_bytes
+
+    if len({device.process_index for device in devices}) == 1:
+        found = advice.tried(report, levers, bytes_of, tell, each_s)
+    raise DoesNotFit(too_big(report), advice.lines(report, levers, found, fit(report, command)))
+
+
+def advice_without_compiling(report: Report, command: Command) -> list[str]:
+    """The advice for a device that ran out of memory: what is left to try, in the order of its cost."""
+    return advice.lines(report, advice.open_levers(report), [], fit(report, command))
+
+
+def before_the_report(program: Program) -> Report:
+    """A report that knows the config and the devices alone, for a compiler that ran out of memory."""
+    target = targets.of(list(program.mesh.devices.flat))
+    return Report(0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes)
+
+
+def fit(report: Report, command: Command) -> str:
+    """The `bytescope fit` for the task of a run, on this machine."""
+    return advice.fit_command(command.config or "tiny", "local", command.overrides, report)

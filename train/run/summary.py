@@ -1,0 +1,152 @@
+"""What a run says before its first step and at its end: short blocks of a title and a text each. Pure.
+
+In: figures of the program, its report, and what was measured. Out: lines for the console, none of which is cut.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from bytescope.memory.devices.live import LiveMemory
+from bytescope.memory.records import Report
+from bytescope.memory.text.console import put
+from bytescope.memory.text.layout import Command, Prose, as_text, ignoring, wrap
+from bytescope.memory.units import human
+
+TITLE = 11  # columns of a title and the gap after it
+BAR = 24
+VERDICT_STYLE = {"fits": "green", "tight": "yellow", "exceeds": "red"}
+
+
+class Lines:
+    """Titles with their texts beside them; a text wraps within its column, never between a number and its unit."""
+
+    def __init__(self, rows: Iterable[tuple[str, str | Text]]):
+        self.rows = [(title, text) for title, text in rows if text]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for title, text in self.rows:
+            for number, line in enumerate(wrap(as_text(text), max(options.max_width - TITLE, 20), console)):
+                head = Text(f"{title if not number else '':<{TITLE}}", style="bold")
+                yield ignoring(Text.assemble(head, line))
+
+
+def count(number: int) -> str:
+    """A number of parameters as people say it: "8.03 billion (8,030,261,248)", "67,776"."""
+    for scale, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= scale:
+            return f"{number / scale:.3g} {name} ({number:,})"
+    return f"{number:,}"
+
+
+def memory(report: Report) -> Text:
+    """One bar of what the step takes of the limit, with the bytes and the headroom."""
+    predicted, limit = report.predicted_bytes, report.limit_bytes
+    elsewhere = f", and {human(report.host_bytes)} in host memory" if report.host_bytes else ""
+    if not limit:
+        return Text(f"{human(predicted)} per device{elsewhere}; the limit is not known")
+    share = predicted / limit
+    style = VERDICT_STYLE.get(report.verdict, "")
+    full = min(max(round(BAR * share), 1), BAR)
+    room = f"{human(limit - predicted)} free" if predicted <= limit else f"{human(predicted - limit)} TOO MUCH"
+    return Text.assemble(("█" * full, style), ("░" * (BAR - full), "dim"),
+                         f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}")
+
+
+def speed(report: Report, calls: int, tokens: int, flops_per_token: float, peak_flops: float | None) -> str:
+    """What data-sheet rates allow at best: seconds per update, tokens/s and MFU; "" where no rate is known.
+
+    Args:
+        calls, tokens: of one update; flops_per_token: of the model, nothing recomputed. peak_flops: of all devices.
+    """
+    once = report.roofline.get("total") if report.roofline else None
+    if not once:
+        return ""
+    seconds = calls * once
+    parts = [f"at least {seconds:.3g} s per update by {report.roofline['source']}",
+             f"at most {tokens / seconds:,.0f} tokens/s"]
+    if peak_flops:
+        parts.append(f"MFU at most {100 * flops_per_token * tokens / seconds / peak_flops:.0f} %")
+    return ", ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """What a finished start of a run has to say.
+
+    first, last, steps: the first and last update of this start, and those of the run. seconds: of this start, all in
+    all. eval_loss: the last held-out loss, None without one. tokens_per_s: 0.0 where nothing was timed. before, live:
+    the device's memory before the state was made, and at the end. checkpoint: the newest, None without one.
+    """
+
+    first: int
+    last: int
+    steps: int
+    seconds: float
+    eval_loss: float | None
+    tokens_per_s: float
+    report: Report
+    before: LiveMemory | None
+    live: LiveMemory | None
+    checkpoint: Path | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Titles with their texts."""
+        loss = "" if self.eval_loss is None else f"held-out loss {self.eval_loss:.4f} "\
+            f"(perplexity {math.exp(min(self.eval_loss, 700.0)):.4g} per token), "
+        rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
+        return [("done", f"{loss}updates {self.first} to {self.last} of {self.steps} in {clock(self.seconds)}{rate}"),
+                ("memory", measured(self.report, self.before, self.live)),
+                ("checkpoint", str(self.checkpoint or "none"))]
+
+
+def measured(report: Report, before: LiveMemory | None, live: LiveMemory | None) -> str:
+    """The predicted bytes beside the measured ones, with what was held before the state was made.
+
+    On the CPU the process is measured: what it grew by is compared, as Python, jax and the compiled programs were there
+    before.
+    """
+    predicted = report.predicted_bytes
+    if live is None or live.peak_bytes is None:
+        return f"predicted {human(predicted)} per device; nothing measured, the device keeps no statistics"
+    held = before.in_use_bytes if before and before.in_use_bytes is not None else None
+    if live.source == "host":
+        on = "" if live.sharing == 1 else f" on {live.sharing} CPU devices"
+        text = f"predicted {human(predicted * live.sharing)}{on}; "
+        if held is None:
+            return f"{text}the process peaked at {human(live.peak_bytes)}, Python and its libraries included"
+        return (f"{text}the process grew by {human(live.peak_bytes - held)}, data, evaluation and checkpoints "
+                f"included: from {human(held)} (Python, jax, what was compiled) to {human(live.peak_bytes)}")
+    error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
+    text = f"predicted {human(predicted)}, measured {human(live.peak_bytes)} (prediction {error:+.1f} %)"
+    if held is not None:
+        text += f", {human(held)} of it held before the first step"
+    return text + (f", limit {human(live.limit_bytes)}" if live.limit_bytes else "")
+
+
+def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
+    """Prints titles with their texts."""
+    put(Lines(rows), console)
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a sentence."""
+    put(Prose(text), console)
+
+
+def show_commands(console: Console, commands: Mapping[str, str]) -> None:
+    """Prints commands to copy, each under what it does."""
+    for title, text in commands.items():
+        put(Prose(title, style="bold"), console)
+        put(Command(text), console)
