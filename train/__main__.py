@@ -20,6 +20,7 @@ exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
     from bytescope.memory.commands.arguments import Parser, settle_subject, user_path
+    from bytescope.train.command import DEFAULT
     from bytescope.train.config import split_overrides
     from bytescope.train.parallel.processes import add_flags
 
@@ -40,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     rest, overrides = split_overrides(argv)
     args = parser.parse_args(rest)
     settle_subject(args)
-    args.config, args.overrides = "tiny" if args.config is None else args.config, overrides
+    args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
     return args
 
 

@@ -44,4 +44,5 @@ class Command:
         return self.resume(workdir, {"train.steps": str(steps)}, "--extend")
 
 
+DEFAULT = "tiny"  # the config of a command without one
 UNKNOWN = Command()

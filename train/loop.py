@@ -291,7 +291,7 @@ def _compiled(program: Program, command: Command, workdir: Path, console: Consol
     device, unknown = program.mesh.local_devices[0], remedies.before_the_report(program)
     try:
         with explained(None, device, remedies.advice_without_compiling(unknown, command)):
-            compiled = startup.compile_step(program, console, verbose=command.verbose)
+            compiled = startup.compile_step(program, console, command)
     except UserError:
         raise
     except ValueError as error:  # an offload policy that moves nothing

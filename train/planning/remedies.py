@@ -10,7 +10,7 @@ from bytescope.memory.analyze import report_of
 from bytescope.memory.attribution import advice
 from bytescope.memory.devices import targets
 from bytescope.memory.records import Report
-from bytescope.train.command import Command
+from bytescope.train.command import DEFAULT, Command
 from bytescope.train.config import flatten
 from bytescope.train.errors import DoesNotFit
 from bytescope.train.planning.remat_auto import with_keys
@@ -56,4 +56,4 @@ def before_the_report(program: Program) -> Report:
 
 def fit(report: Report, command: Command) -> str:
     """The `bytescope fit` for the task of a run, on this machine."""
-    return advice.fit_command(command.config or "tiny", "local", command.overrides, report)
+    return advice.fit_command(command.config or DEFAULT, "local", command.overrides, report)

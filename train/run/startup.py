@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bytescope.memory.analyze import report_of
+from bytescope.memory.commands.report import subject
 from bytescope.memory.costs import flops, roofline
 from bytescope.memory.devices.targets import parse
 from bytescope.memory.pages import report as report_page
@@ -24,8 +25,10 @@ from bytescope.memory.text import report as report_text
 from bytescope.memory.text.console import put, safe
 from bytescope.memory.text.layout import Prose
 from bytescope.model.names import NAMES
+from bytescope.train.command import DEFAULT, UNKNOWN, Command
 from bytescope.train.config import flatten
 from bytescope.train.optimizer.rules import describe_scaling
+from bytescope.train.planning.adapter import Adapter
 from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program
 from bytescope.train.run import summary
@@ -109,11 +112,12 @@ class Compiled:
     seconds: float = 0.0
 
 
-def compile_step(program: Program, console: Console, *, verbose: bool = False) -> Compiled:
+def compile_step(program: Program, console: Console, command: Command = UNKNOWN) -> Compiled:
     """The step that will run, compiled, and the memory report of that very executable: one bar of it is printed.
 
     An executable from the persistent cache keeps no heap trace; it is not compiled again for the timeline, and its
-    report says that lifetimes are derived. verbose: prints the whole report.
+    report says that lifetimes are derived. command: what started the run; where it is verbose, all of the report is
+    printed.
 
     Raises:
       ValueError: an offload policy that moves nothing.
@@ -125,16 +129,19 @@ def compile_step(program: Program, console: Console, *, verbose: bool = False) -
     work = flops.count(compilation.jaxpr)
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
                        loop=loop_overhead(program))
+    named = subject(command.config or DEFAULT, command.overrides, program, Adapter().settled(program),
+                    compilation.jaxpr)
+    report = dataclasses.replace(report, subject=named)
     if report.work and report.target.get("platform") != "cpu" and (rates := roofline.figures(report.target)):
         report = dataclasses.replace(report, roofline=roofline.seconds(report.work, rates).to_json())
     batch, peak = program.batch, peak_flops(program)
     reach = summary.speed(report, program.calls_per_update, batch.tokens,
                           model_flops_per_token(program.model, batch.seq_len), peak and peak * program.mesh.size)
     summary.show(console, [("memory", summary.memory(report)), ("speed", reach)])
-    if verbose:
+    if command.verbose:
         summary.show(console, [("compiled", f"in {seconds:.1f} s"),
                                ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs")])
-        put(report_text.render(report), console)
+        put(report_text.render(report, subject=named.name), console)
     return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1), seconds)
 
 
