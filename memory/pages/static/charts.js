@@ -184,7 +184,7 @@ const charts = window.charts = (() => {
     limits(view, place);
     marks.series(all, { ...view, group: inside });
     notes(view);
-    state.svg.append(limit, group, inside, over);
+    state.svg.append(limit, group, inside);
     return view;
   };
 
@@ -221,7 +221,8 @@ const charts = window.charts = (() => {
     state.targets = state.views.flatMap((view) => view.targets.map((target) => ({ ...target, view })))
       .sort((a, b) => panels.indexOf(a.view.panel) - panels.indexOf(b.view.panel) || a.x - b.x || b.y - a.y);
     state.over = svg("g", { class: "over", "pointer-events": "none" });
-    state.svg.append(state.over);
+    // Words and points stand above the line of the cursor.
+    state.svg.append(state.over, ...state.views.map((view) => view.marks));
     state.reset.hidden = !state.zoom;
     pointing.settle(state);
   };
