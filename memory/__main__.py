@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from bytescope.memory.commands.arguments import Parser, settle_subject
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
 from bytescope.memory.plan.trainer import Trainer
+from bytescope.memory.text.console import settle_stdout
 
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -96,6 +97,7 @@ def main(argv: Sequence[str], trainer: Trainer | None = None) -> int:
 
         worker.main(trainer)
         return 0
+    settle_stdout()
     try:
         args, overrides = parse(argv, trainer)
         module = importlib.import_module(f"bytescope.memory.commands.{COMMANDS[args.command][0]}")

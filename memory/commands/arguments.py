@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from bytescope.memory.errors import ReportError, did_you_mean, remedy_for
 from bytescope.memory.plan import cache as row_cache
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 # Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
@@ -132,19 +135,40 @@ def shares_accelerator(names: Sequence[str]) -> bool:
     return "local" in names and choose_platform() != "cpu"
 
 
+class Bar:
+    """A progress bar; called with the labels of the programs under way and the number of finished ones."""
+
+    def __init__(self, bar: Progress, total: int | None) -> None:
+        self._bar, self._task = bar, bar.add_task("", total=total)
+
+    def __call__(self, labels: Sequence[str], done: int) -> None:
+        """Shows the labels and how many are done."""
+        self._bar.update(self._task, completed=done, description=" | ".join(labels))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Takes the bar away while something is printed, so that the two never share a line."""
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
+
+
 @contextmanager
-def progress(total: int | None) -> Iterator[Callable[[Sequence[str], int], None]]:
-    """A progress bar on stderr, where that is a terminal; gives a function to call with the labels of the programs
-    under way and the number of finished ones. total: None where it is not known."""
-    from rich.console import Console
+def progress(total: int | None) -> Iterator[Bar]:
+    """A progress bar on stderr, where that is a terminal, gone at the end. total: None where it is not known."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda labels, done: bar.update(task, completed=done, description=" | ".join(labels))
+    from bytescope.memory.text.console import make_console
+
+    console = make_console(stderr=True)
+    columns = (TextColumn("compiling"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.description}", markup=False))
+    # What goes to stdout stays there, even if only stderr is a terminal.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive,
+                  redirect_stdout=False) as bar:
+        yield Bar(bar, total)
 
 
 def write(path: Path, text: str) -> None:

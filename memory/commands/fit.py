@@ -13,6 +13,7 @@ from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
     INTERRUPTED,
     NO_CONFIG,
+    Bar,
     add_compiling,
     add_subject,
     check,
@@ -25,6 +26,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import fit, fit_json, fit_space, levers
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.fit_step import Step
 from bytescope.memory.plan.rows import given_flags
 from bytescope.memory.plan.variants import Trials
 from bytescope.memory.text import fit as fit_text
@@ -73,11 +75,16 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(0) as tell:
         trials = Trials(args.config, target, overrides, trainer, pool, place, tell, args.max_compiles or math.inf,
                         args.timeout or math.inf)
-        walk = fit.Walk(trials, space, budget, lines.show)
+        walk = fit.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
         walk.run()
     wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
     measured = _measured(args, walk, place) if wanted else None
     return _finish(args, walk, flat, overrides, trainer, measured)
+
+
+def _told(bar: Bar, lines: fit_text.Lines, step: Step) -> None:
+    with bar.aside():
+        lines.show(step)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import XlaStats
 
@@ -55,7 +56,10 @@ def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True
     compiler, as `Lowered.compile(compiler_options=)` takes them.
     """
     described = described or _is_described(lowered)
-    with _no_cache() if described else contextlib.nullcontext():
+    with contextlib.ExitStack() as settings:
+        if described:
+            settings.enter_context(_no_cache())
+            settings.enter_context(kept_back())
         compiled, proto = _compile(lowered, options or {})
     if not proto and exact and not described:
         with _no_cache():

@@ -94,9 +94,8 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def settle_streams() -> None:
-    """Makes stdout and stderr print a character that their encoding lacks as `?`, instead of raising."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
+def settle_stdout() -> None:
+    """Makes stdout print a character that its encoding lacks as `?`, instead of raising; stderr escapes it already."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")

@@ -150,7 +150,7 @@ def test_no_color_prints_no_colour(monkeypatch):
 def test_a_character_that_stdout_cannot_encode_becomes_a_question_mark(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    consoles.settle_streams()
+    consoles.settle_stdout()
     print("█ \ud800")
     put(Text("█ 3.50 GiB"))
     sys.stdout.flush()

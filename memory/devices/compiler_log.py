@@ -1,0 +1,72 @@
+"""The compiler's own log lines: kept from the terminal while it compiles, told where it fails.
+
+XLA writes them to file descriptor 2 from C++, where no setting reaches once jax has started. For a program that is
+larger than the device they are alarms about what the report says itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+
+# Severity, month and day, time: "E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] ..."; or the same after a date.
+# A fatal line (F) is none of these: the process ends with it, so it is told at once.
+_LOGGED = re.compile(rb"([IWE]\d{4} |\d{4}-\d\d-\d\d )\d\d:\d\d:\d\d\.\d+")
+_FATAL = re.compile(rb"F\d{4} \d\d:\d\d:\d\d\.\d+")
+# Seconds to wait for the last lines; a process that the compiler left running may hold the pipe open.
+_PATIENCE = 2.0
+
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def kept_back() -> Iterator[None]:
+    """Keeps log lines back that are written to file descriptor 2 meanwhile; they follow if the block raises.
+
+    Other lines pass. Where another thread is inside already, or nothing is open there, nothing is kept.
+    """
+    if not _one_at_a_time.acquire(blocking=False):
+        yield
+        return
+    try:
+        yield from _kept_back()
+    finally:
+        _one_at_a_time.release()
+
+
+def _kept_back() -> Iterator[None]:
+    try:
+        before = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    source, sink = os.pipe()
+    os.dup2(sink, 2)
+    os.close(sink)
+    held: list[bytes] = []
+    reader = threading.Thread(target=_sort, args=(source, before, held), daemon=True)
+    reader.start()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        os.dup2(before, 2)  # and the pipe's last end here is closed
+        reader.join(_PATIENCE)
+        if failed:
+            os.write(before, b"".join(held))
+        if not reader.is_alive():
+            os.close(before)
+
+
+def _sort(source: int, out: int, held: list[bytes]) -> None:
+    """Reads lines until the end: log lines, with what follows them without a head of its own, to `held`, others out."""
+    with os.fdopen(source, "rb") as lines:
+        for line in lines:
+            if _LOGGED.match(line) or (held and not _FATAL.match(line)):
+                held.append(line)
+            else:
+                os.write(out, line)
