@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, add_subject, check_files, user_path
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, NO_CONFIG, add_subject, check_files, user_path, write
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import Subject
+from bytescope.memory.records import Report, Subject
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -40,10 +40,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     choose_platform()  # before jax is imported
     simulate_devices([args.target])
     target = targets.parse(args.target)
-    if args.config:
-        _of_config(args, overrides, trainer, target)
-    else:
-        _of_file(args, target)
+    report = _of_config(args, overrides, trainer, target) if args.config else _of_file(args, target)
+    if report.fits is False:
+        _advise(report, args, overrides)
+        return DOES_NOT_FIT
     return 0
 
 
@@ -62,8 +62,8 @@ def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> No
             raise ReportError(f"--{flag} with --hlo: it needs a config; give one in the place of --hlo")
 
 
-def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> None:
-    """Reports on the step of a config, compiled by the trainer."""
+def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> Report:
+    """Reports on the step of a config, compiled by the trainer; the report."""
     from bytescope.memory.analyze import report_of
 
     program = trainer.program(args.config, overrides, target)
@@ -77,14 +77,14 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     report = _with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
                                       loop=trainer.loop_overhead(program)))
     report = dataclasses.replace(report, subject=subject(args.config, overrides, program, settled, compilation.jaxpr))
-    print(trainer.choices(program))
-    _show(report, batch=settled["batch"])
+    _show(report, trainer.choices(program))
     more: dict[str, Any] = {"batch": settled["batch"]}
     if args.formulas:
         more["formula"] = _formulas(report, config, settled, compilation.jaxpr)
     if args.run:
         more["run"] = _run(report, trainer.run_peaks(program))
     _write(args, report, compilation.proto, more)
+    return report
 
 
 def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settled: Mapping[str, Any],
@@ -111,17 +111,37 @@ def _policy(segments: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{segment['layers']} x {kept(segment)}" for segment in segments)
 
 
-def _of_file(args: argparse.Namespace, target: Any) -> None:
-    """Reports on a program that XLA dumped."""
+def _of_file(args: argparse.Namespace, target: Any) -> Report:
+    """Reports on a program that XLA dumped; the report."""
     from bytescope.memory.analyze import compilation_of, report_of
 
     compilation = compilation_of(args.hlo)
     report = _with_roofline(report_of(compilation, target=target))
     _show(report)
     _write(args, report, compilation.proto, {})
+    return report
 
 
-def _with_roofline(report: Any) -> Any:
+def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
+    """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.attribution import advice
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.layout import Command, Prose
+    from bytescope.memory.units import human
+
+    missing = human(report.predicted_bytes - (report.limit_bytes or 0))
+    parts: list[Any] = [Text(), Prose(f"does not fit: {missing} too much", "bold red")]
+    if args.config:
+        parts += map(Prose, advice.lines(report, advice.open_levers(report), []))
+        if command := advice.fit_command(args.config, args.target, overrides, report):
+            parts += [Text("the fastest that fits, found by compiling:", style="bold"), Command(command)]
+    put(Group(*parts))
+
+
+def _with_roofline(report: Report) -> Report:
     """The report with the roofline's prediction, where enough is known of program and target."""
     from bytescope.memory.costs import roofline
 
@@ -129,21 +149,27 @@ def _with_roofline(report: Any) -> Any:
     return dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
 
 
-def _show(report: Any, batch: str = "") -> None:
+def _show(report: Report, choices: str = "") -> None:
     from bytescope.memory.text import report as report_text
 
-    report_text.show(report, batch=batch, subject=report.subject.name)
+    report_text.show(report, choices=choices)
 
 
-def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any], jaxpr: Any) -> dict[str, Any] | None:
+def _formulas(report: Report, config: Mapping[str, Any], settled: Mapping[str, Any],
+              jaxpr: Any) -> dict[str, Any] | None:
     """Prints the formulas' figures with those of the report; returns them for the JSON, None where none apply."""
+    from rich.console import Group
+    from rich.text import Text
+
     from bytescope.memory.costs import flops
     from bytescope.memory.formulas import reconcile
     from bytescope.memory.text import formulas as formulas_text
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.layout import Prose
 
     found = reconcile.formula_of(config, settled, report.target.get("platform", ""))
     if isinstance(found, str):
-        print(f"\nno formula: {found}")
+        put(Group(Text(), Prose(f"no formula: {found}")))
         return None
     counted = flops.count(jaxpr)
     formulas_text.show_report(found, reconcile.lines(found, report.peak_bytes, report.breakdown, {
@@ -151,28 +177,27 @@ def _formulas(report: Any, config: Mapping[str, Any], settled: Mapping[str, Any]
     return dataclasses.asdict(found)
 
 
-def _run(report: Any, others: Mapping[str, int]) -> dict[str, int]:
+def _run(report: Report, others: Mapping[str, int]) -> dict[str, int]:
     """Prints the peak of each program of a run and the largest of them; returns program -> bytes on one device."""
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.layout import Prose
     from bytescope.memory.units import human
 
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
     parts = ", ".join(f"{name} {human(size)}" for name, size in sizes.items())
-    print(f"peaks of the programs of a run, state included: {parts}; the largest is that of {most}")
+    put(Prose(f"peaks of the programs of a run, state included: {parts}; the largest is that of {most}"))
     return sizes
 
 
-def _write(args: argparse.Namespace, report: Any, proto: bytes, more: Mapping[str, Any]) -> None:
+def _write(args: argparse.Namespace, report: Report, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that were asked for; `more`: keys of the JSON beyond those of a report."""
-    try:
-        if args.json:
-            args.json.write_text(json.dumps({**report.to_json(), **more}, indent=1) + "\n", encoding="utf-8")
-        if args.html:
-            from bytescope.memory.pages import report as report_page
+    if args.json:
+        write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
+    if args.html:
+        from bytescope.memory.pages import report as report_page
 
-            args.html.write_text(report_page.render(report), encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"cannot write {error.filename}: {error.strerror}") from error
+        write(args.html, report_page.render(report))
     if args.export:
         from bytescope.memory.commands.xprof_export import export
 

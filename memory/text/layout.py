@@ -35,7 +35,9 @@ class Prose:
     """Words that wrap between words, never between a number and its unit."""
 
     def __init__(self, text: str | Text, style: str = "", indent: int = 0) -> None:
-        self._text, self._indent = as_text(text, style), indent
+        text = as_text(text, style)
+        bare = len(text.plain) - len(text.plain.lstrip(" "))  # a line that is indented goes on so
+        self._text, self._indent = text[bare:] if text.plain else text, indent + bare
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in wrap(self._text, options.max_width - self._indent, console):

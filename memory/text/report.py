@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from bytescope.memory.config_keys import REMAT_LAYERS, REMAT_POLICY
+from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
 from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
 from bytescope.memory.text.layout import Items, Pair, Prose, blocks, ignoring
@@ -27,30 +27,24 @@ _SMALL = 0.001
 _CURVE = 120
 
 
-def show(report: Report, console: Console | None = None, batch: str = "", subject: str = "") -> None:
-    """Prints the report, to stdout when no console is given; for `batch` and `subject` see `render`."""
-    put(render(report, batch, subject), console)
+def show(report: Report, console: Console | None = None, choices: str = "") -> None:
+    """Prints the report, to stdout when no console is given; `choices`: what the trainer chose, a choice a line."""
+    put(render(report, choices), console)
 
 
-def render(report: Report, batch: str = "", subject: str = "") -> RenderableType:
-    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings.
-
-    batch: the algebra of its batch. subject: the name of its config; the compiler's name of the program without one.
-    """
+def render(report: Report, choices: str = "") -> RenderableType:
+    """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
     return blocks(
-        _head(report, batch, subject),
-        _composition(report),
-        _timeline(report), _ledger(report), _zero(report), _communication(report), _largest(report),
-        _transfers(report), _findings(report), _remarks(report))
+        _head(report, choices), _composition(report), _timeline(report), _ledger(report), _zero(report),
+        _communication(report), _largest(report), _transfers(report), _findings(report), _remarks(report))
 
 
-def _head(report: Report, batch: str, subject: str) -> RenderableType:
-    target = report.target.get("name", "an unnamed target")
-    kind = report.target.get("kind", "")
-    title = Text.assemble((one_line(subject or report.program or "program"), "bold"), f" on {one_line(str(target))}",
-                          f" ({one_line(str(kind))})" if kind else "")
-    policy = remat_of(report.config)
-    named = [title, *([f"remat {policy}"] if policy else []), Text(versions_text(report.versions), style="dim")]
+def _head(report: Report, choices: str) -> RenderableType:
+    of, target = report.subject, report.target
+    kind = f" ({one_line(str(target['kind']))})" if target.get("kind") else ""
+    title = Text.assemble((one_line(of.name or report.program or "program"), "bold"),
+                          f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}")
+    named = [title, *([f"remat {of.policy}"] if of.policy else []), Text(versions_text(report.versions), style="dim")]
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
     peak = (Text.assemble("peak ", (human(report.peak_bytes), "bold")),
@@ -60,26 +54,26 @@ def _head(report: Report, batch: str, subject: str) -> RenderableType:
     stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
              ("on chip", report.on_chip_bytes))
-    below = (batch, at_least(report))
-    return Group(Items(filter(None, named)), Items(peak, gap=3), *(Prose(line) for line in below if line),
+    changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
+    plain = [line for line in (at_least(report), of.batch, changes) if line]
+    faint = [line for line in (*choices.splitlines(), overheads(report)) if line]
+    return Group(Items(filter(None, named)), Items(peak, gap=3), *map(Prose, plain),
                  Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
-                 *([Prose(overheads(report), "dim")] if overheads(report) else []))
-
-
-def remat_of(config: Mapping[str, object]) -> str:
-    """The remat policy of a config of the trainer's, layer ranges first: "0-3:full, dots"; "" for any other config."""
-    policy, ranges = config.get(REMAT_POLICY), config.get(REMAT_LAYERS)
-    if not isinstance(policy, str):
-        return ""
-    return ", ".join((*map(str, ranges if isinstance(ranges, list | tuple) else ()), policy))
+                 *(Prose(line, "dim") for line in faint))
 
 
 def at_least(report: Report) -> str:
     """The predicted time of an update in one line: "at least", since no program reaches a data sheet's rates; "" where
     unknown."""
-    if not report.roofline:
+    best = at_best(report)
+    if best is None:
         return ""
-    return f"at least {_terms(report)}"
+    parts = [f"at least {best.update_seconds:.3g} s per {'update' if report.subject.tokens else 'call of the step'}"]
+    if best.tokens_per_s:
+        parts.append(f"at most {best.tokens_per_s:,.0f} tokens/s")
+    if best.mfu:
+        parts.append(f"MFU {best.mfu:.0%}")
+    return f"{', '.join(parts)}, by {best.source} ({_terms(report)})"
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
@@ -229,14 +223,16 @@ def _transfers(report: Report) -> RenderableType | None:
 
 def roofline(report: Report) -> str:
     """The seconds of one call of the step by the roofline, in all and by term, in one line; "" where unknown."""
-    return f"roofline: {_terms(report)}" if report.roofline else ""
+    if not report.roofline:
+        return ""
+    return f"roofline: {report.roofline['total']:.3g} s per step: {_terms(report)}; by {report.roofline['source']}"
 
 
 def _terms(report: Report) -> str:
+    """The seconds of one call of the step by what they are spent on."""
     total, terms = report.roofline["total"], report.roofline["by_term"]
-    parts = ", ".join(f"{term.replace('_', ' ')} {taken:.3g}" for term, taken in terms.items()
-                      if taken > _SMALL * total)
-    return f"{total:.3g} s per step: {parts}; by {report.roofline['source']}"
+    return ", ".join(f"{term.replace('_', ' ')} {taken:.3g} s" for term, taken in terms.items()
+                     if taken > _SMALL * total)
 
 
 def _largest(report: Report) -> RenderableType | None:

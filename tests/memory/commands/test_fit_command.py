@@ -14,6 +14,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.plan import fit as walks
 from bytescope.memory.plan import pool as worker_pool
 from support.fit_trials import GIB
+from support.screen import seen, terminal
 
 SMALL = ["--config=tiny", "--config.model.n_layers=2", "--config.model.d_model=32", "--config.model.d_ff=64",
          "--config.data.seq_len=16", "--config.batch.micro=8"]
@@ -103,6 +104,24 @@ class Worker:
         self._killed.set()
 
     close = kill
+
+
+class Refusing(Worker):
+    """As Worker, but what auto has to know is not told."""
+
+    def ask(self, message):
+        return {"status": "not [/b] today"} if json.loads(message)["describe"] else super().ask(message)
+
+
+def test_on_a_terminal_the_bar_and_the_walk_never_share_a_line(monkeypatch):
+    monkeypatch.setattr(worker_pool, "Worker", Refusing)
+    with terminal(monkeypatch, 80) as written:
+        code = command.main(["fit", *SMALL, "--target=h100", "--budget=2GiB", "--levers=remat", "--no-cache"])
+    lines = seen(written[0], 80)
+    assert code == 0 and "compiling" in written[0] and not any("compiling" in line for line in lines)
+    assert [line[0] for line in lines if line.startswith(("baseline", "mesh"))] == ["b", "m"]
+    assert sum(re.match(r" *[\d.]+ s  \S.*(GiB|none|full)", line) is not None for line in lines) >= 2
+    assert any("not [/b] today" in line for line in lines) and "fits: " in "\n".join(lines)
 
 
 def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):

@@ -4,19 +4,23 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from bytescope import memory
 from bytescope.memory import __main__ as command
+from bytescope.memory.analyze import compilation_of
 from bytescope.memory.attribution import ledger
+from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.plan import diff
 from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.text import report as report_text
 from bytescope.memory.units import parse_bytes
+from bytescope.train.planning.adapter import Adapter
 from support import programs
 
 
@@ -187,3 +191,52 @@ def test_simulated_devices_are_as_many_as_the_target_asks():
                                 (["cpu:8"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, None)):
         simulate_devices(targets, env)
         assert env.get("JAX_NUM_CPU_DEVICES") == count
+
+
+# ---- what does not fit ------------------------------------------------------------------------------
+
+@pytest.fixture
+def tiny_limit(monkeypatch):
+    """Next to nothing of a described GPU is available: some 80 KB."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.000001")
+
+
+def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp_path, tiny_limit):
+    files = [f"--json={tmp_path / 'r.json'}", f"--html={tmp_path / 'r.html'}", f"--export={tmp_path / 'x'}"]
+    code, out, err = run(capsys, "report", f"--hlo={step[0]}", "--target=h100", *files)
+    assert (code, err) == (command_arguments.DOES_NOT_FIT, "") and command_arguments.DOES_NOT_FIT == 3
+    assert "EXCEEDS" in out and "too much" in out and "bytescope fit" not in out  # there is no config to fit
+    assert json.loads((tmp_path / "r.json").read_text())["fits"] is False
+    assert "<html" in (tmp_path / "r.html").read_text() and (tmp_path / "x" / "m.hlo_proto.pb").exists()
+
+
+class Precompiled(Adapter):
+    """A trainer whose program is compiled already."""
+
+    def __init__(self, proto):
+        self._proto = proto
+
+    def program(self, name, overrides, target):
+        return SimpleNamespace(compile_for_report=lambda exact: compilation_of(self._proto),
+                               calls_per_update=1, batch_shapes=[SimpleNamespace(size=64)])
+
+    def settled(self, program):
+        return {"batch": "1 micro-batch", "segments": [{"policy": "none", "save": [], "offload": [], "layers": 2}]}
+
+    def choices(self, program):
+        return "attention [/b] (why)"
+
+    def loop_overhead(self, program):
+        return None
+
+
+def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys, tiny_limit):
+    words = ["report", "tiny", "h100:2", "--config.data.seq_len=64"]
+    assert command.main(words, Precompiled(step[0])) == 3
+    out = capsys.readouterr().out
+    assert out.startswith("tiny on h100:2 (NVIDIA H100 80GB HBM3)  remat none\n") and "changed: data.seq_len=64" in out
+    assert "attention [/b] (why)" in out and "EXCEEDS" in out
+    below = out[out.index("does not fit: "):]
+    assert "--config.remat.policy=" in below
+    fit = " ".join(below.partition("bytescope fit ")[2].replace("\\\n", " ").split())
+    assert fit.startswith("tiny h100:2 --budget=") and "--config.data.seq_len=64" in fit

@@ -23,7 +23,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
-from bytescope.memory.records import Collective, Report, Transfer
+from bytescope.memory.records import Collective, Report, Subject, Transfer
 from bytescope.memory.text import report as report_text
 from bytescope.train.planning.adapter import Adapter
 from bytescope.train.program import build
@@ -210,10 +210,14 @@ def test_the_worker_answers_with_work():
 def test_the_report_and_its_page_tell_it_in_a_line():
     found = seconds({"forward": phase(flops={"bf16": 150}, other_bytes=4)}, FIGURES)
     report = Report(8, 8, {}, roofline=found.to_json())
-    line = "2 s per step: products 1.5, memory 0.5; by by hand"
+    line = "at least 2 s per call of the step, by by hand (products 1.5 s, memory 0.5 s)"
     console = Console(width=report_text.WIDTH, file=io.StringIO())
     report_text.show(report, console)
-    assert f"at least {line}" in console.file.getvalue() and f"roofline: {line}" in report_page.render(report)
+    assert line in console.file.getvalue()
+    page_line = "roofline: 2 s per step: products 1.5 s, memory 0.5 s; by by hand"
+    assert page_line in report_page.render(report)
+    of = dataclasses.replace(report, subject=Subject(tokens=100, calls=5))
+    assert report_text.at_least(of).startswith("at least 10 s per update, at most 10 tokens/s, by by hand")
     assert Report.from_json(json.loads(json.dumps(report.to_json()))).roofline == found.to_json()
     assert report_text.roofline(Report(8, 8, {})) == "" and "roofline:" not in report_page.render(Report(8, 8, {}))
 
