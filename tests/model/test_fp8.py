@@ -18,8 +18,7 @@ from bytescope.model.placement import HERE
 from bytescope.train.parallel.axes import make_mesh
 from bytescope.train.parallel.layout import Layout
 from support.crossing import INPUT, crossing, gradient
-from support.fp8 import INPUTS, expected
-from support.toy import run_losses, small_program
+from support.toy import FP8_INPUTS, fp8_expected, run_losses, small_program
 
 FP8 = jnp.float8_e4m3fn
 
@@ -210,7 +209,7 @@ def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
     keys = {**WIDE, "remat.policy": policy, "model.attention": attention}
     kept = {preset: crossing(gradient(small_program({**keys, "precision.preset": preset})))
             for preset in ("fp8", "bf16")}
-    for name, (values, scales) in expected(keys, 8 * 64).items():
+    for name, (values, scales) in fp8_expected(keys, 8 * 64).items():
         if name == "context" and attention != "naive":  # which its own gradient reads
             assert kept["fp8"][name] == kept["bf16"][name] == 2 * 2 * values and not kept["fp8"]["context_fp8"]
             continue
@@ -219,7 +218,7 @@ def test_the_quantized_are_kept_in_the_place_of_the_wide(policy, attention):
         assert kept["bf16"][name] == 2 * 2 * values and name not in kept["fp8"]
         assert sum(ours) <= 0.53 * kept["bf16"][name]
     rest = lambda found: {name: size for name, size in found.items()  # noqa: E731
-                          if name.removesuffix("_fp8").removesuffix("_scale") not in INPUTS}
+                          if name.removesuffix("_fp8").removesuffix("_scale") not in FP8_INPUTS}
     assert rest(kept["fp8"]) == rest(kept["bf16"])
 
 

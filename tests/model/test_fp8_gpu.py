@@ -12,8 +12,7 @@ from bytescope.model.names import NAMES
 from bytescope.model.precision import PRECISIONS
 from bytescope.train.program import build
 from support.described import described
-from support.fp8 import expected
-from support.toy import small_config
+from support.toy import fp8_expected, small_config
 
 GPU = {"model.d_model": 256, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64, "model.d_ff": 512,
        "model.n_layers": 4, "model.vocab_size": 640, "model.max_seq_len": 1024, "data.seq_len": 1024, "batch.micro": 2}
@@ -45,7 +44,7 @@ def test_native_products_on_a_described_h100():
 def test_the_report_shows_what_is_saved():
     reports = {preset: report_of(compiled(preset)[1], names=NAMES) for preset in ("fp8", "bf16")}
     ours, wide = (reports[preset].residuals_by_name for preset in ("fp8", "bf16"))
-    for name, (values, scales) in expected(GPU, 2048).items():
+    for name, (values, scales) in fp8_expected(GPU, 2048).items():
         if name != "context":
             assert (ours[f"{name}_fp8"], ours[f"{name}_scale"]) == (4 * values, 4 * scales)
             assert wide[name] == 2 * 4 * values and ours[f"{name}_fp8"] + ours[f"{name}_scale"] <= 0.53 * wide[name]

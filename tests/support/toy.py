@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bytescope.model.fp8.products import TILE
 from bytescope.train.batch import IGNORE
 from bytescope.train.config import as_text, flatten, load, override
 from bytescope.train.data.feed import calls
@@ -99,3 +100,13 @@ def run_losses(program: Program, steps: int = 20, masked: float = 0.3, state: Tr
         losses.append(float(metrics["loss"]))
     assert int(state.step) == steps
     return np.asarray(losses)
+
+
+FP8_INPUTS = ("attn_norm", "context", "mlp_norm", "act")  # of products in fp8, as wide tensors are named
+
+
+def fp8_expected(overrides, tokens):
+    """Bytes that fp8 keeps of the inputs of products in one layer, by hand: (elements, scales of 4 bytes) by name."""
+    model = small_program(overrides).model
+    widths = dict(zip(FP8_INPUTS, (model.d_model, model.n_heads * model.d_head, model.d_model, model.d_ff)))
+    return {name: (tokens * width, 4 * tokens * -(-width // TILE)) for name, width in widths.items()}
