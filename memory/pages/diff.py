@@ -33,7 +33,7 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
     parts = [change for change in changes if change.kind != "total"]
     return page(
         "diff", f"{names[0]} and {names[1]} · difference", page_data(before, after, names), names=names,
-        where=_both(where(before.target), where(after.target)), figures=_figures(before, after), versions="",
+        where=_both(_subject(before), _subject(after)), figures=_figures(before, after), versions="",
         warnings=_warnings(before, after), programs=_programs(before, after, names),
         same=not _config(before, after), changes=_changes(parts[:MAX_CHANGES]),
         left=max(len(parts) - MAX_CHANGES, 0), phases=STEP_PHASES, notes=NOTES)
@@ -80,6 +80,11 @@ def _bar(row: str, name: str, start: int, count: int) -> dict[str, Any]:
 
 # ---- the header -----------------------------------------------------------------------------------------------
 
+def _subject(report: Report) -> str:
+    """What a report is of, in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
+    return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
+
+
 def _both(one: str, other: str) -> str:
     return one if one == other else f"{one} → {other}"
 
@@ -123,19 +128,23 @@ def _warnings(before: Report, after: Report) -> list[str]:
     return found
 
 
+# What names a program: the name of the row, and what it says of a report.
+_FACTS = (
+    ("config", lambda report: report.subject.name), ("batch", lambda report: report.subject.batch),
+    ("policy", lambda report: report.subject.policy), ("program", lambda report: report.program),
+    ("target", lambda report: str(report.target.get("name") or "")), ("verdict", lambda report: report.verdict),
+    ("limit", lambda report: human(report.limit_bytes)), ("jax", lambda report: str(report.versions.get("jax") or "")),
+)
+
+
 def _programs(before: Report, after: Report, names: Sequence[str]) -> Table:
     """What was compiled, before and after: what names the programs, then every version and config key that differs."""
-    rows = [("report", *names), ("program", before.program, after.program),
-            ("target", *(str(report.target.get("name") or "") for report in (before, after))),
-            ("verdict", before.verdict, after.verdict),
-            ("limit", *(human(report.limit_bytes) for report in (before, after)))]
-    versions = _different(before.versions, after.versions)
-    jax = ("jax", *(str(report.versions.get("jax", "")) for report in (before, after)))
-    rows += [jax] if "jax" not in [name for name, *_ in versions] else []
-    rows += [*versions, *_config(before, after)]
+    rows = [("report", *names), *((name, said(before), said(after)) for name, said in _FACTS)]
+    rows += [row for row in _different(before.versions, after.versions) if row[0] != "jax"]
+    rows += _config(before, after)
     columns = (("", "name", lambda row: row[0]), ("before", "text", lambda row: _differing(row, 1)),
                ("after", "text", lambda row: _differing(row, 2)))
-    return table(columns, rows)
+    return table(columns, [row for row in rows if row[1] or row[2]])
 
 
 def _differing(row: tuple[str, str, str], side: int) -> Cell:

@@ -49,7 +49,7 @@ def render(run: RunDirectory, folder: str = ".") -> str:
     prefix = "" if folder == "." else f"{folder}/"
     return page(
         "run", f"{run.name} · run", page_data(run), heading=run.name, figures=_figures(run),
-        where=where(report.target) if report else "no report", versions=versions(report.versions) if report else "",
+        where=_where(report), facts=_facts(report), versions=versions(report.versions) if report else "",
         state=_state(run), problems=run.problems, links=_links(run, prefix), report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
@@ -103,6 +103,20 @@ def _limit(run: RunDirectory) -> float | None:
 
 
 # ---- the header -----------------------------------------------------------------------------------------------
+
+def _where(report: Report | None) -> str:
+    if report is None:
+        return "no report"
+    return " · ".join(filter(None, (report.subject.name, where(report.target))))
+
+
+def _facts(report: Report | None) -> list[str]:
+    """Lines below the figures: the batch and the policy, where the report has them."""
+    if report is None:
+        return []
+    return [f"{name}: {text}" for name, text in (("batch", report.subject.batch), ("remat", report.subject.policy))
+            if text]
+
 
 def _state(run: RunDirectory) -> dict[str, str]:
     """Whether the run is finished, for the mark of the header."""

@@ -67,8 +67,7 @@ def read(place: str | Path) -> RunDirectory:
     except OSError as error:
         raise ReportError(f"cannot read {place}: {error.strerror}: give the --workdir of a run") from error
     if not files & {CONFIG, METRICS, MEMORY}:
-        raise ReportError(f"{place} holds no run: none of {CONFIG}, {METRICS} and {MEMORY}; give the --workdir of "
-                          "bytescope train")
+        raise ReportError(f"{place} holds no run: none of {CONFIG}, {METRICS} and {MEMORY}; {_newest(place)}")
     problems: list[str] = []
 
     def part(name: str, reader: Callable[[Path], Any], missing: str) -> Any:
@@ -90,6 +89,15 @@ def read(place: str | Path) -> RunDirectory:
         place.absolute().name, config or {}, tuple(rows), tuple(evaluations),
         part(MEMORY, records.load, f"There is no {MEMORY}: the step was not compiled yet."),
         part(PROFILE, _breakdown, ""), tuple(problems), files)
+
+
+def _newest(place: Path) -> str:
+    """Which folder to give instead of one that holds no run itself."""
+    runs = [path.parent for path in place.glob(f"*/{CONFIG}")]
+    if not runs:
+        return "give the --workdir of bytescope train"
+    newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
+    return f"it holds {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}"
 
 
 def _config(path: Path) -> Mapping[str, Any]:

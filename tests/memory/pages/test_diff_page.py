@@ -8,7 +8,7 @@ import pytest
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.pages import diff as diff_page
-from bytescope.memory.records import Buffer, Report, TimelinePoint
+from bytescope.memory.records import Buffer, Report, Subject, TimelinePoint
 from support.browser import HOSTILE, body, browse, literally, one_file
 
 GIB = 2**30
@@ -26,7 +26,8 @@ def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.
                                f"op.{i}") for i in range(points))
     fields = {"timeline": line, "peak_index": middle, "workspace_by_scope": {"backward/mlp": 5}, "program": "jit_step",
               "limit_bytes": 72 * GIB, "fits": True, "verdict": "fits", "target": {"name": target, "kind": "NVIDIA"},
-              "versions": {"jax": jax}, "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 2.0}}
+              "subject": Subject("tiny", batch="16 sequences"), "versions": {"jax": jax},
+              "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 2.0}}
     return Report(peak, peak + GIB, sizes, **{"buffers": buffers, "residuals_by_name": named, **fields, **more})
 
 
@@ -43,7 +44,9 @@ def text():
 def test_the_page_names_both_programs_and_all_that_differs(text):
     page = one_file(text)
     words = " ".join(" ".join(page.words).split())
-    for expected in ("a.json → b.json", "was 15.00 GiB, -3.00 GiB (-20.0 %)", "predicted step 2.50 s",
+    for expected in ("a.json → b.json", "tiny · h100:8 · NVIDIA · per device", "batch 16 sequences 16 sequences",
+                     "was 15.00 GiB, -3.00 GiB (-20.0 %)",
+                     "predicted step 2.50 s",
                      "remat.policy none full", "was 2.00 s, +25.0 %", "backward/mlp workspace 5 B 9 B +4 B +80.0",
                      "gate residual 4.00 GiB 0 B -4.00 GiB -100.0"):
         assert expected in words, expected

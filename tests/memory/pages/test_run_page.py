@@ -11,13 +11,14 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.errors import ReportError
 from bytescope.memory.pages import run as run_page
 from bytescope.memory.profile import run_directory
-from bytescope.memory.records import Finding, Report
+from bytescope.memory.records import Finding, Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
 
 GIB = 2**30
 REPORT = Report(3 * GIB, 4 * GIB, {"params": 3 * GIB, "fragmentation": GIB}, limit_bytes=8 * GIB, fits=True,
-                verdict="fits", target={"name": "local", "platform": "cpu", "devices_per_host": 2},
-                versions={"jax": "0.10.2"}, findings=(Finding("logits", GIB, "logits are alive", "chunk the loss"),))
+                verdict="fits", subject=Subject("tiny", batch="8 sequences", policy="full"),
+                target={"name": "local", "platform": "cpu", "devices_per_host": 2}, versions={"jax": "0.10.2"},
+                findings=(Finding("logits", GIB, "logits are alive", "chunk the loss"),))
 BREAKDOWN = {"program": "jit_step", "steps": [3], "devices": 1, "total": 1.0, "without_pauses": 1.0, "busy": 0.75,
              "idle": 0.25, "cells": [{"phase": "forward", "component": "mlp", "seconds": 0.75}],
              "host": [{"name": "wait_for_data", "seconds": 0.5, "device_idle_seconds": 0.25, "count": 1}],
@@ -56,7 +57,8 @@ def words_of(text, links=()):
 def test_the_page_shows_the_run(folder):
     text = run_page.render(run_directory.read(folder))
     words = words_of(text, ["memory.html"])
-    for expected in ("tiny", "✓ finished", "steps 4 of 4", "held-out loss 1.0000 the best of the run",
+    for expected in ("tiny · local · per device", "batch: 8 sequences", "remat: full", "✓ finished",
+                     "steps 4 of 4", "held-out loss 1.0000 the best of the run",
                      "train loss 2.0000 at step 4", "tokens/s 250 500 ms per update, medians",
                      "measured memory 6.00 GiB of the process; predicted 8.00 GiB", "the full report of the step",
                      "logits are alive chunk the loss", "jit_step · update 3 · 1 device", "device idle 25.0 %",
@@ -121,7 +123,8 @@ def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
     for place in (tmp_path, tmp_path / "nowhere", tmp_path / "thesis.tex"):
         assert main(["page", str(place)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    with pytest.raises(ReportError, match="holds no run"):
+    make_run(tmp_path / "one")
+    with pytest.raises(ReportError, match=f"holds no run.* it holds 1 run, the newest is {tmp_path / 'one'}"):
         run_directory.read(tmp_path)
 
 
