@@ -102,12 +102,14 @@ def _speed(report: Report) -> list[Figure]:
     return found
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
-    """What the trainer says of the program, as (name, value); values that are not known are left out."""
+def _facts(report: Report) -> list[str]:
+    """What the trainer says of the program, a line each; what is not known is left out."""
     of = report.subject
-    found = (("batch", of.batch), ("recompute", of.policy), ("changed", " ".join(of.changes)),
-             ("program", report.program if of.name else ""))
-    return [(name, value) for name, value in found if value]
+    layers = " · ".join(filter(None, (f"policy: {of.policy}" if of.policy else "",
+                                      f"program: {report.program}" if of.name and report.program else "")))
+    found = (f"batch: {of.batch}" if of.batch else "", layers,
+             f"with {' '.join(of.changes)}" if of.changes else "")
+    return [line for line in found if line]
 
 
 def _extra_lines(report: Report) -> list[str]:

@@ -94,8 +94,8 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     text = report_page.render(known)
     words = " ".join(" ".join(Page(text).words).split())
     assert "<title>llama_8b on h200:8 · memory</title>" in text
-    for expected in ("llama_8b", "changed batch.micro=2", "batch 2 micro-batches", "recompute full",
-                     "program jit_train_step", "one update ≥ 1.6 s at least, by data-sheet rates",
+    for expected in ("llama_8b", "with batch.micro=2", "batch: 2 micro-batches",
+                     "policy: full · program: jit_train_step", "one update ≥ 1.6 s at least, by data-sheet rates",
                      "tokens/s ≤ 2,500 at most", "MFU ≤ 38% at most"):
         assert expected in words, expected
     again = Report.from_json(json.loads(json.dumps(known.to_json())))
