@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bytescope.memory.devices.live import sample
+from bytescope.memory.profile.run_directory import PAGE
 from bytescope.train.checks import doubtful
 from bytescope.train.command import UNKNOWN, Command
 from bytescope.train.data.feed import feed, held_out_rows, local_rows, put
@@ -333,7 +334,8 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
         last = checkpoints.steps()[-1]
         text = "" if run.agreed else sample_text(program, data, state.params)
         end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.eval_loss,
-                          clock.tokens_per_s(), compiled.report, before, sample(device), checkpoints.root / str(last))
+                          clock.tokens_per_s(), compiled.report, before, sample(device), checkpoints.root / str(last),
+                          workdir / PAGE)
         if run.agreed:
             display.note(f"{run.agreed[0]}: saved step {last}; the same command resumes from there")
             summary.show(console, end.rows())

@@ -74,27 +74,32 @@ def sample(device: Any) -> LiveMemory | None:
                       host_rss_bytes=rss, host_peak_rss_bytes=peak_rss)
 
 
-def predicted_against_measured(report: Any, live: LiveMemory | None) -> str:
+def predicted_against_measured(report: Any, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
     """One line: the bytes that a report predicts, compared with the measured peak.
 
-    `report` is a `memory.records.Report`, or anything with its `predicted_bytes` (bytes on one device). On
-    the CPU the prediction is multiplied by the simulated devices, and the measured figure also holds Python
-    and its libraries.
+    `report` is a `memory.records.Report`, or anything with its `predicted_bytes` (bytes on one device); `before`: what
+    was there before the program's state was made. On the CPU the process is measured: it held Python, jax and what
+    was compiled before, so what it grew by is to be compared, and the prediction is that of all simulated devices.
     """
     predicted = int(report.predicted_bytes)
     if live is None or live.peak_bytes is None:
-        return f"memory: predicted {human(predicted)} per device, nothing measured (the device keeps no statistics)"
+        return f"predicted {human(predicted)} per device; nothing measured, the device keeps no statistics"
+    held = before.in_use_bytes if before else None
     if live.source == "host":
         devices = "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
-        return (f"memory: predicted {human(predicted * live.sharing)} on {devices}, process "
-                f"peaked at {human(live.peak_bytes)} (Python and its libraries included)")
+        text = f"predicted {human(predicted * live.sharing)} on {devices}; the process"
+        if held is None:
+            return f"{text} peaked at {human(live.peak_bytes)}, Python and its libraries included"
+        return (f"{text} grew by {human(live.peak_bytes - held)}, data, evaluation and checkpoints included: from "
+                f"{human(held)} (Python, jax, what was compiled) to {human(live.peak_bytes)}")
     error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
+    start = f", {human(held)} of it held before the first step" if held is not None else ""
     limit = f", limit {human(live.limit_bytes)}" if live.limit_bytes else ""
     card = ""
     if live.card_used_bytes is not None and live.card_total_bytes is not None:
         card = f", card {human(live.card_used_bytes)} of {human(live.card_total_bytes)} in use"
-    return (f"memory: predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
-            f"(prediction {error:+.1f} %){limit}{card}")
+    return (f"predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
+            f"(prediction {error:+.1f} %){start}{limit}{card}")
 
 
 def _allocator(stats: Mapping[str, int]) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from bytescope.memory.devices.live import LiveMemory
+from bytescope.memory.devices.live import LiveMemory, predicted_against_measured
 from bytescope.memory.records import Report
 from bytescope.memory.text.console import put
 from bytescope.memory.text.layout import Command, Prose, as_text, ignoring, wrap
 from bytescope.memory.units import human
 
 TITLE = 11  # columns of a title and the gap after it
-BAR = 24
+BAR = 16
 VERDICT_STYLE = {"fits": "green", "tight": "yellow", "exceeds": "red"}
 
 
@@ -87,7 +87,8 @@ class End:
 
     first, last, steps: the first and last update of this start, and those of the run. seconds: of this start, all in
     all. eval_loss: the last held-out loss, None without one. tokens_per_s: 0.0 where nothing was timed. before, live:
-    the device's memory before the state was made, and at the end. checkpoint: the newest, None without one.
+    the device's memory before the state was made, and at the end. checkpoint: the newest, None without one. page: of
+    the run directory, None without one.
     """
 
     first: int
@@ -100,6 +101,7 @@ class End:
     before: LiveMemory | None
     live: LiveMemory | None
     checkpoint: Path | None
+    page: Path | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """Titles with their texts."""
@@ -107,32 +109,9 @@ class End:
             f"(perplexity {math.exp(min(self.eval_loss, 700.0)):.4g} per token), "
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
         return [("done", f"{loss}updates {self.first} to {self.last} of {self.steps} in {clock(self.seconds)}{rate}"),
-                ("memory", measured(self.report, self.before, self.live)),
-                ("checkpoint", str(self.checkpoint or "none"))]
-
-
-def measured(report: Report, before: LiveMemory | None, live: LiveMemory | None) -> str:
-    """The predicted bytes beside the measured ones, with what was held before the state was made.
-
-    On the CPU the process is measured: what it grew by is compared, as Python, jax and the compiled programs were there
-    before.
-    """
-    predicted = report.predicted_bytes
-    if live is None or live.peak_bytes is None:
-        return f"predicted {human(predicted)} per device; nothing measured, the device keeps no statistics"
-    held = before.in_use_bytes if before and before.in_use_bytes is not None else None
-    if live.source == "host":
-        on = "" if live.sharing == 1 else f" on {live.sharing} CPU devices"
-        text = f"predicted {human(predicted * live.sharing)}{on}; "
-        if held is None:
-            return f"{text}the process peaked at {human(live.peak_bytes)}, Python and its libraries included"
-        return (f"{text}the process grew by {human(live.peak_bytes - held)}, data, evaluation and checkpoints "
-                f"included: from {human(held)} (Python, jax, what was compiled) to {human(live.peak_bytes)}")
-    error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
-    text = f"predicted {human(predicted)}, measured {human(live.peak_bytes)} (prediction {error:+.1f} %)"
-    if held is not None:
-        text += f", {human(held)} of it held before the first step"
-    return text + (f", limit {human(live.limit_bytes)}" if live.limit_bytes else "")
+                ("memory", predicted_against_measured(self.report, self.live, self.before)),
+                ("checkpoint", str(self.checkpoint or "none")),
+                ("page", str(self.page or ""))]
 
 
 def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:

@@ -83,6 +83,6 @@ def test_the_line_gives_the_error_in_per_cent():
     seen = live.LiveMemory("NVIDIA H200", "allocator", peak_bytes=10 * GIB, limit_bytes=16 * GIB,
                            card_used_bytes=15 * GIB, card_total_bytes=140 * GIB)
     line = live.predicted_against_measured(_report(11 * GIB), seen)
-    assert line == ("memory: predicted 11.00 GiB, measured 10.00 GiB on NVIDIA H200 (prediction +10.0 %), "
+    assert line == ("predicted 11.00 GiB, measured 10.00 GiB on NVIDIA H200 (prediction +10.0 %), "
                     "limit 16.00 GiB, card 15.00 GiB of 140.00 GiB in use")
     assert "nothing measured" in live.predicted_against_measured(_report(GIB), None)

@@ -116,7 +116,7 @@ def test_the_end_says_what_was_reached_and_what_was_there_before():
     rows = end()
     assert rows["done"] == "held-out loss 2.5000 (perplexity 12.18 per token), updates 11 to 20 of 20 in 1:02:03, " \
         "1,234 tokens/s"
-    assert rows["memory"].startswith("predicted 90.00 MiB; the process grew by 100.00 MiB")
+    assert rows["memory"].startswith("predicted 90.00 MiB on 1 CPU device; the process grew by 100.00 MiB")
     assert "from 600.00 MiB" in rows["memory"] and "to 700.00 MiB" in rows["memory"] and rows["checkpoint"] == "none"
     assert end(eval_loss=None, tokens_per_s=0.0)["done"] == "updates 11 to 20 of 20 in 1:02:03"
 
@@ -125,8 +125,8 @@ def test_memory_on_an_accelerator_is_compared_with_the_allocators():
     live = LiveMemory("H200", "allocator", peak_bytes=10 * GIB, limit_bytes=130 * GIB)
     before = LiveMemory("H200", "allocator", in_use_bytes=GIB)
     text = end(report=Report(9 * GIB, 9 * GIB, {}), before=before, live=live)["memory"]
-    assert text == ("predicted 9.00 GiB, measured 10.00 GiB (prediction -10.0 %), 1.00 GiB of it held before the "
-                    "first step, limit 130.00 GiB")
+    assert text == ("predicted 9.00 GiB, measured 10.00 GiB on H200 (prediction -10.0 %), 1.00 GiB of it held before "
+                    "the first step, limit 130.00 GiB")
     assert "nothing measured" in end(live=None)["memory"]
     assert "Python and its libraries included" in end(before=None)["memory"]
 
