@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError
@@ -65,8 +66,9 @@ LISTINGS: Mapping[str, Callable[[Trainer], tuple[Sequence[str], Rows]]] = {
     "configs": configs, "targets": targets, "keys": keys, "policies": policies}
 
 
-def show(headings: Sequence[str], rows: Rows) -> None:
-    """Prints a table: columns of numbers to the right, a last column of words wrapped."""
+def show(headings: Sequence[str], rows: Rows, console: Any = None) -> None:
+    """Prints a table, to stdout when no console is given: columns of numbers to the right, a last one of words
+    wrapped."""
     from bytescope.memory.text.console import put
     from bytescope.memory.text.table import FigureTable, figure, fixed, words
 
@@ -76,4 +78,4 @@ def show(headings: Sequence[str], rows: Rows) -> None:
                           else fixed(heading) for at, (heading, number) in enumerate(zip(headings, numbers))))
     for row in rows:
         table.add(*row)
-    put(table)
+    put(table, console)

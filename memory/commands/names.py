@@ -63,7 +63,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from bytescope.memory.text.table import FigureTable, figure, fixed, label
     from bytescope.memory.units import human
 
-    table = FigureTable(fixed("name"), fixed("tensor"), label("sharding"),
+    table = FigureTable(label("name", least=16), fixed("tensor"), label("sharding"),
                         *map(figure, ("layers", "per layer", "total", "recompute GFLOP")))
     for r in rows:
         table.add(r["name"], f"{r['dtype']}{r['shape']}".replace(" ", ""), r["sharding"].replace("'", ""),

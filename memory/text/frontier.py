@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def _cells(row: Row, titles: Sequence[str], size: int) -> list[str]:
 def _plans(points: Sequence[Point]) -> RenderableType | None:
     out: list[RenderableType] = []
     for number, point in enumerate(plans_of(points), 1):
-        out += [Items([point.plan.replace(",", ", ")], title=f"{number:2}", gap=1),
+        out += [Items([re.sub(r",\s*", ", ", point.plan)], title=f"{number:2}", gap=1),
                 Command(point.flags or "as configured", "green", indent=3)]
     return Group(*out) if out else None
 
