@@ -28,7 +28,7 @@ COLOURS = {
     "params": ("P", "#0072b2"), "optimizer": ("O", "#e69f00"), "accumulator": ("A", "#863967"),
     "gradients": ("G", "#009e73"), "residuals": ("R", "#d55e00"), "workspace": ("W", "#56b4e9"),
     "logits_loss": ("L", "#cc79a7"), "collectives": ("C", "#74f0c0"), "batch": ("b", "#f3e745"),
-    "outputs": ("o", "#5b5700"), "unattributed": ("?", "#dbe3ec"), "fragmentation": ("f", "#737a82"),
+    "outputs": ("o", "#5b5700"), "unattributed": ("?", "#dbe3ec"), "fragmentation": ("f", "#767d85"),
 }
 
 

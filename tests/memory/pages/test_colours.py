@@ -122,6 +122,16 @@ def test_categories_are_told_apart(theme, deficiency):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
+def test_words_on_a_category_are_read(theme):
+    """By the contrast that WCAG 2 asks of text, 4.5."""
+    colours = palette("base.css", theme)
+    for row in ROWS:
+        dark, bright = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05
+                              for r, g, b in (linear(colours["c-" + row]), linear(colours["on-" + row])))
+        assert bright / dark >= 4.5, row
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 def test_phases_are_told_apart(theme, deficiency):
     colours = palette("base.css", theme)
