@@ -7,18 +7,22 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path
+from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path, write
 from bytescope.memory.config_keys import (
-    BATCH_MICRO,
-    DATA_SEQ_LEN,
     MESH,
     MESH_CONTEXT,
+    MODEL_D_FF,
+    MODEL_D_HEAD,
     MODEL_D_MODEL,
+    MODEL_DROPOUT,
+    MODEL_MLP,
     MODEL_N_HEADS,
     MODEL_N_KV_HEADS,
     MODEL_N_LAYERS,
+    MODEL_TIE_EMBEDDINGS,
     MODEL_VOCAB_SIZE,
 )
 from bytescope.memory.errors import ReportError
@@ -34,9 +38,22 @@ SHAPE = {
     "layers": (MODEL_N_LAYERS, "number of layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
     "heads": (MODEL_N_HEADS, "number of attention heads"),
     "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
+    "head-width": (MODEL_D_HEAD, "width of a head (default: width / heads)"),
+    "mlp-width": (MODEL_D_FF, "width of the MLP (default: four times the width)"),
     "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
-    "sequence": (DATA_SEQ_LEN, "tokens per sequence (default: 2048)"),
-    "batch": (BATCH_MICRO, "sequences per data-parallel rank and micro-batch (default: 1)"),
+}
+# The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
+KINDS = {
+    "gated": ("gated", True, MODEL_MLP, "a gated MLP of three matrices"),
+    "untied": ("tied", False, MODEL_TIE_EMBEDDINGS, "a head with a matrix of its own"),
+    "dropout": ("dropout", True, MODEL_DROPOUT, "masks of dropout are kept"),
+}
+# What may be given beside a config and beside --params: flag -> what it is.
+WORK = {
+    "sequence": "tokens per sequence (default: the config's, else 2048)",
+    "batch": "sequences per data-parallel rank and micro-batch (default: the config's, else 1)",
+    "logit-tokens": "tokens of a rank that have logits at once, 0 for all",
+    "mlp-tokens": "tokens of a rank whose MLP exists at once, 0 for all",
 }
 # Row of the JSON -> its title.
 ROWS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer and master copy",
@@ -55,10 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "7e9, 7b, 350m")
     for flag, (_, summary) in SHAPE.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
+    for flag, (_, _, _, summary) in KINDS.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
+    for flag, summary in WORK.items():
+        parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
     parser.add_argument("--zero", type=int, choices=training_state.ZERO, help="ZeRO stage over the data-parallel ranks")
     parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
     parser.add_argument("--tensor", type=int, metavar="N", help="number of tensor-parallel ranks")
-    parser.add_argument("--sequence-parallel", action="store_true",
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction,
                         help="shard norms and the residual stream over the tensor-parallel ranks too")
     for flag, choices, summary in (
             ("optimizer", training_state.OPTIMIZERS, "the optimizer"),
@@ -66,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             ("attention", transformer.ATTENTION, "whether attention scores are kept in memory"),
             ("offload", training_state.OFFLOAD, "what is kept in host memory")):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
-    parser.add_argument("--fused", action="store_true", help="update each layer inside the backward pass")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction,
+                        help="update each layer inside the backward pass")
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the estimate as a page that opens "
                         "offline, with inputs to change")
@@ -91,7 +113,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
-    _write(args, found)
+    _write(args, found, trainer)
     return 0
 
 
@@ -113,21 +135,31 @@ def _assumed(args: argparse.Namespace) -> Question:
     parameters = parse_count(args.params)
     if not 1 <= parameters < 1e18:
         raise ReportError(f"--params={args.params}: give 1 or more, below 1e18")
-    given = {flag: getattr(args, flag.replace("-", "_")) for flag in SHAPE}
-    for flag, value in given.items():
-        if value is not None and not 1 <= value < 1e9:
-            raise ReportError(f"--{flag}={value}: give 1 or more, below 1e9")
+    given = {flag: _number(args, flag) for flag in SHAPE}
     model = shape_for(parameters, given["vocabulary"] or 50304, layers=given["layers"], width=given["width"])
     heads = given["heads"] or model.heads
+    kinds = {field: value for flag, (field, value, _, _) in KINDS.items() if getattr(args, flag)}
     model = dataclasses.replace(model, heads=heads, kv_heads=given["kv-heads"] or heads,
-                                head_width=max(model.width // heads, 1))
-    return Question(parameters, model, sequence=given["sequence"] or 2048, batch=given["batch"] or 1)
+                                head_width=given["head-width"] or max(model.width // heads, 1),
+                                mlp_width=given["mlp-width"] or model.mlp_width, **kinds)
+    return Question(parameters, model)
+
+
+def _number(args: argparse.Namespace, flag: str, least: int = 1) -> int | None:
+    """The number of a flag, None where it is not given. Raises ReportError for one that is too small or too large."""
+    value = getattr(args, flag.replace("-", "_"))
+    if value is not None and not least <= value < 1e9:
+        raise ReportError(f"--{flag}={value}: give {least} or more, below 1e9")
+    return value
 
 
 def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
     """The question of a config; the flags of --params are refused."""
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
+            raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
+    for flag, (_, _, key, _) in KINDS.items():
+        if getattr(args, flag):
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     return question_of(config)
 
@@ -148,14 +180,21 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
 
 
 def _spread(question: Question, args: argparse.Namespace) -> Question:
-    """The question with what the flags say of devices, precision, optimizer, attention and offload."""
+    """The question with what the flags say of the batch, devices, precision, optimizer, attention and offload."""
     layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
-    if args.sequence_parallel:
-        layout["sequence"] = True
+    if args.sequence_parallel is not None:
+        layout["sequence"] = args.sequence_parallel
     rest = {name: value for name in ("optimizer", "precision", "attention", "offload")
             if (value := getattr(args, name))}
-    if args.fused:
-        rest["fused"] = True
+    if args.fused is not None:
+        rest["fused"] = args.fused
+    for flag in ("sequence", "batch"):
+        if (value := _number(args, flag)) is not None:
+            rest[flag] = value
+    if (tokens := _number(args, "logit-tokens", 0)) is not None:
+        rest["logit_tokens"] = tokens or None
+    if (tokens := _number(args, "mlp-tokens", 0)) is not None:
+        rest["mlp_tokens"] = tokens
     return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
 
 
@@ -199,14 +238,23 @@ def _table(found: Estimate) -> Any:
     return table
 
 
-def _write(args: argparse.Namespace, found: Estimate) -> None:
-    """Writes the files asked for."""
-    try:
-        if args.json:
-            args.json.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
-        if args.html:
-            from bytescope.memory.pages import estimate as estimate_page
+def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer) -> None:
+    """Writes the files asked for; the page offers every shipped config as a preset."""
+    if args.json:
+        write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
+    if args.html:
+        from bytescope.memory.pages import estimate as estimate_page
 
-            args.html.write_text(estimate_page.render(found.question), encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"cannot write {error.filename}: {error.strerror}") from error
+        name = Path(args.config).stem if args.config else f"{found.question.parameters:,.0f} parameters"
+        write(args.html, estimate_page.render(found.question, name, _presets(trainer)))
+
+
+def _presets(trainer: Trainer) -> dict[str, Question]:
+    """The question of each shipped config that has formulas."""
+    found = {}
+    for name in trainer.configs():
+        try:
+            found[name] = check(question_of(trainer.config(name, ())))
+        except ReportError:  # it names what no formula is known for
+            continue
+    return found

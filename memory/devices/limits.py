@@ -42,11 +42,12 @@ def limit_bytes(device: Any) -> int:
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
     if device.is_described:
-        return _described_limit(device.platform, device.device_memory_bytes, device.reserved_bytes)
+        return described_limit(device.platform, device.device_memory_bytes, device.reserved_bytes)
     return _device_limit(device.devices()[0])
 
 
-def _described_limit(platform: str, memory: int, reserved: int) -> int:
+def described_limit(platform: str, memory: int, reserved: int) -> int:
+    """Bytes that are available on a described device of `memory` bytes, of which the runtime keeps `reserved`."""
     return int((memory - reserved) * (memory_fraction() if platform == "cuda" else 1.0))
 
 
@@ -62,5 +63,5 @@ def _device_limit(device: Any) -> int:
         return free_host_bytes() // max(sharing, 1)
     for chip in CHIPS.values():  # compile-only, or an allocator without a pool
         if chip.kind == device.device_kind:
-            return _described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
+            return described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
     raise ReportError(f"the memory of {device.device_kind} is not known: name a target that resembles it")

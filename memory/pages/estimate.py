@@ -2,25 +2,37 @@
 
 The page gets the tables of formulas/transformer.py as data, so that a tensor, a precision or an optimizer is one row in
 one place; what the script repeats is the arithmetic, which tests/memory/formulas/test_estimate.py compares with
-Python's.
+Python's. Its presets are the shipped configs and the chips of devices/chips.py, and what is shown can be copied as a
+command.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.limits import described_limit
 from bytescope.memory.formulas import training_state, transformer
-from bytescope.memory.formulas.estimate import ASPECT, NOTES, Question
+from bytescope.memory.formulas.estimate import ASPECT, NOTES, Question, shape_for
 from bytescope.memory.pages.frame import page
 
+# Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
+SHAPE = {"layers": "layers", "width": "width", "heads": "heads", "kv_heads": "kv-heads", "head_width": "head-width",
+         "mlp_width": "mlp-width", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout"}
+REST = {"sequence": "sequence", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
+        "attention": "attention", "precision": "precision", "optimizer": "optimizer", "offload": "offload",
+        "fused": "fused", "tensor": "tensor", "sequence_parallel": "sequence-parallel", "data": "data", "zero": "zero"}
 
-def render(question: Question) -> str:
-    """The page, as text, filled in with `question`."""
-    return page("estimate", "Training memory by formula", page_data(question), notes=NOTES)
+
+def render(question: Question, name: str = "", presets: Mapping[str, Question] | None = None) -> str:
+    """The page, as text, filled in with `question`; `name`: what it is of. presets: config -> its question."""
+    title = f"{name} · training memory by formula" if name else "Training memory by formula"
+    return page("estimate", title, page_data(question, presets or {}), notes=NOTES)
 
 
-def page_data(question: Question) -> dict[str, Any]:
-    """What the script works with: the tables of the formulas, and the inputs' first values."""
+def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, Any]:
+    """What the script works with: the tables of the formulas, the inputs' first values, the presets, the flags."""
     return {
         "inputs": inputs(question), "aspect": ASPECT, "zero": training_state.ZERO,
         "layer": [row._asdict() for row in transformer.LAYER],
@@ -30,8 +42,17 @@ def page_data(question: Question) -> dict[str, Any]:
         "precisions": {name: row._asdict() for name, row in training_state.PRECISIONS.items()},
         "optimizers": {name: row._asdict() for name, row in training_state.OPTIMIZERS.items()},
         "offloads": training_state.OFFLOAD, "parts": training_state.ROLES, "recompute": transformer.RECOMPUTE,
-        "attention": transformer.ATTENTION,
+        "attention": transformer.ATTENTION, "shape_flags": SHAPE, "flags": REST, "cards": cards(),
+        "models": {name: inputs(asked) for name, asked in presets.items()},
+        "defaults": inputs(Question(1e9, shape_for(1e9))),
     }
+
+
+def cards() -> dict[str, dict[str, Any]]:
+    """Chip -> GB (powers of ten) that are available to programs on one, its name, and its dense FLOP/s by dtype."""
+    return {name: {"memory": described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes)
+                   // 10**7 / 100, "kind": chip.kind, "peak_flops": dict(chip.peak_flops)}
+            for name, chip in CHIPS.items()}
 
 
 def inputs(question: Question) -> dict[str, Any]:

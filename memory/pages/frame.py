@@ -20,8 +20,6 @@ from bytescope.memory.units import human
 CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
 # What a page needs besides.
 MORE = {"report": ("treemap.js",)}
-# Pages that plotly.js still draws.
-PLOTLY = ("estimate",)
 
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:
@@ -58,14 +56,5 @@ def _static(name: str) -> Markup:
 
 def _library(name: str) -> Markup:
     """What draws the charts of the page NAME."""
-    if name in PLOTLY:
-        return _plotly()
     # In a block, so that `charts` alone is seen outside.
     return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(_static, (*CHARTS, *MORE.get(name, ())))))
-
-
-@functools.cache
-def _plotly() -> Markup:
-    from plotly.offline import get_plotlyjs
-
-    return Markup(get_plotlyjs().replace("</script", "<\\/script"))

@@ -1,7 +1,7 @@
 "use strict";
-// What the scripts of all pages share: numbers as text, elements, the look of every chart, copy buttons, light and
-// dark. It runs in the head, so that the theme is set before anything is drawn. A page's own script takes what it needs
-// out of `base` and ends in base.start(draw).
+// What the scripts of all pages share: numbers as text, elements, copy buttons, light and dark. It runs in the head, so
+// that the theme is set before anything is drawn. A page's own script takes what it needs out of `base` and ends in
+// base.start(draw).
 const base = (() => {
   const root = document.documentElement, $ = (id) => document.getElementById(id);
   // What a page keeps in its address (#at=12&q=attention), so that a view can be shared; `theme` on every page.
@@ -21,8 +21,6 @@ const base = (() => {
   const count = (n) => n.toLocaleString("en-US");
   const exact = (bytes) => count(Math.round(bytes)) + " bytes";
   const percent = (share) => (100 * share).toFixed(1) + " %";
-  // Plotly reads its labels as HTML: every text of the data goes through this on its way there.
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   // ---- elements: text of the data reaches the document through textContent alone ---------------------
   const make = (tag, text, className) => {
@@ -108,33 +106,7 @@ const base = (() => {
     }
   };
 
-  // ---- charts ---------------------------------------------------------------------------------------
-  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   const family = () => getComputedStyle(document.body).fontFamily;
-  const CLEAR = "rgba(0,0,0,0)";
-  const layout = () => ({
-    paper_bgcolor: CLEAR, plot_bgcolor: CLEAR, hovermode: "closest",
-    modebar: { bgcolor: CLEAR, color: color("soft"), activecolor: color("accent") },
-    font: { family: family(), size: 12.5, color: color("soft") },
-    hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), align: "left",
-      font: { color: color("ink"), size: 12.5 } },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
-  });
-  // The buttons are named one by one: plotly's default bar offers some that reach for the network.
-  const chart = (id, traces, more, options) => {
-    if (!window.Plotly) return;
-    Plotly.react(id, traces, { ...layout(), ...more }, { displaylogo: false, responsive: true,
-      modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]], ...options });
-  };
-  const axis = (title, more) => ({ gridcolor: color("line"), zeroline: false, linecolor: color("line"), ticks: "",
-    ...(title ? { title: { text: title } } : {}), ...more });
-  const HOVER = { hovertemplate: "%{hovertext}<extra></extra>" };
-  // The dashed line of a limit: across a chart at height y, or down it at x; and the words beside it.
-  const dashed = () => ({ type: "line", line: { color: color("exceeds"), width: 1.5, dash: "dash" } });
-  const across = (y, xaxis = "x") => ({ ...dashed(), xref: xaxis + " domain", x0: 0, x1: 1, y0: y, y1: y });
-  const down = (x) => ({ ...dashed(), yref: "y domain", y0: 0, y1: 1, x0: x, x1: x });
-  const note = (text, more) => ({ text, showarrow: false, font: { color: color("exceeds") }, bgcolor: color("card"),
-    borderpad: 1, ...more });
 
   // ---- light and dark -------------------------------------------------------------------------------
   const wish = window.matchMedia("(prefers-color-scheme: dark)");
@@ -155,6 +127,6 @@ const base = (() => {
     root.dataset.ready = "yes";
   };
 
-  return { root, $, address, remember, human, count, exact, percent, plain, make, svg, sorter, filtered, color, family, chart,
-    axis, HOVER, across, down, note, start, data: () => JSON.parse($("data").textContent) };
+  return { root, $, address, remember, human, count, exact, percent, make, svg, sorter, filtered, flags, family, start,
+    data: () => JSON.parse($("data").textContent) };
 })();

@@ -2,7 +2,7 @@
 // The arithmetic of memory/formulas over its own tables, which arrive as data. The inputs live in the address
 // (#layers=32&zero=3), so an estimate can be shared; what is not in it has the value of the command's question.
 (() => {
-  const { root, address, count, exact, make, color, chart, axis } = base, data = base.data();
+  const { root, address, count, exact, make, flags } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
   const ROWS = [["params", "parameters", "params"], ["gradients", "gradients", "gradients"],
@@ -103,9 +103,11 @@
     if (node.type === "checkbox") return node.checked;
     return COUNTS.includes(name) ? parse(node.value) : node.value;
   };
+  const WHOLE = COUNTS.filter((name) => !["parameters", "memory"].includes(name));
   const least = (name) => (["logit_tokens", "mlp_tokens", "zero"].includes(name) ? 0 : 1);
   const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
-    q.heads % q.kv_heads ? ["kv_heads"] : [], q.kv_heads % q.tensor ? ["tensor"] : []);
+    WHOLE.filter((name) => q[name] % 1), q.heads % q.kv_heads ? ["kv_heads"] : [],
+    q.kv_heads % q.tensor ? ["tensor"] : []);
   const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
     offload: Object.keys(data.offloads), precision: Object.keys(data.precisions),
     optimizer: Object.keys(data.optimizers) };
@@ -122,11 +124,49 @@
     put(name, address.has(name) ? address.get(name) : data.inputs[name]);
     if ($(name).value === "" && $(name).tagName === "SELECT") put(name, data.inputs[name]);
   }
-  const SHAPE = ["layers", "width", "mlp_width", "heads", "kv_heads", "head_width", "vocabulary", "gated", "tied"];
+  const SHAPE = Object.keys(data.shape_flags).filter((name) => name !== "dropout");
   // The shape follows the count and the count the shape: whichever was typed last is the one that was meant.
   const follow = (name, q) => {
     if (name === "parameters") for (const [key, value] of Object.entries(shapeFor(q.parameters))) put(key, value);
     if (SHAPE.includes(name)) put("parameters", parameterCount(q));
+  };
+
+  // ---- presets: shipped configs and chips; an input that is changed by hand belongs to none ----------
+  const DEVICES = ["tensor", "sequence_parallel", "data", "zero", "memory", "recompute"];
+  const OTHER = "as below";
+  for (const [id, presets] of [["model", data.models], ["card", data.cards]])
+    $(id).append(new Option(OTHER, ""), ...Object.keys(presets).map((name) => new Option(name, name)));
+  const OF_SHAPE = ["parameters", ...Object.keys(data.shape_flags)];
+  const sameShape = (inputs, q) => OF_SHAPE.every((key) => inputs[key] === q[key]);
+  // The preset that the inputs are those of: the one that was chosen, or the first.
+  const presetOf = (presets, chosen, same) => (presets[chosen] && same(presets[chosen]) ? chosen
+    : Object.keys(presets).find((name) => same(presets[name])) || "");
+  const modelOf = (q) => presetOf(data.models, $("model").value, (inputs) => sameShape(inputs, q));
+  const cardOf = (q) => presetOf(data.cards, $("card").value, (card) => card.memory === q.memory);
+  const choose = (id) => {
+    const model = data.models[$("model").value], card = data.cards[$("card").value];
+    if (id === "model" && model)
+      for (const [key, value] of Object.entries(model)) if (!DEVICES.includes(key)) put(key, value);
+    if (id === "card" && card) put("memory", card.memory);
+  };
+
+  // ---- the command that gives the same figures --------------------------------------------------------
+  const flag = (name, value) => (typeof value !== "boolean" ? `--${name}=${value}` : (value ? "--" : "--no-") + name);
+  const command = (q) => {
+    const model = modelOf(q), config = data.models[model], known = config || data.defaults;
+    const words = ["bytescope estimate" + (config ? " " + model : "")];
+    if (!config) {
+      words.push("--params=" + q.parameters);
+      for (const [name, word] of Object.entries(data.shape_flags)) {
+        const yes = word === "untied" ? !q[name] : q[name];
+        if (typeof q[name] !== "boolean") words.push(flag(word, q[name])); else if (yes) words.push("--" + word);
+      }
+    }
+    for (const [name, word] of Object.entries(data.flags)) {
+      if (name === "sequence_parallel" && q.tensor === 1) continue;  // there is nothing to share
+      if (q[name] !== known[name]) words.push(flag(word, q[name]));
+    }
+    return words.join(" ");
   };
 
   // ---- drawing --------------------------------------------------------------------------------------
@@ -159,18 +199,32 @@
     $("figures").tBodies[0].replaceChildren(...body, row);
   };
   const bars = (found, q) => {
-    const policies = Object.keys(data.recompute).reverse();
-    const traces = ROWS.map(([role, title, hue]) => ({ type: "bar", orientation: "h", name: title, y: policies,
-      x: policies.map((policy) => found.policies[policy][role] / 1e9), marker: { color: color("c-" + hue) },
-      hovertemplate: `${title}: %{x:,.2f} GB<extra></extra>` }));
-    chart("bars", traces, {
-      barmode: "stack", bargap: 0.32, margin: { l: 76, r: 16, t: 8, b: 44 }, showlegend: true,
-      legend: { orientation: "h", y: -0.16, traceorder: "normal" },
-      xaxis: axis("", { ticksuffix: " GB", zeroline: true, zerolinecolor: color("line"), rangemode: "tozero" }),
-      yaxis: { tickfont: { color: color("ink"), size: 13.5 } },
-      shapes: [{ type: "line", x0: q.memory, x1: q.memory, yref: "paper", y0: 0, y1: 1,
-        line: { color: color("ink"), width: 1.5, dash: "dash" } }],
-    }, { displayModeBar: false });
+    const policies = Object.keys(data.recompute), x = policies.map((_, i) => i);
+    charts.xy("bars", {
+      horizontal: true,
+      x: { title: "on one device", suffix: " GB", zero: true },
+      y: { type: "names", names: policies },
+      series: ROWS.map(([role, title, hue]) => ({ kind: "bar", name: title, color: `var(--c-${hue})`, x,
+        y: policies.map((policy) => found.policies[policy][role] / 1e9),
+        tips: (i) => [policies[i], ...ROWS.map(([other, name, color]) => ({ name, color: `var(--c-${color})`,
+          value: gb(found.policies[policies[i]][other]), strong: other === role })),
+        { name: "total", value: gb(found.policies[policies[i]].total) }] })),
+      limits: [{ x: q.memory, text: `${q.memory} GB` }],
+    });
+  };
+  // Seconds of the products alone at the rate of a chosen chip; fp8 and 16-bit products have units of their own.
+  const speed = (found, q) => {
+    const card = data.cards[cardOf(q)], row = data.precisions[q.precision];
+    const unit = row.activation > 2 ? ["tf32", "fp32"] : row.operand ? ["fp8", "bf16", "fp16"] : ["bf16", "fp16"];
+    const rate = card && unit.map((name) => card.peak_flops[name]).find(Boolean);
+    if (!rate) return [];
+    const devices = q.tensor * q.data, seconds = found.policies[q.recompute].hardware_flops / devices / rate;
+    const tokens = q.sequence * q.batch * q.data;
+    const text = seconds < 0.1 ? (1000 * seconds).toPrecision(4) + " ms" : seconds.toPrecision(4) + " s";
+    return [["micro-step, at least", text, "the products alone, on " + cardOf(q)],
+    ["tokens/s, at most", count(Math.round(tokens / seconds)), "over all devices"],
+    ["MFU, at most", (100 * found.model_flops / found.policies[q.recompute].hardware_flops).toFixed(1) + " %",
+      "what recomputation leaves"]];
   };
   const header = (found, q) => {
     const chosen = found.policies[q.recompute], fits = chosen.total <= q.memory * 1e9;
@@ -179,13 +233,19 @@
     const figures = [[`total, ${q.recompute === "none" ? "no" : q.recompute} recomputation`, chosen.total],
       ["state", chosen.params + chosen.gradients + chosen.optimizer],
       ["activations", chosen.kept + chosen.recomputed + chosen.outside]];
-    $("total").replaceChildren(...figures.map(([name, bytes]) => {
-      const box = make("div", undefined, "figure"), value = make("dd", gb(bytes));
-      value.append(make("small", gib(bytes)));
+    const boxes = [...figures.map(([name, bytes]) => [name, gb(bytes), gib(bytes)]), ...speed(found, q)];
+    $("total").replaceChildren(...boxes.map(([name, text, note]) => {
+      const box = make("div", undefined, "figure"), value = make("dd", text);
+      value.append(make("small", note));
       box.append(make("dt", name), value);
       return box;
     }));
-    $("what").textContent = `${count(Math.round(q.parameters))} parameters on ${count(q.tensor * q.data)} devices`;
+    $("model").value = modelOf(q);
+    $("card").value = cardOf(q);
+    $("what").textContent = `${modelOf(q) || "a model of your own"}, ${count(Math.round(q.parameters))} parameters, on `
+      + `${count(q.tensor * q.data)} ${q.tensor * q.data === 1 ? "device" : "devices"} · ${count(q.batch)} × `
+      + `${count(q.sequence)} tokens per replica and micro-step · ${q.precision}, ${q.optimizer}, ZeRO ${q.zero}`;
+    $("command").replaceChildren(...flags(command(q)));
     $("hint").textContent = data.recompute[q.recompute]
       + (q.attention === "flash" && q.recompute === "selective" ? "; flash attention does that by itself" : "");
   };
@@ -193,6 +253,7 @@
     const q = Object.fromEntries(NAMES.map((name) => [name, read(name)])), mistakes = wrong(q);
     for (const name of NAMES) $(name).classList.toggle("wrong", mistakes.includes(name));
     root.dataset.wrong = mistakes.join(" ");
+    $("command").parentElement.hidden = mistakes.length > 0;
     if (mistakes.length) {
       $("verdict").className = "verdict unknown";
       $("verdict").textContent = "? " + mistakes.map((name) => name.replaceAll("_", " ")).join(", ") + ": not possible";
@@ -209,6 +270,7 @@
   };
   $("form").addEventListener("input", (event) => {
     const name = event.target.id === "data_ranks" ? "data" : event.target.id;
+    choose(event.target.id);
     const q = Object.fromEntries(NAMES.map((key) => [key, read(key)]));
     if (!wrong(q).includes(name)) follow(name, q);
     draw();

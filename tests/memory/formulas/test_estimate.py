@@ -4,6 +4,7 @@ import dataclasses
 import html as entities
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ import pytest
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.commands.estimate import parse_count
+from bytescope.memory.devices import limits, targets
+from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.formulas import transformer
 from bytescope.memory.formulas.estimate import Question, check, estimate, question_of, shape_for
 from bytescope.memory.formulas.transformer import Layout, Model
@@ -103,6 +106,9 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     (["--params=7b", "--heads=0"], "--heads=0: give 1 or more"), (["--params=7b", "--tensor=7"], "--tensor=7: give a"),
     (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"), (["--params=7b", "--data=0"], "--data=0: "),
     (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
+    (["--config=tiny", "--gated"], "--config.model.mlp=..."),
+    (["--params=7b", "--mlp-width=0"], "--mlp-width=0: give 1 or more"),
+    (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1: give 0 or more"),
     (["--params=7b", "--config.seed=1"], "there is no config to change"),
     (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."), (["--config=tinny"], "did you mean tiny"),
     (["--params=7b", "--zero=4"], "invalid choice"), ([], "or --params=7e9"),
@@ -193,7 +199,7 @@ def test_a_config_says_its_levers(capsys):
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
     assert same(found, question) and list(found["policies"]) == list(transformer.RECOMPUTE)
-    assert f"{estimate(question).total('none') / 1e9:,.2f} GB" in document and 'class="trace bars"' in document
+    assert f"{estimate(question).total('none') / 1e9:,.2f} GB" in document and 'id="bars" class="plot chart"' in document
 
 
 def test_the_address_holds_the_inputs(tmp_path):
@@ -217,6 +223,54 @@ def test_the_shape_follows_the_count_and_the_count_the_shape(tmp_path):
     found, _ = computed(tmp_path, DROPOUT, script=TYPE + 'type("layers", "30");')
     model = dataclasses.replace(DROPOUT.model, layers=30)
     assert same(found, dataclasses.replace(DROPOUT, parameters=transformer.parameter_count(model), model=model))
+
+
+CHOICES = """
+const settle = (id, value) => { const node = document.getElementById(id);
+  if (node.type === "checkbox") node.checked = value; else node.value = value;
+  node.dispatchEvent(new Event("input", { bubbles: true })); };
+const seen = [], note = () => seen.push([document.getElementById("command").textContent,
+  document.documentElement.dataset.estimate, document.getElementById("memory").value,
+  document.getElementById("total").textContent]);
+note();
+settle("data_ranks", 4); settle("sequence", 512); settle("logit_tokens", 0); settle("fused", true); note();
+settle("model", "gpt2_xl"); settle("card", "h200"); settle("tensor", 5); settle("sequence_parallel", true); note();
+settle("layers", 7); settle("tied", false); settle("gated", true); settle("head_width", 32); settle("dropout", true);
+settle("offload", "both"); settle("mlp_tokens", 100); settle("precision", "fp8"); settle("zero", 1); note();
+settle("parameters", "13b"); settle("memory", 7); note();
+document.title = JSON.stringify(seen);"""
+
+
+def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
+    """Of a shipped config, of one that was changed, of presets for model and card, and of a shape of its own."""
+    presets = {name: question_of(Adapter().config(name, ())) for name in ("llama_8b", "gpt2_xl")}
+    page = estimate_page.render(presets["llama_8b"], "llama_8b", presets)
+    document = browse(tmp_path, page, script=CHOICES, options=["--dump-dom"])
+    seen = json.loads(entities.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
+    assert [command.split(" --")[0] for command, *_ in seen] == [
+        "bytescope estimate llama_8b", "bytescope estimate llama_8b", "bytescope estimate gpt2_xl",
+        "bytescope estimate", "bytescope estimate"]
+    assert seen[0][0] == "bytescope estimate llama_8b"
+    h200 = str(estimate_page.cards()["h200"]["memory"])
+    assert [memory for _, _, memory, _ in seen] == ["80", "80", h200, h200, "7"]
+    assert ["tokens/s, at most" in header for *_, header in seen] == [False, False, True, True, False]
+    for command, shown, *_ in seen:
+        words = shlex.split(command)
+        code, _, err = run(capsys, *words[2:], f"--json={tmp_path / 'copied.json'}")
+        assert (code, err) == (0, ""), command
+        document, shown = json.loads((tmp_path / "copied.json").read_text()), json.loads(shown)
+        assert shown["model_flops"] == pytest.approx(document["model_flops"], rel=1e-12)
+        for policy, row in shown["policies"].items():
+            assert row == pytest.approx({name: document["policies"][policy][name] for name in row}, rel=1e-12), command
+
+
+def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
+    path = tmp_path / "e.html"
+    assert run(capsys, "llama_1b", "--data=4", f"--html={path}")[0] == 0
+    page = one_file(path.read_text())
+    assert set(page.data["models"]) == set(Adapter().configs()) and set(page.data["cards"]) == set(CHIPS)
+    assert page.data["cards"]["h100"]["memory"] == int(limits.limit_bytes(targets.parse("h100")) / 1e7) / 100
+    assert "llama_1b · training memory by formula" in path.read_text() and page.data["inputs"]["data"] == 4
 
 
 def test_what_cannot_be_is_marked_and_not_computed(tmp_path):
