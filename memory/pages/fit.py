@@ -44,13 +44,19 @@ NOTES = (
 
 def render(out: Mapping[str, Any]) -> str:
     """The page of a fit's JSON (`memory.plan.fit_json`), as text."""
-    config, target, best = out["config"], out["target"], out["best"]
+    config, target = out["config"], out["target"]
     return page(
         "fit", title(config, target, f"fit within {human(out['budget_bytes'])}"), page_data(out),
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(target),
-        facts=facts([best] if best else [], out["given"]) or [f"batch: {out['batch_tokens']:,} tokens per update"],
+        facts=facts([_subject(out)], out["given"]),
         versions=versions(out["versions"]), verdict=_verdict(out), figures=_figures(out), stopped=out["stopped"],
         answer=_answer(out), walk=_walk(out), notes=NOTES, stages=_stages(out))
+
+
+def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
+    """Batch and policy of the choice; where nothing fits, the batch that was asked for."""
+    best = out["best"] or {}
+    return {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:

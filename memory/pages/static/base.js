@@ -8,7 +8,9 @@ const base = (() => {
   const address = new URLSearchParams(location.hash.slice(1));
   const remember = (values) => {
     const text = values.toString();
-    history.replaceState(null, "", text ? "#" + text : location.pathname + location.search);
+    // A page in a frame of a notebook has no address of its own.
+    if (location.protocol !== "about:")
+      history.replaceState(null, "", text ? "#" + text : location.pathname + location.search);
   };
 
   // ---- text -----------------------------------------------------------------------------------------

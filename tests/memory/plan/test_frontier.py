@@ -283,7 +283,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     ([], "no config"),
     (["--config=tiny", "--points=1"], "--points=1: give 2 or more"),
     (["--config=tiny", "--target=h300"], "h300"),
-    (["--config=tiny", "--cost=bytes"], "invalid choice: 'bytes'"),
+    (["--config=tiny", "--cost=bytes"], "choose one of time, flops"),
     (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
     (["--config=tiny", "--config.remat.layers=(0-1:full)"], "leave it out"),
     (["--config=tiny", "--to=much"], "--to: 'much' is not a valid size"),
