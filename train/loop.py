@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from bytescope.memory.devices.live import sample
+from bytescope.memory.devices.live import predicted_in_use, sample
 from bytescope.memory.profile.run_directory import PAGE
 from bytescope.train.checks import doubtful
 from bytescope.train.command import UNKNOWN, Command
@@ -45,7 +45,8 @@ from bytescope.train.step import Tally
 
 @dataclasses.dataclass
 class Run:
-    """What the parts of the loop share; `peak_flops`: of one device, per second, None where that is not known."""
+    """What the parts of the loop share; `peak_flops`: of one device, per second, None where that is not known;
+    `predicted_bytes`: what the measured ones of a row are to be compared with."""
 
     program: Program
     data: Data
@@ -56,6 +57,7 @@ class Run:
     compiled: startup.Compiled
     evaluate: Any
     peak_flops: float | None
+    predicted_bytes: int
     profile: profile.Profile
     processes: Processes = ALONE
     stop: list[str] = dataclasses.field(default_factory=list)  # signals that this process got
@@ -127,12 +129,13 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     flops = model_flops_per_token(run.program.model, batch.seq_len) * lap.tokens / lap.seconds
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
+    memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record({
         "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
         **scaling,
         "batch_tokens": batch.tokens_at(step - 1), "tokens_per_s": lap.tokens / lap.seconds,
         "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
-        "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": live.metrics(prefix="") if live else {}})
+        "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": memory})
 
 
 def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
@@ -322,12 +325,12 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what restoring has freed
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
-          Recorders(workdir, position.step, program.config, compiled.report, sample(program.mesh.local_devices[0]),
-                    processes.first, lambda line: console.print(line, soft_wrap=True)) as recorders,
+          Recorders(workdir, position.step, program.config, compiled.report, processes.first,
+                    lambda line: console.print(line, soft_wrap=True)) as recorders,
           Display(console, config.steps, position.step) as display,
           profile.Profile(traced, workdir, compiled.report, console) as tracer):
         run = Run(program, data, checkpoints, log, recorders, display, compiled, program.evaluate,
-                  startup.peak_flops(program), tracer, processes)
+                  startup.peak_flops(program), predicted_in_use(compiled.report, before), tracer, processes)
         with stop_on_signals(run.stop), contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
         display.close()

@@ -74,6 +74,15 @@ def sample(device: Any) -> LiveMemory | None:
                       host_rss_bytes=rss, host_peak_rss_bytes=peak_rss)
 
 
+def predicted_in_use(report: Any, before: LiveMemory | None) -> int:
+    """The bytes that samples of a running program are to be compared with: what a report predicts of one device. On
+    the CPU, where the process is measured: of all its simulated devices, and with what it held `before`."""
+    predicted = int(report.predicted_bytes)
+    if before is None or before.source != "host":
+        return predicted
+    return predicted * before.sharing + (before.in_use_bytes or 0)
+
+
 def predicted_against_measured(report: Any, live: LiveMemory | None, before: LiveMemory | None = None) -> str:
     """One line: the bytes that a report predicts, compared with the measured peak.
 

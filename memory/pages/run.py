@@ -25,7 +25,7 @@ from bytescope.memory.units import column_unit, human
 MAX_POINTS, MAX_FINDINGS = 1200, 4
 # Curve -> the number of a row that it shows.
 CURVES = {"loss": "loss", "norm": "grad_norm", "rate": "lr", "tokens": "tokens_per_s",
-          "in_use": "memory.in_use_bytes", "peak": "memory.peak_bytes"}
+          "in_use": "memory.in_use_bytes", "peak": "memory.peak_bytes", "predicted": "memory.predicted_bytes"}
 # File or folder beside the page -> what a link to it says.
 BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
 
@@ -64,12 +64,11 @@ def page_data(run: RunDirectory) -> dict[str, Any]:
     curves = {name: curve([(row["step"], row[field]) for row in run.rows if field in row])
               for name, field in CURVES.items()}
     curves["held_out"] = curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
-    bytes_shown = [value for name in ("in_use", "peak") for value in curves[name][1]]
-    predicted = predicted_bytes(run.report) if run.report else None
+    bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
-        "curves": curves, "predicted": predicted, "limit": _limit(run),
+        "curves": curves, "limit": _limit(run),
         "shared": run.report is not None and _on_cpu(run.report),
-        "unit": column_unit(max([*bytes_shown, predicted or 1]), 1.0),
+        "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_page.page_data(run.breakdown),
     }
 
@@ -85,11 +84,10 @@ def curve(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> tupl
     return [step for step, _ in points], [value for _, value in points]
 
 
-def predicted_bytes(report: Report) -> int:
-    """The bytes that the measured ones of a row are compared with: those of a device, or of all simulated devices of a
-    process on the CPU, which share its memory."""
-    devices = report.target.get("devices_per_host") if _on_cpu(report) else 1
-    return report.predicted_bytes * (devices if isinstance(devices, int) and devices > 0 else 1)
+def predicted_bytes(run: RunDirectory) -> float | None:
+    """The bytes that the measured ones are compared with, as the last row has them, else the report."""
+    seen = [row["memory.predicted_bytes"] for row in run.rows if "memory.predicted_bytes" in row]
+    return seen[-1] if seen else run.report and run.report.predicted_bytes
 
 
 def _on_cpu(report: Report) -> bool:
@@ -145,8 +143,9 @@ def _figures(run: RunDirectory) -> list[Figure]:
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
     if peaks:
         of = "of the process" if run.report and _on_cpu(run.report) else "of a device"
-        note = f"{of}; predicted {human(predicted_bytes(run.report))}" if run.report else of
-        found.append(Figure("measured memory", human(max(peaks)), note, f"{max(peaks):,.0f} bytes"))
+        predicted = predicted_bytes(run)
+        note = f"; predicted {human(predicted)}" if predicted is not None else ""
+        found.append(Figure("measured memory", human(max(peaks)), of + note, f"{max(peaks):,.0f} bytes"))
     return found
 
 

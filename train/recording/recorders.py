@@ -7,7 +7,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from bytescope.memory.devices.live import LiveMemory
 from bytescope.memory.records import Report
 from bytescope.train.config import flatten
 from bytescope.train.recording.run_page import RunPage
@@ -21,14 +20,12 @@ class Recorders:
     Args:
       workdir: the run directory. step: the step at which this start begins.
       config: of the run, settled. report: of the compiled step.
-      live: the memory of a device now, which tells by how many simulated devices its figures are shared.
       enabled: False for a process that is not the first: it records nothing.
       tell: says in a line what failed.
     """
 
-    def __init__(self, workdir: Path, step: int, config: ConfigDict, report: Report, live: LiveMemory | None,
-                 enabled: bool, tell: Callable[[str], None]):
-        self._predicted = report.predicted_bytes * (live.sharing if live else 1)
+    def __init__(self, workdir: Path, step: int, config: ConfigDict, report: Report, enabled: bool,
+                 tell: Callable[[str], None]):
         self._recorders: list[Events | WandbRun | RunPage] = []
         if not enabled:
             return
@@ -48,8 +45,8 @@ class Recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Records a row of metrics or of an evaluation, and with measured memory the predicted."""
-        values = scalars(row, self._predicted)
+        """Records a row of metrics or of an evaluation."""
+        values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)
 

@@ -21,27 +21,21 @@ TAGS = {
     "tokens_per_s": "speed/tokens_per_s", "step_time_s": "speed/step_time_s", "data_wait_s": "speed/data_wait_s",
     "mfu": "speed/mfu", "hfu": "speed/hfu", "eval_loss": "held-out/loss", "eval_tokens": "held-out/tokens",
 }
-HELD_OUT, PREDICTED = TAGS["eval_loss"], "memory/predicted_bytes"
+HELD_OUT = TAGS["eval_loss"]
 # Curves that belong into one chart: title -> tags, in TensorBoard's tab of custom scalars.
 CHARTS = {"loss": [TAGS["loss"], HELD_OUT],
-          "bytes in use, predicted and measured": [PREDICTED, "memory/in_use_bytes", "memory/peak_bytes"]}
+          "bytes, predicted and measured": [f"memory/{name}_bytes" for name in ("predicted", "in_use", "peak")]}
 
 
-def scalars(row: Mapping[str, Any], predicted: int | None = None) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl by tag; a key without a row in TAGS stands in the group "train".
-
-    predicted: bytes that the report predicts, of as many devices as the measured ones; a constant beside those.
-    """
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row of metrics.jsonl by tag; a key without a row in TAGS stands in the group "train"."""
     found = {}
     for name, value in row.items():
         nested = value if isinstance(value, Mapping) else {}
         found |= {f"{name}/{inner}": number for inner, number in nested.items()}
         if not nested and name != "step":
             found[TAGS.get(name, f"train/{name}")] = value
-    found = {tag: float(number) for tag, number in found.items() if isinstance(number, int | float)}
-    if predicted is not None and "memory" in row:
-        found[PREDICTED] = float(predicted)
-    return found
+    return {tag: float(number) for tag, number in found.items() if isinstance(number, int | float)}
 
 
 def summary(report: Report) -> dict[str, str]:

@@ -19,7 +19,7 @@ from bytescope.train.run.workdir import write_atomically
 
 ID = "wandb.json"
 # Seconds that a start and an end wait for the network.
-START_S, END_S = 30.0, 60.0
+START_S, END_S = 20.0, 60.0
 
 
 def check(project: str) -> None:

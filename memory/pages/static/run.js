@@ -29,12 +29,9 @@
       "var(--c-logits_loss)"), panel("tokens/s", curves.tokens, "var(--c-workspace)")] });
   const memory = () => {
     const bytes = ([x, y]) => [x, y.map((value) => value / size)], say = (value) => human(value * size);
-    const ends = [...curves.in_use[0], ...curves.peak[0]];
-    const span = [Math.min(...ends), Math.max(...ends)];
     const lines = [line("measured, in use", bytes(curves.in_use), "var(--c-workspace)", { say }),
-      line("measured, at most so far", bytes(curves.peak), "var(--c-params)", { say })];
-    if (data.predicted !== null) lines.push(line("predicted", [span, span.map(() => data.predicted / size)],
-      "var(--c-residuals)", { dash: "dash", symbol: undefined, say }));
+      line("measured, at most so far", bytes(curves.peak), "var(--c-params)", { say }),
+      line("predicted", bytes(curves.predicted), "var(--c-residuals)", { dash: "dash", symbol: undefined, say })];
     const most = Math.max(...lines.flatMap((one) => one.y)) * size;
     const near = data.limit && data.limit < 2.5 * most;
     charts.xy("bytes", { x: steps(), y: { title: unit, zero: true }, series: lines.filter((one) => one.y.length),

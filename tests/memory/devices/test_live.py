@@ -79,6 +79,14 @@ def test_the_cpu_shows_the_process_and_how_many_devices_share_it():
     assert f"on {seen.sharing} CPU devices" in live.predicted_against_measured(_report(GIB), seen)
 
 
+def test_what_a_sample_is_compared_with():
+    """On the CPU the process is measured: it held something before, and its devices share it."""
+    host = live.LiveMemory("cpu", "host", sharing=2, in_use_bytes=3 * GIB)
+    assert live.predicted_in_use(_report(GIB), host) == 5 * GIB
+    card = live.LiveMemory("NVIDIA H200", "allocator", in_use_bytes=3 * GIB)
+    assert live.predicted_in_use(_report(GIB), card) == live.predicted_in_use(_report(GIB), None) == GIB
+
+
 def test_the_line_gives_the_error_in_per_cent():
     seen = live.LiveMemory("NVIDIA H200", "allocator", peak_bytes=10 * GIB, limit_bytes=16 * GIB,
                            card_used_bytes=15 * GIB, card_total_bytes=140 * GIB)

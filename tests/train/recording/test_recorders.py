@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from bytescope.memory.devices.live import LiveMemory
 from bytescope.memory.records import Report
 from bytescope.train import loop
 from bytescope.train.errors import UserError
@@ -26,19 +25,18 @@ pytestmark = pytest.mark.quick
 
 GIB = 2**30
 REPORT = Report(peak_bytes=3 * GIB, allocated_bytes=4 * GIB, breakdown={}, limit_bytes=8 * GIB, verdict="fits")
-LIVE = LiveMemory("cpu", "host", sharing=2)
 
 
 def row(step, **more):
     return {"step": step, "loss": 8.0 / step, "grad_norm": None, "lr": 0.25, "batch_tokens": 64, "tokens_per_s": 2.0,
             "step_time_s": 32.0, "data_wait_s": 0.0, "mfu": None, "hfu": None,
-            "memory": {"in_use_bytes": 5.0 * GIB, "peak_bytes": 6.0 * GIB}, **more}
+            "memory": {"in_use_bytes": 5.0 * GIB, "peak_bytes": 6.0 * GIB, "predicted_bytes": 8 * GIB}, **more}
 
 
 def start(folder, step=0, upto=4, *, enabled=True, finish="", told=None, **keys):
     """One start of a run from `step` that writes rows and evaluations as the loop does."""
     config = small_config({f"train.{key}": value for key, value in keys.items()})
-    with Recorders(folder, step, config, REPORT, LIVE, enabled, (told if told is not None else []).append) as recorders:
+    with Recorders(folder, step, config, REPORT, enabled, (told if told is not None else []).append) as recorders:
         for at in range(step + 1, upto + 1):
             recorders.write(row(at))
             if at % 2 == 0:
@@ -48,20 +46,19 @@ def start(folder, step=0, upto=4, *, enabled=True, finish="", told=None, **keys)
 
 
 def test_train_held_out_memory_and_speed_are_groups():
-    found = scalars(row(2, loss_scale=4.0, skipped_steps=1, novel=7), 9)
+    found = scalars(row(2, loss_scale=4.0, skipped_steps=1, novel=7))
     assert found == {
         "train/loss": 4.0, "train/learning_rate": 0.25, "train/batch_tokens": 64, "train/loss_scale": 4.0,
         "train/skipped_steps": 1, "train/novel": 7, "speed/tokens_per_s": 2.0, "speed/step_time_s": 32.0,
         "speed/data_wait_s": 0.0, "memory/in_use_bytes": 5.0 * GIB, "memory/peak_bytes": 6.0 * GIB,
-        "memory/predicted_bytes": 9}
-    assert scalars({"step": 2, "eval_loss": 2.0, "eval_tokens": 100}, 9) == {"held-out/loss": 2.0,
+        "memory/predicted_bytes": 8 * GIB}
+    assert scalars({"step": 2, "eval_loss": 2.0, "eval_tokens": 100}) == {"held-out/loss": 2.0,
                                                                             "held-out/tokens": 100}
 
 
 def test_predicted_memory_config_and_sample_stand_beside_the_curves(tmp_path):
     start(tmp_path, finish="def f():\n    <b>return</b>")
     found = shown(tmp_path / "events")
-    # Of two simulated devices, as the measured bytes of the process are.
     assert found["memory/predicted_bytes"] == [(step, 8.0 * GIB) for step in (1, 2, 3, 4)]
     assert found["held-out/loss"] == [(2, 2.0), (4, 1.0)]
     assert b"    model.d_model = 32\n" in found["config/text_summary"][0][1]
@@ -87,7 +84,7 @@ def test_a_killed_start_leaves_no_second_point(tmp_path, resumed):
 
 def test_events_are_on_the_disk_at_once_and_a_full_disk_is_an_error(tmp_path):
     config = small_config()
-    recorders = Recorders(tmp_path, 0, config, REPORT, None, True, print)
+    recorders = Recorders(tmp_path, 0, config, REPORT, True, print)
     recorders.write(row(1))
     assert shown(tmp_path / "events")["train/loss"] == [(1, 8.0)]
     events = recorders._recorders[-1]
