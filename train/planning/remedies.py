@@ -3,6 +3,7 @@
 The levers and the words are `memory.attribution.advice`; this module compiles the variants of a run's own program.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -35,7 +36,7 @@ def refuse(report: Report, program: Program, command: Command, tell: Callable[[s
 
     def bytes_of(keys: advice.Keys) -> int:
         variant = build(with_keys(program.config, dict(keys)), devices)
-        return report_of(variant.compile_for_report(), target=targets.of(devices), config=flatten(variant.config),
+        return report_of(variant.compile_for_report(), target=targets.parse("local"), config=flatten(variant.config),
                          loop=loop_overhead(variant)).predicted_bytes
 
     if len({device.process_index for device in devices}) == 1:
@@ -50,7 +51,7 @@ def advice_without_compiling(report: Report, command: Command) -> list[str]:
 
 def before_the_report(program: Program) -> Report:
     """A report that knows the config and the devices alone, for a compiler that ran out of memory."""
-    target = targets.of(list(program.mesh.devices.flat))
+    target = dataclasses.replace(targets.parse("local"), n_devices=program.mesh.size)  # alike in several processes
     return Report(0, 0, {}, config=flatten(program.config), target=target.to_json(), limit_bytes=target.limit_bytes)
 
 

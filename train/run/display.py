@@ -18,7 +18,7 @@ GIB = 2**30
 SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
 # Where a terminal is too narrow for a whole row, these are shortened or left out, the first first; metrics.jsonl has
 # them all.
-LEAST_WANTED = ("HFU", "in use", "lr", "grad", "MFU", "peak")
+LEAST_WANTED = ("HFU", "in use", "short wait", "lr", "grad", "MFU", "peak")
 
 
 def describe(row: Mapping[str, Any], width: int | None = None) -> str:
@@ -49,8 +49,9 @@ def _parts(row: Mapping[str, Any]) -> dict[str, str]:
     if row["mfu"] is not None:
         parts["MFU"] = f"MFU {100 * row['mfu']:.1f} %"
         parts["HFU"] = f"HFU {100 * row['hfu']:.1f} %"
-    if row["data_wait_s"] >= SHOWN_WAIT * row["step_time_s"]:
-        parts["wait"] = f"data wait {100 * row['data_wait_s'] / row['step_time_s']:.0f} %"
+    waited = row["data_wait_s"] / row["step_time_s"]
+    if waited >= SHOWN_WAIT:
+        parts["wait" if waited >= TOLD_WAIT else "short wait"] = f"data wait {100 * waited:.0f} %"
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts["in use"] = f"{memory['in_use_bytes'] / GIB:.2f}"
