@@ -92,13 +92,12 @@ def _speed(report: Report) -> list[Figure]:
     best = at_best(report)
     if not best:
         return []
-    per = "call" if not report.subject.tokens else "update"
-    found = [Figure(f"one {per}", f"≥ {duration(best.update_seconds)}", f"at least, by {best.source}",
-                    f"{best.update_seconds:.6g} s")]
+    per, seconds = "update" if report.subject.tokens else "call", best.update_seconds
+    found = [Figure(f"one {per}, at least", duration(float(f"{seconds:.3g}")), f"by {best.source}", f"{seconds:.6g} s")]
     if best.tokens_per_s:
-        found.append(Figure("tokens/s", f"≤ {best.tokens_per_s:,.0f}", "at most, over all devices"))
+        found.append(Figure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
     if best.mfu:
-        found.append(Figure("MFU", f"≤ {best.mfu:.0%}", "at most, of the peak rate", f"{best.mfu:.2%}"))
+        found.append(Figure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
     return found
 
 
