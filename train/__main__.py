@@ -50,8 +50,14 @@ def main(argv: Sequence[str]) -> int:
     from bytescope.memory.devices.platform import choose_platform
 
     choose_platform()  # before jax is imported
+    from bytescope.train.run.signals import INTERRUPTED, surviving_output
+
     try:
-        return command(argv)
+        with surviving_output():
+            return command(argv)
+    except KeyboardInterrupt:
+        print("interrupted: the same command resumes from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise
@@ -88,7 +94,9 @@ def command(argv: Sequence[str]) -> int:
     from bytescope.train.parallel.processes import start
 
     processes = start(args)
-    with processes.together():
+    from bytescope.train.run.failures import disk_explained
+
+    with processes.together(), disk_explained():
         from bytescope.memory.text.console import make_console
         from bytescope.train import loop
         from bytescope.train.command import Command
@@ -105,4 +113,7 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
+    from bytescope.train.run.signals import end_quietly
+
+    end_quietly(code)
     sys.exit(code)

@@ -88,7 +88,12 @@ def _known(argv: Sequence[str]) -> Sequence[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process by default; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:  # the process is this command line
+        from bytescope.train.run.signals import end_quietly
+
+        code = main(sys.argv[1:])
+        end_quietly(code)
+        return code
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0

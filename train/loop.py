@@ -7,9 +7,7 @@ train/step.py, compiled by train/run/startup.py.
 import contextlib
 import dataclasses
 import math
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,9 @@ from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.failures import explained
 from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation, model_flops_per_token
 from bytescope.train.run.runtime import forget_peak, return_freed_memory
+from bytescope.train.run.signals import Stop
 from bytescope.train.run.step_timer import Clock
-from bytescope.train.run.workdir import Identity, claim_together
+from bytescope.train.run.workdir import Identity, claimed
 from bytescope.train.sample import sample_text
 from bytescope.train.step import Tally
 
@@ -59,8 +58,8 @@ class Run:
     peak_flops: float | None
     predicted_bytes: int
     profile: profile.Profile
-    processes: Processes = ALONE
-    stop: list[str] = dataclasses.field(default_factory=list)  # signals that this process got
+    processes: Processes
+    stop: list[str]  # signals that this process got
     agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
     eval_loss: float | None = None  # the last held-out loss of this start
 
@@ -80,24 +79,6 @@ class Run:
         self.log.write(row)
         self.recorders.write(row)
         self.display.show(row)
-
-
-@contextlib.contextmanager
-def stop_on_signals(stop: list[str]) -> Iterator[None]:
-    """A context in which SIGTERM and SIGINT add their names to `stop`, so that the loop saves and ends after the step;
-    a second SIGINT raises KeyboardInterrupt at once."""
-    def ask(number, frame):
-        del frame
-        if number == signal.SIGINT and stop:
-            raise KeyboardInterrupt
-        stop.append(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def data_config(config: ConfigDict) -> DataConfig:
@@ -270,10 +251,12 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
     identity = Identity.of(config, program.batch.global_rows, data.fingerprint)
-    for note in claim_together(workdir, identity, extend=extend, processes=processes):
-        console.print(note, soft_wrap=True)
-    with (contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
+    with (Stop(processes.interrupt) as stop,
+          claimed(workdir, identity, extend=extend, processes=processes) as notes,
+          contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
           processes.together()):  # closing waits for the other processes: they learn of an error before that
+        for note in notes:
+            console.print(note, soft_wrap=True)
         done = checkpoints.steps()
         if processes.from_first(_finished(config, workdir, done)):
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
@@ -286,7 +269,8 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
         compiled = _compiled(program, command, workdir, console, processes)
         report = compiled.report
         with explained(report, program.mesh.local_devices[0], remedies.advice_without_compiling(report, command)):
-            _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began)
+            _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began,
+                              stop)
 
 
 def _compiled(program: Program, command: Command, workdir: Path, console: Console,
@@ -315,7 +299,7 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 
 def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
                       workdir: Path, console: Console, processes: Processes, asked: profile.Asked, command: Command,
-                      began: float) -> None:
+                      began: float, stop: Stop) -> None:
     """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
     config, device = program.config.train, program.mesh.local_devices[0]
     return_freed_memory()  # what compiling has freed
@@ -330,8 +314,9 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
           Display(console, config.steps, position.step) as display,
           profile.Profile(traced, workdir, compiled.report, console) as tracer):
         run = Run(program, data, checkpoints, log, recorders, display, compiled, program.evaluate,
-                  startup.peak_flops(program), predicted_in_use(compiled.report, before), tracer, processes)
-        with stop_on_signals(run.stop), contextlib.closing(Clock(checkpoints.saving)) as clock:
+                  startup.peak_flops(program), predicted_in_use(compiled.report, before), tracer, processes, stop.names)
+        stop.watch()
+        with contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
         display.close()
         last = checkpoints.steps()[-1]

@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 import platform
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import XlaStats
@@ -115,8 +115,7 @@ def versions() -> dict[str, str]:
 def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bytes]:
     """(executable, HloProto); b"" when the compiler wrote none with buffers in it."""
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
+    with folders as folder, compile_cache.mended():
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda p: p.stat().st_size)
@@ -128,8 +127,11 @@ def _has_buffers(proto: bytes) -> bool:
     """Whether an HloProto holds a buffer assignment that is not empty."""
     from bytescope.memory.hlo import wire
 
-    return any(field == 3 and not isinstance(value, int) and value[1] > value[0]
-               for field, value in wire.fields(proto, (0, len(proto))))
+    try:
+        return any(field == 3 and not isinstance(value, int) and value[1] > value[0]
+                   for field, value in wire.fields(proto, (0, len(proto))))
+    except ReportError:  # a full disk cuts the dump off
+        return False
 
 
 def _is_described(lowered: Any) -> bool:

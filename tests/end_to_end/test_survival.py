@@ -231,7 +231,7 @@ def test_out_of_memory_and_a_full_disk_are_explained():
     assert isinstance(told, DoesNotFit) and told.exit_code == 3 and told.advice == ("left to try",)
     assert "predicted 1.00 GiB" in str(told) and "limit 2.00 GiB" in str(told)
     full = explain(OSError(errno.ENOSPC, "No space left on device"), report, jax.devices()[0])
-    assert type(full) is UserError and "disk is full" in str(full)
+    assert type(full) is UserError and "No space left on device. Make room" in str(full)
     assert explain(ValueError("a bug"), report, jax.devices()[0]) is None
     assert "1.00 GiB too much" in too_big(dataclasses.replace(report, allocated_bytes=3 * 2**30))
 

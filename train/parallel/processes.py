@@ -10,11 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from bytescope.train.errors import Lost, UserError
 from bytescope.train.parallel.liveness import Link
 from bytescope.train.parallel.rendezvous import meet
+from bytescope.train.run.signals import INTERRUPTED, leave_at_once
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
 LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX",
@@ -125,13 +126,19 @@ class Processes:
             if isinstance(error, UserError):
                 self._link.fail(error.exit_code, "\n".join([str(error), *getattr(error, "advice", ())]))
             if isinstance(error, KeyboardInterrupt):
-                self._link.fail(130, "interrupted")
+                self._link.fail(INTERRUPTED, "interrupted")
             # A collective fails when another process dies; then that is the error to print.
             self._link.settle(NEWS_S)
             import traceback
 
             traceback.print_exc()
             self._link.fail(1, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+    def interrupt(self) -> NoReturn:
+        """Ends all processes at once."""
+        if self._link is None:
+            leave_at_once()
+        self._link.fail(INTERRUPTED, "interrupted")
 
     def close(self) -> None:
         """Waits until all processes are done, then ends the link to them."""

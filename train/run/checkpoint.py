@@ -9,8 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,14 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from bytescope.train.errors import UserError
 from bytescope.train.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.parallel.processes import ALONE, Processes
+from bytescope.train.run.failures import keep_library_log
 from bytescope.train.run.runtime import stderr_held
 
+# Orbax's own account of a checkpoint, which it reads of all of them before it lists one.
+_METADATA = "_CHECKPOINT_METADATA"
+_METADATA_SHAPE = {"item_handlers": (dict, str), "metrics": (dict,), "performance_metrics": (dict,),
+                   "init_timestamp_nsecs": (int,), "commit_timestamp_nsecs": (int,), "custom_metadata": (dict,)}
+_METRICS_SHAPE = {"eval_loss": (int, float)}
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -103,6 +108,19 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
+def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
+    """Whether a file holds a JSON object whose values under these keys are of these types.
+
+    required: all of the keys must be there; otherwise they may be absent or null.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and all(
+        (value.get(key) is None and not required) or type(value.get(key)) in types for key, types in shape.items())
+
+
 class Checkpoints:
     """The checkpoints of one run in `workdir`: the newest `keep` and the one with the lowest held-out loss.
 
@@ -124,8 +142,8 @@ class Checkpoints:
             best_fn=lambda metrics: metrics["eval_loss"], best_mode="min",
             enable_async_checkpointing=True, create=True)
         # Before Orbax lists what is there.
-        self._unlisted = processes.from_first(self._set_aside_unlisted() if processes.first else None)
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every save
+        self._found = processes.from_first(self._mend_unlisted() if processes.first else None)
+        keep_library_log()
         self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
 
     def steps(self) -> list[int]:
@@ -153,8 +171,8 @@ class Checkpoints:
         Raises:
           UserError: the newest one is of another model or optimizer.
         """
-        for step in self._unlisted:
-            warn(f"checkpoint {step} is damaged (its metrics cannot be read); moved to {self.aside}")
+        for damage in self._found:
+            warn(damage)
         while steps := self.steps():
             read = self._read(steps[-1], portable(abstract))
             if not isinstance(read, str):
@@ -197,16 +215,20 @@ class Checkpoints:
         (self.root / str(step)).rename(target)
         return target
 
-    def _set_aside_unlisted(self) -> list[int]:
-        """Moves checkpoints aside whose metrics are not JSON: with one of them Orbax would not list any."""
-        bad = []
-        for path in self.root.glob("*/metrics/metrics"):
-            try:
-                json.loads(path.read_text())
-            except ValueError:
-                bad.append(int(path.parts[-3]))
-                self._set_aside(bad[-1])
-        return bad
+    def _mend_unlisted(self) -> list[str]:
+        """Takes away what keeps Orbax from listing any checkpoint; returns a line for each damage."""
+        told = []
+        for path in sorted(self.root.glob("[0-9]*/metrics/metrics")):
+            if not _has_shape(path, _METRICS_SHAPE, required=True):
+                step = path.parts[-3]
+                told.append(f"checkpoint {step} is damaged (its metrics cannot be read); moved to "
+                            f"{self._set_aside(int(step))}")
+        for path in sorted(self.root.glob(f"[0-9]*/{_METADATA}")):
+            if not _has_shape(path, _METADATA_SHAPE):  # nothing of ours is in it
+                path.unlink()
+                told.append(f"checkpoint {path.parts[-2]}: its {_METADATA} was damaged and is removed; its arrays are "
+                            "read by their checksums")
+        return told
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written in the background."""

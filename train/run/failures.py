@@ -2,13 +2,26 @@
 
 import contextlib
 import errno
+import logging
+import os
+import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 from bytescope.memory.devices.live import sample
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 from bytescope.train.errors import DoesNotFit, UserError
+
+# Failures of a disk, by the number that the system gives them.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+# Tensorstore says them in a text: Failed writing: "PATH": No space left on device [os_error_code='28']
+_IN_TEXT = re.compile(r"os_error_code='?(\d+)")
+_PATH_IN_TEXT = re.compile(r'"(/[^"]+)"')
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def too_big(report: Report) -> str:
@@ -29,18 +42,39 @@ def _out_of_memory(report: Report | None, device: Any, advice: Sequence[str]) ->
     return DoesNotFit(f"out of device memory: {', '.join(known)}", advice)
 
 
+def explain_disk(error: BaseException | None) -> UserError | None:
+    """The one-line form of an error, or of one that led to it, of a full or broken disk; None for any other."""
+    while error is not None:
+        number, path = _disk_failure(error)
+        if number in DISK:
+            checkpoint, unfinished, _ = path.partition(_UNFINISHED)
+            what = f"the checkpoint {checkpoint}" if unfinished else path or "to the disk"
+            mend = "mend that" if number in (errno.EROFS, errno.EIO) else "make room"
+            return UserError(f"cannot write {what}: {os.strerror(number)}. {mend.capitalize()} and run the same "
+                             "command again: a run resumes from its last checkpoint")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _disk_failure(error: BaseException) -> tuple[int | None, str]:
+    """The system's number of an error and the path it is about, None and "" where it has none."""
+    if isinstance(error, OSError):
+        return error.errno, str(error.filename or "")
+    text = str(error)
+    number, paths = _IN_TEXT.search(text), _PATH_IN_TEXT.findall(text)
+    return (int(number[1]), paths[-1] if paths else "") if number else (None, "")
+
+
 def explain(error: BaseException, report: Report | None, device: Any,
             advice: Sequence[str] = ()) -> UserError | None:
     """The one-line form of `error`, None for one that only a developer can mend.
 
     report: of the step that runs. device: the one whose memory is measured. advice: on what to do without memory.
     """
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:
+    if disk := explain_disk(error):  # first: Orbax calls a full disk RESOURCE_EXHAUSTED too
+        return disk
+    if "RESOURCE_EXHAUSTED" in str(error):
         return _out_of_memory(report, device, advice)
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in text:
-        return UserError("the disk is full: free some space and run the same command again, it resumes from the "
-                         "last checkpoint")
     return None
 
 
@@ -49,8 +83,72 @@ def explained(report: Report | None, device: Any, advice: Sequence[str] = ()) ->
     """A context that turns errors which `explain` knows into UserError, and lets all others through."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         known = explain(error, report, device, advice)
         if known is None:
+            show_library_log()
             raise
         raise known from error
+
+
+@contextlib.contextmanager
+def disk_explained() -> Iterator[None]:
+    """A context that turns the errors of a full or broken disk into UserError, and lets all others through."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        known = explain_disk(error)
+        if known is None:
+            raise
+        raise known from error
+
+
+# What Orbax logs is kept, not printed: one full disk is 364 lines and more, besides an error that is told in a line.
+KEPT = 20  # records; the first are of the failure, what follows is what it leads to
+
+
+class _Keep(logging.Filter):
+    """Of a logger: keeps the records that Orbax makes, and lets all others through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "orbax" not in record.pathname:
+            return True
+        if record.levelno >= logging.ERROR and len(self.records) < KEPT:
+            self.records.append(record)
+        return False
+
+
+_KEEP = _Keep()
+
+
+def keep_library_log() -> None:
+    """From now on what Orbax logs is kept. May be called again."""
+    logger = logging.getLogger("absl")  # Orbax logs every save through it
+    logger.setLevel(logging.ERROR)
+    if _KEEP not in logger.filters:
+        logger.addFilter(_KEEP)
+        sys.excepthook = _but_late_writes
+
+
+def _but_late_writes(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an error that nobody caught, unless it is of a write of tensorstore's threads that a failed save left."""
+    late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    if not late or threading.current_thread() is threading.main_thread():
+        sys.__excepthook__(kind, error, trace)
+
+
+def show_library_log() -> None:
+    """Prints what was kept to standard error, for a failure that only a developer can mend."""
+    for record in _KEEP.records:
+        print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr)
+        if record.exc_info:
+            print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
+    _KEEP.records.clear()

@@ -14,6 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from bytescope.memory.devices import compile_cache
+
 SETTLE_S = 0.5  # seconds for the threads of a failed read to end
 
 
@@ -29,6 +31,7 @@ def prepare(config: ConfigDict) -> None:
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(config.train.cache_dir or default))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        compile_cache.mend(lambda line: print(f"note: {line}", file=sys.stderr))
 
 
 def return_freed_memory() -> None:

@@ -1,9 +1,11 @@
 """The run directory: which run it holds, and whether a run with this config may resume it."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ml_collections import ConfigDict
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import ALONE, Processes
+from bytescope.train.run.lock import LOCK, take
 
 # Keys that may differ when a run is resumed: they change how a step is computed or recorded, not the loss curve.
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
@@ -21,6 +24,8 @@ FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation
 # Keys that may differ between processes: paths on machines of their own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
+# What a start that is killed before it has claimed its directory leaves there.
+BEFORE_CLAIM = (LOCK, "config.json.tmp")
 # Keys whose changes are not mentioned.
 SILENT = ("train.", "data.prefetch", "data.workers")
 
@@ -33,13 +38,23 @@ def new_workdir(name: str) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that the file has either the old content or the new, even after a power failure."""
+    """Writes `text` so that the file has either the old content or the new, even after a power failure.
+
+    Raises:
+      OSError: the old content stays; `filename` is `path`, which a full disk alone does not tell.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +89,31 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 
 
+@contextlib.contextmanager
+def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> Iterator[list[str]]:
+    """A context in which `workdir` is this run's alone; gives notes on what changed, a line each.
+
+    Process 0 holds the lock for all. Raises UserError as `claim_together`, and when another run holds the directory.
+    """
+    if not processes.first:
+        yield claim_together(workdir, identity, extend=extend, processes=processes)
+        return
+    _refuse_foreign(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(take(workdir)) as lock:
+        notes = claim_together(workdir, identity, extend=extend, processes=processes)
+        yield [*filter(None, [lock.note]), *notes]
+
+
+def _refuse_foreign(workdir: Path) -> None:
+    """Raises UserError for a directory that holds anything but a run."""
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file: give a folder")
+    if workdir.exists() and not (workdir / "config.json").exists() and any(
+            entry.name not in BEFORE_CLAIM for entry in workdir.iterdir()):
+        raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
+
+
 def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes: Processes = ALONE) -> list[str]:
     """`claim` by process 0, after a check that all processes would train the same; returns its notes.
 
@@ -105,12 +145,8 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
         is not set.
     """
     path = workdir / "config.json"
-    if path.exists():
-        notes = _check(path, identity, extend)
-    elif workdir.exists() and any(workdir.iterdir()):
-        raise UserError(f"{workdir} is not empty and does not hold a run: choose another --workdir")
-    else:
-        notes = []
+    _refuse_foreign(workdir)
+    notes = _check(path, identity, extend) if path.exists() else []
     workdir.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(dataclasses.asdict(identity), indent=1) + "\n")
     return notes
@@ -127,11 +163,26 @@ def _same_batch(old: Identity, new: Identity) -> str:
             f"{old.global_rows} again. ")
 
 
-def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
+def _recorded(path: Path) -> Identity:
+    """What config.json of a run directory holds. Raises UserError for a damaged one."""
     try:
         old = Identity(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or choose another --workdir") from error
+        numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
+        if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
+            raise ValueError("values of other types")
+    except KeyError as error:
+        raise _damaged(path, f"no key {error}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:120]) from error
+    return old
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} is damaged ({why}): restore it, or choose another --workdir")
+
+
+def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
+    old = _recorded(path)
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(f"{path.parent} holds another run: {'; '.join(differences)}. "
                         f"{_same_batch(old, identity)}Use the old values or another --workdir")

@@ -1,13 +1,19 @@
 """The run directory: what may change between starts, what may not, and rows that survive a kill."""
 
+import dataclasses
+import errno
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from bytescope.train.config import override
 from bytescope.train.errors import UserError
 from bytescope.train.run.metrics import MetricsLog, matmul_parameters, model_flops_per_token
-from bytescope.train.run.workdir import Identity, claim, new_workdir
+from bytescope.train.run.workdir import Identity, claim, claimed, new_workdir
 from support.toy import small_config
 
 pytestmark = pytest.mark.quick
@@ -65,10 +71,93 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_damaged_identity_is_one_line(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="damaged"):
+@pytest.mark.parametrize("damage", [
+    lambda whole: "{", lambda whole: "", lambda whole: "\0" * 64, lambda whole: "[" * 100_000, lambda whole: "null",
+    lambda whole: "[1]", lambda whole: "3", lambda whole: '"text"', lambda whole: "{}",
+    lambda whole: json.dumps({**json.loads(whole), "config": None}),
+    lambda whole: json.dumps({**json.loads(whole), "config": ["train.steps"]}),
+    lambda whole: json.dumps({**json.loads(whole), "config": {}}),
+    lambda whole: json.dumps({**json.loads(whole), "global_rows": "16"}),
+    lambda whole: json.dumps({**json.loads(whole), "global_rows": 0}),
+    lambda whole: json.dumps({**json.loads(whole), "data": None}),
+    lambda whole: json.dumps({**json.loads(whole), "more": 1}),
+    lambda whole: whole.replace('"train.steps": 20', '"train.steps": null'),
+    lambda whole: whole.replace('"train.steps": 20', '"train.steps": "20"'),
+])
+def test_a_damaged_identity_is_one_line(tmp_path, damage):
+    claim(tmp_path, identity(), extend=False)
+    path = tmp_path / "config.json"
+    damaged = damage(path.read_text())
+    path.write_text(damaged)
+    with pytest.raises(UserError, match="is damaged .*: restore it, or choose another --workdir") as caught:
         claim(tmp_path, identity(), extend=False)
+    assert "\n" not in str(caught.value) and path.read_text() == damaged
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from bytescope.train.run.lock import take
+held = take(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_one_training_at_a_time_and_the_lock_dies_with_its_process(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError) as caught, claimed(tmp_path, identity(), extend=False):
+            pass
+        holder.kill()
+    assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since " in str(caught.value)
+    assert caught.value.exit_code == 2 and not (tmp_path / "config.json").exists()
+    with claimed(tmp_path, identity(), extend=False) as notes:
+        assert notes == []
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} "), \
+                claimed(tmp_path, identity(), extend=False):
+            pass
+    with claimed(tmp_path, identity(), extend=False):  # released
+        pass
+
+
+def test_the_processes_of_one_run_share_its_directory(tmp_path):
+    class Second:
+        """Process 1, which hears process 0's values: its identity, then its notes."""
+
+        first, heard = False, [dataclasses.asdict(identity()), []]
+
+        def from_first(self, value):
+            return self.heard.pop(0)
+
+    with claimed(tmp_path, identity(), extend=False), \
+            claimed(tmp_path, identity(), extend=False, processes=Second()) as notes:
+        assert notes == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with claimed(tmp_path, identity(), extend=False) as notes:
+        assert len(notes) == 1 and "cannot be locked (No locks available)" in notes[0]
+
+
+def test_a_start_killed_before_its_first_file_is_whole_leaves_a_directory_for_the_next(tmp_path):
+    (tmp_path / "run.lock").write_text("")
+    (tmp_path / "config.json.tmp").write_text('{"config"')
+    with claimed(tmp_path, identity(), extend=False):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "run.lock"]
+
+
+def test_a_workdir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("dear")
+    with pytest.raises(UserError, match="is a file: give a folder"), claimed(
+            tmp_path / "file", identity(), extend=False):
+        pass
 
 
 def test_new_workdirs_do_not_collide(tmp_path, monkeypatch):

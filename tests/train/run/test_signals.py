@@ -1,0 +1,116 @@
+"""Signals and terminals that go away: a run saves, or ends at once; it never ends in a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bytescope.train.run.signals import STOPPING, Stop, Surviving
+
+pytestmark = pytest.mark.quick
+
+
+def fail():
+    raise AssertionError("asked to end at once")
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_the_first_signal_of_a_kind_asks_to_stop(number, monkeypatch):
+    silenced = []
+    monkeypatch.setattr("bytescope.train.run.signals.silence", lambda: silenced.append(True))
+    before = [signal.getsignal(each) for each in STOPPING]
+    with Stop(fail) as stop:
+        assert [signal.getsignal(each) for each in STOPPING] == before  # nothing to save yet
+        stop.watch()
+        signal.raise_signal(number)
+        assert stop.names == [signal.Signals(number).name]
+    assert [signal.getsignal(each) for each in STOPPING] == before
+    assert bool(silenced) == (number == signal.SIGHUP)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_after_that_ends_at_once(first):
+    asked = []
+    with Stop(lambda: asked.append(True)) as stop:
+        stop.watch()
+        signal.raise_signal(first)
+        signal.raise_signal(signal.SIGTERM)
+        assert not asked
+        signal.raise_signal(signal.SIGINT)
+    assert asked == [True]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(fail) as stop:
+            stop.watch()
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.names == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+CHILD = """
+import sys, threading, time
+from bytescope.train.run.signals import Stop, leave_at_once, surviving_output
+with surviving_output(), Stop(leave_at_once) as stop:
+    stop.watch()
+    print("ready", flush=True)
+    try:
+        while len(stop.names) < int(sys.argv[1]):
+            time.sleep(0.01)
+    finally:
+        print("words for nobody", flush=True)
+        open(sys.argv[2], "w").write(" ".join(stop.names))
+"""
+
+
+@pytest.mark.parametrize("signals", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
+def test_two_signals_are_one_line_and_130(signals, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", CHILD, "9", str(tmp_path / "end")], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "ready\n"
+        for name in signals:
+            child.send_signal(signal.Signals[name])
+        assert child.stderr.read() == "interrupted: the same command resumes from the last checkpoint\n"
+    assert child.returncode == 130
+
+
+def test_a_closed_terminal_is_survived(tmp_path):
+    """What is printed to it goes nowhere, and the run goes on to its save."""
+    screen, end = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", CHILD, "1", str(tmp_path / "end")], stdout=end, stderr=end,
+                          start_new_session=True) as child:
+        os.close(end)
+        assert os.read(screen, 100).startswith(b"ready")
+        os.close(screen)
+        child.send_signal(signal.SIGHUP)
+    assert child.returncode == 0 and (tmp_path / "end").read_text() == "SIGHUP"
+
+
+def test_a_terminal_that_is_gone_without_a_signal_is_survived_too():
+    screen, end = os.openpty()
+    with os.fdopen(end, "w") as stream:
+        stream.write("seen")
+        stream.flush()
+        os.close(screen)
+        surviving = Surviving(stream)
+        surviving.write("unseen" * 10_000)
+        surviving.flush()
+        surviving.write("and more")
+
+
+def test_a_reader_who_has_seen_enough_stops_the_run():
+    reader, end = os.pipe()
+    os.close(reader)
+    with os.fdopen(end, "w") as stream, Stop(fail) as stop:
+        stop.watch()
+        surviving = Surviving(stream)
+        surviving.write("row")
+        surviving.flush()
+        surviving.write("row")
+        surviving.flush()
+        assert stop.names == ["SIGTERM"]

@@ -1,0 +1,117 @@
+"""Signals: what asks a run to save and end, what ends it at once, and a terminal that goes away."""
+
+import contextlib
+import errno
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+INTERRUPTED = 130  # the exit code that shells give for Ctrl-C: 128 + SIGINT
+# A closed terminal sends SIGHUP, which not every system has.
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+# How a write fails whose reader is gone: a closed terminal, a closed pipe.
+_GONE = (errno.EIO, errno.EPIPE)
+
+
+class Stop:
+    """A context that, from `watch` on, turns SIGTERM, SIGINT and SIGHUP into `names`, so that the run saves and ends.
+
+    A SIGINT after any of them calls `at_once`, which ends the process. After SIGHUP nothing is printed any more. A
+    signal that is ignored from outside, as SIGHUP by nohup, stays ignored.
+    """
+
+    def __init__(self, at_once: Callable[[], Any]):
+        self.names: list[str] = []
+        self._at_once, self._before = at_once, {}
+
+    def __enter__(self) -> "Stop":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def watch(self) -> None:
+        """Takes the signals over; until then they end the process as they always do."""
+        for number in STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        del frame
+        if number == signal.SIGINT and self.names:
+            self._at_once()
+        self.names.append(signal.Signals(number).name)
+        if self.names[-1] == "SIGHUP":
+            silence()
+
+
+@contextlib.contextmanager
+def surviving_output() -> Iterator[None]:
+    """A context in which what is printed to a closed terminal or pipe does not end the process with an error."""
+    with contextlib.redirect_stdout(Surviving(sys.stdout)), contextlib.redirect_stderr(Surviving(sys.stderr)):
+        yield
+
+
+def leave_at_once() -> NoReturn:
+    """Ends the process without waiting for anything: what is half written is found and left aside at the next start."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h\n")  # the progress display may have hidden the cursor
+        os.write(2, b"interrupted: the same command resumes from the last checkpoint\n")
+    os._exit(INTERRUPTED)
+
+
+def end_quietly(code: int) -> None:
+    """From here on SIGINT ends the process with its exit code: nothing is left that could be lost."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+
+
+def silence() -> None:
+    """Sends standard output and standard error nowhere, unless they are files."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                _to_nowhere(descriptor)
+
+
+def _to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+class Surviving:
+    """A text stream of the process; once its terminal or its pipe is closed, what is written goes nowhere.
+
+    A pipe whose reader has seen enough asks the run to stop, as SIGTERM does; a terminal that is gone does not.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes `text`, as far as anybody reads it."""
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, as far as anybody reads it."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            _to_nowhere(self._stream.fileno())
+            if error.errno == errno.EPIPE:
+                signal.raise_signal(signal.SIGTERM)
