@@ -54,14 +54,18 @@ def test_what_nohup_ignores_stays_ignored():
 
 
 CHILD = """
-import sys, threading, time
+import sys, time
 from bytescope.train.run.signals import Stop, leave_at_once, surviving_output
 with surviving_output(), Stop(leave_at_once) as stop:
     stop.watch()
     print("ready", flush=True)
     try:
-        while len(stop.names) < int(sys.argv[1]):
-            time.sleep(0.01)
+        for count in range(int(sys.argv[1])):
+            for _ in range(6000):
+                if len(stop.names) > count:
+                    break
+                time.sleep(0.01)
+            print(stop.names[count:], flush=True)
     finally:
         print("words for nobody", flush=True)
         open(sys.argv[2], "w").write(" ".join(stop.names))
@@ -73,8 +77,9 @@ def test_two_signals_are_one_line_and_130(signals, tmp_path):
     with subprocess.Popen([sys.executable, "-c", CHILD, "9", str(tmp_path / "end")], stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "ready\n"
-        for name in signals:
-            child.send_signal(signal.Signals[name])
+        child.send_signal(signal.Signals[signals[0]])
+        assert child.stdout.readline() == f"['{signals[0]}']\n"  # two that wait together are one
+        child.send_signal(signal.Signals[signals[1]])
         assert child.stderr.read() == "interrupted: the same command resumes from the last checkpoint\n"
     assert child.returncode == 130
 
