@@ -1,7 +1,8 @@
 """Finished rows on disk, by program, target and versions, so that a search can be resumed.
 
 A row is one small file under $XDG_CACHE_HOME/bytescope/compare; its name is a digest of everything that decides its
-figures. Files are written completely or not at all, and a damaged one counts as absent.
+figures. Files are written completely or not at all; each holds a digest of its answer, and a damaged one counts as
+absent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # Rises when a cached answer changes its meaning.
-LAYOUT = 3
+LAYOUT = 4
 
 # Variables that change what is compiled, or what a device has available.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
@@ -64,17 +65,25 @@ def key(config: Mapping[str, Any], target: str, versions: Mapping[str, str], sou
 def read(place: Path, name: str) -> dict[str, Any] | None:
     """The answer of a finished row in the folder `place`, None when there is none that can be read."""
     try:
-        value = json.loads((place / f"{name}.json").read_text(encoding="utf-8"))
+        digest, _, text = (place / f"{name}.json").read_text(encoding="utf-8").partition("\n")
+        if digest != _digest(text):
+            return None
+        value = json.loads(text)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) and value.get("status") == "ok" else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
     """Keeps an answer in the folder `place`. Where that cannot be written, nothing is kept and nothing raised."""
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        write_whole(place / f"{name}.json", json.dumps(answer))
+        text = json.dumps(answer)
+        write_whole(place / f"{name}.json", f"{_digest(text)}\n{text}")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -5,7 +5,6 @@ header), the tokenizer.json if one was used, and `index.json`, which names them 
 an index, .bin and .npy files are taken as they are.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.report_json import one_line
+from bytescope.memory.report_json import one_line, parse
 from bytescope.train.data.corpus import HELD_OUT, INDEX, ShardFiles
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
 from bytescope.train.errors import UserError
@@ -150,6 +149,8 @@ def _open_bin(path: Path, dtype: str) -> np.ndarray:
 def _open_npy(path: Path, dtype: str) -> np.ndarray:
     size = _size(path)
     try:
+        with open(path, "rb") as file:  # np.load would take other formats as well, and leave a damaged one open
+            np.lib.format.read_magic(file)
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy evaluates the header as Python: TokenError, SyntaxError, OverflowError, ...
         reason = one_line(error) or type(error).__name__
@@ -188,7 +189,7 @@ def _largest(shard: Shard) -> int:
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = parse(path.read_bytes())
         entries = [(index, INDEX_KEYS), *((shard, SHARD_KEYS) for shard in index["shards"])]
         wrong = [key for entry, keys in entries for key, kind in keys.items() if type(entry[key]) is not kind]
         wrong += [s["file"] for s in index["shards"] if Path(s["file"]).suffix not in READERS]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bytescope.memory.report_json import one_line
 from bytescope.train.errors import UserError
 
 # Names of the token that ends a text in published tokenizers. A token that begins one separates documents as well, so
@@ -101,8 +102,12 @@ class JsonTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text; the texts are tokenized in parallel."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Returns the ids of each text; the texts are tokenized in parallel. Raises UserError where they cannot be."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # bare: a model without the token that it needs for unknown words, and the like
+            raise UserError(f"{self.path} cannot encode the text ({one_line(error)}): give the file saved by Hugging "
+                            "Face tokenizers") from None
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -1,0 +1,344 @@
+"""Every reader of files and words that other people write, with good inputs, damage for them, and what it may refuse."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from bytescope.memory.errors import ReportError
+from bytescope.train.errors import UserError
+from support import text_data
+from support.formats import gpu_space
+from support.fuzz import mutations
+from support.fuzz.harness import Reader, captured
+
+CONFIG = "tiny"
+
+
+class Printed(ValueError):
+    """A command told a mistake in one line of stderr and returned 2."""
+
+
+def command(*words: str) -> None:
+    """Runs a command line; raises Printed where it refuses, AssertionError where it does so in another way."""
+    from bytescope.train import cli
+
+    with captured() as shown:
+        code = cli.main(list(words))
+        out, err = shown()
+    assert code in (0, 1, 2), f"exit code {code}"
+    if code == 2:
+        assert err.startswith("error: ") and len(err.splitlines()) == 1, f"stderr {err!r:.200}"
+        raise Printed(err.strip())
+    assert out and not err, f"stderr {err!r:.200}"
+
+
+def strict(value: object) -> str:
+    """JSON that a browser can read; raises ValueError for NaN and Infinity."""
+    return json.dumps(value, allow_nan=False)
+
+
+def rarely(data: bytes, one_in: int = 8) -> bool:
+    """Whether a case is one of those for which a page is made too; the input alone decides."""
+    return sum(data[:64]) % one_in == 0
+
+
+# ---- compiled programs, traces, reports -------------------------------------------------------------
+
+@functools.cache
+def program() -> bytes:
+    """The HloProto of a small scan."""
+    from bytescope.memory.devices.compiler import compile_lowered
+    from support import programs
+
+    return compile_lowered(programs.scan()).proto
+
+
+def read_hlo(data: bytes, folder: Path) -> None:
+    (folder / "step.hlo.pb").write_bytes(data)
+    command("report", f"--hlo={folder / 'step.hlo.pb'}", "--target=h100", f"--json={folder / 'r.json'}")
+    report = json.loads((folder / "r.json").read_text(), parse_constant=_no_constant)
+    assert sum(report["breakdown"].values()) == report["allocated_bytes"]
+
+
+def _no_constant(text: str) -> None:
+    raise AssertionError(f"{text} in the JSON")
+
+
+@functools.cache
+def trace() -> bytes:
+    """The XSpace of one GPU, with the program above in it."""
+    return gpu_space(program(), {"dot": "dot.1", "fusion": "fusion.1"})
+
+
+def read_trace(data: bytes, folder: Path) -> None:
+    (folder / "card.xplane.pb").write_bytes(data)
+    page = [f"--html={folder / 't.html'}"] if rarely(data) else []
+    command("trace", str(folder / "card.xplane.pb"), f"--json={folder / 't.json'}", *page)
+    json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)
+
+
+@functools.cache
+def report() -> bytes:
+    """The JSON of a report on the program, with a step's work, on a target whose rates are known."""
+    from bytescope import memory
+    from bytescope.memory.costs import roofline
+
+    found = memory.analyze(program(), target="h100:8").to_json()
+    found["buffers"], found["timeline"] = found["buffers"][:12], found["timeline"][:20]
+    found["work"] = {phase: {"flops": {"bf16": 1e12}, "product_bytes": 1e9, "other_bytes": 1e9, "to_host_bytes": 5,
+                             "collective_bytes": {"in_host": 1e6, "between_hosts": 0},
+                             "hidden_collective_bytes": {"in_host": 1e6}} for phase in ("forward", "backward")}
+    found["roofline"] = roofline.of_answer(found).to_json()
+    found["config"], found["versions"] = {"model.n_layers": 2, "train.steps": 3}, {"jax": "0.10.2"}
+    return strict(found).encode()
+
+
+@functools.cache
+def beside() -> Path:
+    """A folder with the good report and the good trace, for what reads two files."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    (folder / "good.json").write_bytes(report())
+    (folder / "good.xplane.pb").write_bytes(trace())
+    return folder
+
+
+def read_report(data: bytes, folder: Path) -> None:
+    path, good = folder / "r.json", beside()
+    path.write_bytes(data)
+    page = [f"--html={folder / 'd.html'}"] if rarely(data) else []
+    command("diff", str(good / "good.json"), str(path), *page)
+    if rarely(data):
+        from bytescope.memory import records
+        from bytescope.memory.pages import report as report_page
+
+        found = records.load(path)
+        strict(report_page.page_data(found))
+        report_page.render(found)
+    command("trace", str(good / "good.xplane.pb"), f"--report={path}", f"--json={folder / 't.json'}")
+    json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)
+
+
+# ---- words of a command line ------------------------------------------------------------------------
+
+def damaged_words(data: bytes, rng: Random) -> bytes:
+    return mutations.damaged_text(data.decode(), rng).encode("utf-8", "surrogatepass")
+
+
+def words(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def override_lines() -> list[bytes]:
+    return [line.encode() for line in (
+        "--config.model.n_layers=4", "--config.remat.policy=custom\n--config.remat.save=q,k", "--config.remat.layers=0-1:none",
+        "--config.optimizer.name=adamw", "--config.optimizer.learning_rate=3e-4", "--config.model.rope_scaling=8,1.0,4.0,8192",
+        "--config.mesh.fsdp=-1", "--config.train.steps=7", "--config.model.scan=false", "--config.xla.gemm=cublas",
+        "--config.remat.budget=20GiB", "--config.precision.preset=bf16", "--config.batch.accumulation_schedule=0:1,10:4",
+        "--config.seed=0", "--config.data.source=stdlib", "--config.model.vocab_size=256")]
+
+
+def read_overrides(data: bytes, folder: Path) -> None:
+    from bytescope.train import config
+    from bytescope.train.planning.adapter import Adapter
+
+    _, overrides = config.split_overrides(words(data).split("\n"))
+    Adapter().check(CONFIG, overrides)
+    strict(Adapter().config(CONFIG, overrides))
+
+
+def read_target(data: bytes, folder: Path) -> None:
+    from bytescope.memory.devices import targets
+
+    strict(targets.parse(words(data)).to_json())
+
+
+def read_words(data: bytes, folder: Path) -> None:
+    """What flags hold: sizes, counts, grids, policies, levers, stages, updates to trace. The first letter says which."""
+    from bytescope.memory.commands.estimate import parse_count
+    from bytescope.memory.devices.limits import budget_of
+    from bytescope.memory.plan import fit_space, levers, rows
+    from bytescope.memory.units import human, parse_bytes
+    from bytescope.train.run.profile import Asked
+
+    def every_policy(text: str) -> None:
+        for policy in rows.split_values(text):
+            rows.policy_keys(policy)
+
+    readers: dict[str, Callable[[str], object]] = {
+        "s": lambda text: human(parse_bytes(text)), "b": lambda text: budget_of(text, 2**34, "--budget"),
+        "n": lambda text: f"{parse_count(text):,.0f}", "g": rows.parse_grid, "r": every_policy, "l": fit_space.choose,
+        "t": levers.choose, "u": Asked.parse}
+    text = words(data)
+    readers.get(text[:1], parse_bytes)(text[1:])
+
+
+def flag_values() -> list[bytes]:
+    return [b"s72GiB", b"s512 MB", b"s1.5tb", b"b10GiB", b"n7e9", b"n350m", b"n7_000_000", b"gdata.seq_len=1024,2048",
+            b"gconfig=a,b", b"rnone,full,custom(q,k)+offload(block_in)", b"lremat,micro", b"tfp32,bf16,full", b"u100-103"]
+
+
+# ---- data of a run ----------------------------------------------------------------------------------
+
+def use(source: Path) -> None:
+    """Opens data as a run does, and reads some of it."""
+    from bytescope.train.data.source import open_data
+
+    data = open_data(text_data.config(source=str(source), seq_len=4))
+    for part in (data.train, data.heldout):
+        data.decode(data.train.windows(range(min(len(part), 3))).clip(min=0).flatten())
+    data.encode("def x return")
+
+
+def damaged_array(data: bytes, rng: Random) -> bytes:
+    """A .npy file whose header, of text, is the part worth damaging."""
+    if rng.random() < 0.3:
+        return mutations.damaged_bytes(data, rng)
+    return mutations.damaged_bytes(data[:128], rng) + data[128:]
+
+
+def arrays() -> list[bytes]:
+    return [_saved(np.arange(600, dtype=dtype) % 200) for dtype in ("uint8", "uint16", "int64")]
+
+
+def _saved(array: np.ndarray) -> bytes:
+    import io
+
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def read_array(data: bytes, folder: Path) -> None:
+    (folder / "tokens.npy").write_bytes(data)
+    use(folder / "tokens.npy")
+
+
+def read_bin(data: bytes, folder: Path) -> None:
+    (folder / "tokens.bin").write_bytes(data)
+    use(folder / "tokens.bin")
+
+
+def index() -> bytes:
+    shards = [{"file": f"{split}_00000.bin", "tokens": 300, "split": split} for split in ("train", "heldout")]
+    return strict({"dtype": "uint16", "vocab_size": 256, "tokenizer": "bytes", "tokenizer_hash": "bytes",
+                   "separator": 0, "shards": shards}).encode()
+
+
+def read_index(data: bytes, folder: Path) -> None:
+    for split in ("train", "heldout"):
+        (folder / f"{split}_00000.bin").write_bytes((np.arange(300, dtype="<u2") % 256).tobytes())
+    (folder / "index.json").write_bytes(data)
+    use(folder)
+
+
+@functools.cache
+def tokenizer() -> bytes:
+    path = Path(tempfile.mkdtemp(prefix="fuzz-")) / "tokenizer.json"
+    text_data.save_tokenizer(path)
+    return path.read_bytes()
+
+
+def read_tokenizer(data: bytes, folder: Path) -> None:
+    from bytescope.train.data.tokenizer import load_tokenizer
+
+    (folder / "tokenizer.json").write_bytes(data)
+    found = load_tokenizer(str(folder))
+    found.decode([*found.encode("def x return unknown").tolist(), 0, 3, 10**6])
+
+
+def read_text(data: bytes, folder: Path) -> None:
+    (folder / "corpus.txt").write_bytes(data)
+    use(folder / "corpus.txt")
+
+
+# ---- what a run leaves ------------------------------------------------------------------------------
+
+def metrics_rows() -> list[bytes]:
+    rows = [{"step": step, "loss": 2.5, "data_wait_s": 0.0, "memory": {"peak": 3}} for step in range(1, 9)]
+    rows[3]["eval_loss"] = 2.4
+    return ["".join(json.dumps(row) + "\n" for row in rows).encode()]
+
+
+def read_metrics(data: bytes, folder: Path) -> None:
+    """A row that is no row is left out; nothing is refused."""
+    from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation
+
+    path = folder / METRICS
+    path.write_bytes(data)
+    has_evaluation(path, 4)
+    MetricsLog(path, 6).close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(row["step"] <= 6 for row in rows)
+
+
+def identity() -> "object":
+    from bytescope.train.config import load
+    from bytescope.train.run.workdir import Identity
+
+    return Identity.of(load(CONFIG), 8, "fingerprint")
+
+
+@functools.cache
+def run_config() -> bytes:
+    import dataclasses
+
+    return json.dumps(dataclasses.asdict(identity()), indent=1).encode()
+
+
+def read_run_config(data: bytes, folder: Path) -> None:
+    from bytescope.train.run.workdir import claim
+
+    (folder / "config.json").write_bytes(data)
+    claim(folder, identity(), extend=False)
+
+
+@functools.cache
+def row() -> bytes:
+    from bytescope.memory.plan import cache
+
+    found = json.loads(report())
+    answer = {"status": "ok", "settled": {"model.attention": "naive"}, "calls_per_update": 1, "tokens_per_update": 512,
+              **{key: found[key] for key in ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits", "work",
+                                             "target", "versions")}}
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    cache.write(folder, "row", answer)
+    return (folder / "row.json").read_bytes()
+
+
+def read_row(data: bytes, folder: Path) -> None:
+    """A damaged row counts as absent; nothing is refused."""
+    from bytescope.memory.plan import cache, rows
+
+    (folder / "row.json").write_bytes(data)
+    answer = cache.read(folder, "row")
+    if answer is not None:
+        strict(rows.to_json([rows.Row.of({"remat.policy": "full"}, answer)], answer["target"], answer["versions"]))
+
+
+def _listed(seed: Callable[[], bytes]) -> Callable[[], list[bytes]]:
+    return lambda: [seed()]
+
+
+READERS = {reader.name: reader for reader in (
+    Reader("hlo", _listed(program), mutations.damaged_bytes, read_hlo, (Printed,), 0.10),
+    Reader("trace", _listed(trace), mutations.damaged_bytes, read_trace, (Printed,), 0.10),
+    Reader("report", _listed(report), mutations.damaged_json, read_report, (Printed,), 0.10),
+    Reader("overrides", override_lines, damaged_words, read_overrides, (UserError, ReportError), 0.10),
+    Reader("targets", lambda: [b"h100", b"h100:8", b"h100:2x8", b"v5e:4x4", b"v5p:2x2x1", b"cpu:8", b"rtx4090"],
+           damaged_words, read_target, (ReportError,), 0.10),
+    Reader("flags", flag_values, damaged_words, read_words, (UserError, ReportError), 0.12),
+    Reader("npy", arrays, damaged_array, read_array, (UserError,), 0.08),
+    Reader("bin", _listed(lambda: (np.arange(600, dtype="<u2") % 256).tobytes()), mutations.damaged_bytes, read_bin,
+           (UserError,), 0.03),
+    Reader("index", _listed(index), mutations.damaged_json, read_index, (UserError,), 0.08),
+    Reader("tokenizer", _listed(tokenizer), mutations.damaged_json, read_tokenizer, (UserError,), 0.06),
+    Reader("text", _listed(lambda: ("größe, line\n" * 40).encode()), mutations.damaged_bytes, read_text, (UserError,), 0.04),
+    Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 0.05),
+    Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 0.06),
+    Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 0.03),
+)}
