@@ -170,8 +170,9 @@ READERS: dict[str, Callable[[Path, str], np.ndarray]] = {".bin": _open_bin, ".np
 def _size(path: Path) -> int:
     try:
         size = path.stat().st_size
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): prepare the folder again") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read ({reason}): prepare the folder again") from None
     if not size:
         raise UserError(f"{path} is empty: leave it out, or prepare it again")
     return size

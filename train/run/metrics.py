@@ -47,7 +47,7 @@ def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

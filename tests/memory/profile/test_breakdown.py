@@ -13,7 +13,7 @@ from bytescope.memory.profile import breakdown, xplane
 from bytescope.memory.profile.breakdown import divide, host_rows, inmost
 from bytescope.memory.profile.op_scopes import OpScope, OpScopes
 from bytescope.memory.profile.xplane import Operation, Span, Trace
-from support.formats import Plane, entry, field, gpu_space
+from support.formats import Plane, gpu_space
 
 pytestmark = pytest.mark.quick
 

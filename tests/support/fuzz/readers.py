@@ -1,4 +1,4 @@
-"""Every reader of files and words that other people write, with good inputs, damage for them, and what it may refuse."""
+"""Every reader of files and words that others write: good inputs, damage for them, and what it may refuse."""
 
 import functools
 import json
@@ -135,11 +135,12 @@ def words(data: bytes) -> str:
 
 def override_lines() -> list[bytes]:
     return [line.encode() for line in (
-        "--config.model.n_layers=4", "--config.remat.policy=custom\n--config.remat.save=q,k", "--config.remat.layers=0-1:none",
-        "--config.optimizer.name=adamw", "--config.optimizer.learning_rate=3e-4", "--config.model.rope_scaling=8,1.0,4.0,8192",
-        "--config.mesh.fsdp=-1", "--config.train.steps=7", "--config.model.scan=false", "--config.xla.gemm=cublas",
-        "--config.remat.budget=20GiB", "--config.precision.preset=bf16", "--config.batch.accumulation_schedule=0:1,10:4",
-        "--config.seed=0", "--config.data.source=stdlib", "--config.model.vocab_size=256")]
+        "--config.model.n_layers=4", "--config.remat.policy=custom\n--config.remat.save=q,k",
+        "--config.remat.layers=0-1:none", "--config.optimizer.name=adamw", "--config.optimizer.learning_rate=3e-4",
+        "--config.model.rope_scaling=8,1.0,4.0,8192", "--config.mesh.fsdp=-1", "--config.train.steps=7",
+        "--config.model.scan=false", "--config.xla.gemm=cublas",
+        "--config.remat.budget=20GiB", "--config.precision.preset=bf16",
+        "--config.batch.accumulation_schedule=0:1,10:4", "--config.seed=0", "--config.data.source=stdlib", "--config.model.vocab_size=256")]
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
@@ -158,7 +159,7 @@ def read_target(data: bytes, folder: Path) -> None:
 
 
 def read_words(data: bytes, folder: Path) -> None:
-    """What flags hold: sizes, counts, grids, policies, levers, stages, updates to trace. The first letter says which."""
+    """What flags hold: sizes, counts, grids, policies, levers, stages, updates. The first letter says which."""
     from bytescope.memory.commands.estimate import parse_count
     from bytescope.memory.devices.limits import budget_of
     from bytescope.memory.plan import fit_space, levers, rows
@@ -179,7 +180,8 @@ def read_words(data: bytes, folder: Path) -> None:
 
 def flag_values() -> list[bytes]:
     return [b"s72GiB", b"s512 MB", b"s1.5tb", b"b10GiB", b"n7e9", b"n350m", b"n7_000_000", b"gdata.seq_len=1024,2048",
-            b"gconfig=a,b", b"rnone,full,custom(q,k)+offload(block_in)", b"lremat,micro", b"tfp32,bf16,full", b"u100-103"]
+            b"gconfig=a,b", b"rnone,full,custom(q,k)+offload(block_in)", b"lremat,micro", b"tfp32,bf16,full",
+            b"u100-103"]
 
 
 # ---- data of a run ----------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def read_metrics(data: bytes, folder: Path) -> None:
     assert all(row["step"] <= 6 for row in rows)
 
 
-def identity() -> "object":
+def identity() -> object:
     from bytescope.train.config import load
     from bytescope.train.run.workdir import Identity
 
@@ -302,9 +304,9 @@ def row() -> bytes:
     from bytescope.memory.plan import cache
 
     found = json.loads(report())
-    answer = {"status": "ok", "settled": {"model.attention": "naive"}, "calls_per_update": 1, "tokens_per_update": 512,
-              **{key: found[key] for key in ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits", "work",
-                                             "target", "versions")}}
+    answer = {"status": "ok", "settled": {"model.attention": "naive"}, "calls_per_update": 1,
+              "tokens_per_update": 512, **{key: found[key] for key in ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits",
+                                                                       "work", "target", "versions")}}
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     cache.write(folder, "row", answer)
     return (folder / "row.json").read_bytes()
@@ -325,20 +327,21 @@ def _listed(seed: Callable[[], bytes]) -> Callable[[], list[bytes]]:
 
 
 READERS = {reader.name: reader for reader in (
-    Reader("hlo", _listed(program), mutations.damaged_bytes, read_hlo, (Printed,), 0.10),
-    Reader("trace", _listed(trace), mutations.damaged_bytes, read_trace, (Printed,), 0.10),
-    Reader("report", _listed(report), mutations.damaged_json, read_report, (Printed,), 0.10),
-    Reader("overrides", override_lines, damaged_words, read_overrides, (UserError, ReportError), 0.10),
+    Reader("hlo", _listed(program), mutations.damaged_bytes, read_hlo, (Printed,), 300),
+    Reader("trace", _listed(trace), mutations.damaged_bytes, read_trace, (Printed,), 400),
+    Reader("report", _listed(report), mutations.damaged_json, read_report, (Printed,), 350),
+    Reader("overrides", override_lines, damaged_words, read_overrides, (UserError, ReportError), 300),
     Reader("targets", lambda: [b"h100", b"h100:8", b"h100:2x8", b"v5e:4x4", b"v5p:2x2x1", b"cpu:8", b"rtx4090"],
-           damaged_words, read_target, (ReportError,), 0.10),
-    Reader("flags", flag_values, damaged_words, read_words, (UserError, ReportError), 0.12),
-    Reader("npy", arrays, damaged_array, read_array, (UserError,), 0.08),
+           damaged_words, read_target, (ReportError,), 4000),
+    Reader("flags", flag_values, damaged_words, read_words, (UserError, ReportError), 8000),
+    Reader("npy", arrays, damaged_array, read_array, (UserError,), 800),
     Reader("bin", _listed(lambda: (np.arange(600, dtype="<u2") % 256).tobytes()), mutations.damaged_bytes, read_bin,
-           (UserError,), 0.03),
-    Reader("index", _listed(index), mutations.damaged_json, read_index, (UserError,), 0.08),
-    Reader("tokenizer", _listed(tokenizer), mutations.damaged_json, read_tokenizer, (UserError,), 0.06),
-    Reader("text", _listed(lambda: ("größe, line\n" * 40).encode()), mutations.damaged_bytes, read_text, (UserError,), 0.04),
-    Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 0.05),
-    Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 0.06),
-    Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 0.03),
+           (UserError,), 400),
+    Reader("index", _listed(index), mutations.damaged_json, read_index, (UserError,), 300),
+    Reader("tokenizer", _listed(tokenizer), mutations.damaged_json, read_tokenizer, (UserError,), 500),
+    Reader("text", _listed(lambda: ("größe, line\n" * 40).encode()), mutations.damaged_bytes, read_text,
+           (UserError,), 400),
+    Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 150),
+    Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 250),
+    Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 500),
 )}

@@ -18,27 +18,27 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.fuzz import harness  # noqa: E402
-from support.fuzz.readers import READERS  # noqa: E402
+from support.fuzz import harness
+from support.fuzz.readers import READERS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all readers together (default: 10)")
+    parser.add_argument("--minutes", type=float, default=10.0,
+                        help="for all readers together, in equal parts (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the damage (default: 0)")
     parser.add_argument("--readers", default=",".join(READERS), help="some of them (default: all)")
     parser.add_argument("--keep", type=Path, help="a folder for inputs that failed (default: a new one in /tmp)")
     args = parser.parse_args()
     warnings.simplefilter("error")
     chosen = [READERS[name] for name in args.readers.split(",")]
-    total, keep = sum(reader.share for reader in chosen), args.keep
-    failed = 0
+    keep, failed = args.keep, 0
     for reader in chosen:
         with tempfile.TemporaryDirectory() as folder:
             found, failures = harness.run(reader, Path(folder), seed=args.seed,
-                                          seconds=60 * args.minutes * reader.share / total)
-        print(f"{reader.name:10} {found.total():7,} inputs: {found['answer']:7,} answered, {found['refused']:7,} refused, "
-              f"{found['failed']:5,} failed", flush=True)
+                                          seconds=60 * args.minutes / len(chosen))
+        print(f"{reader.name:10} {found.total():7,} inputs: {found['answer']:7,} answered, "
+              f"{found['refused']:7,} refused, {found['failed']:5,} failed", flush=True)
         alike = {re.sub(r"\W*[\W\d]\w*", " ", failure.error)[:60]: failure for failure in failures}
         for one in alike.values():
             keep = keep or Path(tempfile.mkdtemp(prefix="fuzz-failed-"))
