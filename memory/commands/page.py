@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.errors import ReportError
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("workdir", metavar="WORKDIR", type=Path, help="the run directory of bytescope train, finished "
                         "or not")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="where the page goes (default: WORKDIR/index.html)")
+    parser.add_argument("--html", metavar="FILE", type=user_path,
+                        help="where the page goes (default: WORKDIR/index.html)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:

@@ -59,6 +59,8 @@ MISTAKES = {
         ("", "required"), ("missing", "no *.xplane.pb"), ("notes.md", "not a trace"), (".", "no *.xplane.pb"),
         (LONG, "no *.xplane.pb"), (LONE, "no *.xplane.pb"), ("notes.md --report=", "--report"),
         ("notes.md --json=/no/such/folder/x", "no folder"), ("notes.md --config.train.steps=1", "takes no")],
+    "page": [("", "required"), ("missing", "cannot read"), (".", "holds no run"), (LONG, "cannot read"),
+             (LONE, "cannot read"), (". --html=", "--html"), (". --config.train.steps=1", "takes no")],
     "estimate": [
         ("", "no config"), ("--params=", "--params="), ("--params=nan", "--params=nan"),
         ("--params=inf", "--params=inf"), ("--params=-3", "--params=-3"), ("--params=1e400", "--params"),

@@ -6,13 +6,14 @@ from random import Random
 
 # What stands in the place of a JSON value of another type, and numbers and texts that nobody expects.
 VALUES = (None, True, False, 0, -1, 1, 0.5, 2**31, 2**60, 2**63, -2**70, 10**400, 1e308, -0.0, math.nan, math.inf,
-          -math.inf, "", "x", "0", "NaN", "[/b]", "\x1b[2J", "\ud800", "a\nb", "../..", "/dev/null", "\0", "ü" * 40, "x" * 5000,
+          -math.inf, "", "x", "0", "NaN", "[/b]", "\x1b[2J",
+          "\ud800", "a\nb", "../..", "/dev/null", "\0", "ü" * 40, "x" * 5000,
           [], [[]], [None], [1, "x"], {}, {"": None}, {"x": {"y": []}}, {"name": 3})
 # Numbers as a varint or a fixed field can hold them, and as lengths that no file has.
 NUMBERS = (0, 1, 2**7 - 1, 2**31, 2**32 - 1, 2**53, 2**60, 2**63, 2**64 - 1)
 WORDS = ("", " ", "-", "=", ",", ":", "x", "0", "-1", "1e999", "nan", "inf", "9" * 400, "(", ")", "()", "+", "@host",
-         "~", "~nobody-here", "/", "..", "\0", "\n", "\x1b[31m", "[/b]", "\udcff", "é", "٣", "²", "None", "True", "0x10",
-         "1_0", "GiB")
+         "~", "~nobody-here", "/", "..", "\0", "\n", "\x1b[31m", "[/b]", "\udcff", "é", "٣", "²", "None", "True",
+         "0x10", "1_0", "GiB")
 
 
 def damaged_bytes(data: bytes, rng: Random) -> bytes:

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.train.errors import UserError
 from support import text_data
 from support.formats import gpu_space
@@ -140,7 +140,8 @@ def override_lines() -> list[bytes]:
         "--config.model.rope_scaling=8,1.0,4.0,8192", "--config.mesh.fsdp=-1", "--config.train.steps=7",
         "--config.model.scan=false", "--config.xla.gemm=cublas",
         "--config.remat.budget=20GiB", "--config.precision.preset=bf16",
-        "--config.batch.accumulation_schedule=0:1,10:4", "--config.seed=0", "--config.data.source=stdlib", "--config.model.vocab_size=256")]
+        "--config.batch.accumulation_schedule=0:1,10:4", "--config.seed=0",
+        "--config.data.source=stdlib", "--config.model.vocab_size=256")]
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
@@ -300,13 +301,43 @@ def read_run_config(data: bytes, folder: Path) -> None:
 
 
 @functools.cache
+def run_files() -> list[bytes]:
+    """The files of a run directory, each with its name in a line before it."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    (folder / "card.xplane.pb").write_bytes(trace())
+    command("trace", str(folder / "card.xplane.pb"), f"--json={folder / 'profile.json'}")
+    files = {"metrics.jsonl": metrics_rows()[0], "config.json": run_config(), "memory.json": report(),
+             "profile.json": (folder / "profile.json").read_bytes()}
+    return [name.encode() + b"\n" + content for name, content in files.items()]
+
+
+def damaged_file(data: bytes, rng: Random) -> bytes:
+    name, content = data.split(b"\n", 1)
+    damage = mutations.damaged_lines if name.endswith(b"l") else mutations.damaged_json
+    return name + b"\n" + damage(content, rng)
+
+
+def read_run(data: bytes, folder: Path) -> None:
+    """Files that are damaged are left out, with a warning; nothing is refused."""
+    from bytescope.memory.pages import run as run_page
+    from bytescope.memory.profile import run_directory
+
+    for file in (*run_files(), data):
+        name, content = file.split(b"\n", 1)
+        (folder / name.decode()).write_bytes(content)
+    found = run_directory.read(folder)
+    strict(run_page.page_data(found))
+    assert run_page.render(found) and all(len(in_one_line(problem).splitlines()) == 1 for problem in found.problems)
+
+
+@functools.cache
 def row() -> bytes:
     from bytescope.memory.plan import cache
 
     found = json.loads(report())
-    answer = {"status": "ok", "settled": {"model.attention": "naive"}, "calls_per_update": 1,
-              "tokens_per_update": 512, **{key: found[key] for key in ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits",
-                                                                       "work", "target", "versions")}}
+    kept = ("peak_bytes", "allocated_bytes", "breakdown", "limit_bytes", "fits", "work", "target", "versions")
+    answer = {"status": "ok", "settled": {"model.attention": "naive"}, "calls_per_update": 1, "tokens_per_update": 512,
+              **{key: found[key] for key in kept}}
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     cache.write(folder, "row", answer)
     return (folder / "row.json").read_bytes()
@@ -342,6 +373,6 @@ READERS = {reader.name: reader for reader in (
     Reader("text", _listed(lambda: ("größe, line\n" * 40).encode()), mutations.damaged_bytes, read_text,
            (UserError,), 400),
     Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 150),
-    Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 250),
+    Reader("run", run_files, damaged_file, read_run, (), 150),
     Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 500),
 )}
