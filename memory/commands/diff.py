@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("before", metavar="BEFORE.json", help="the report to compare with, written by bytescope report "
-                        "--json")
-    parser.add_argument("after", metavar="AFTER.json", help="the report to compare")
+                        "--json, or a run directory")
+    parser.add_argument("after", metavar="AFTER.json", help="the report to compare, or a run directory")
     parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
                         help="exit with 1 if peak or allocated bytes grew by more than this")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the difference as a page that opens "
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     if overrides:
         raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
     check_files(args)
-    before, after = records.load(args.before), records.load(args.after)
+    before, after = (records.load(_file(name)) for name in (args.before, args.after))
     changes = diff.diff(before, after)
     put(diff_text.render(before, after, changes))
     if args.html:
@@ -55,6 +55,12 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))
     return 1 if failed else 0
+
+
+def _file(name: str) -> Path:
+    """The file of a report; of a run directory the one that its run wrote."""
+    inside = Path(name) / "memory.json"
+    return inside if inside.is_file() else Path(name)
 
 
 def _names(before: str, after: str) -> tuple[str, str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bytescope.memory.commands.arguments import user_path
+from bytescope.memory.commands.arguments import check_files, user_path
 from bytescope.memory.errors import ReportError
 
 if TYPE_CHECKING:
@@ -17,16 +16,17 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("workdir", metavar="WORKDIR", type=Path, help="the run directory of bytescope train, finished "
-                        "or not")
-    parser.add_argument("--html", metavar="FILE", type=user_path,
-                        help="where the page goes (default: WORKDIR/index.html)")
+    parser.add_argument("workdir", metavar="WORKDIR", type=user_path, help="the run directory of bytescope train, "
+                        "finished or not")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="where the page goes (default: "
+                        "WORKDIR/index.html)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Writes the page, says what is missing or damaged, and where the page is; without starting jax."""
     if overrides:
         raise ReportError(f"page takes no --config.{overrides[0][0]}: it reads a run directory")
+    check_files(args)
     from bytescope.memory.pages import run as run_page
 
     try:

@@ -96,6 +96,11 @@ def test_the_command_writes_the_page_or_nothing(tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
     assert main(["diff", *files, f"--html={tmp_path / 'd.html'}", "--fail-above=90"]) == 0
     assert "a.json → b.json" in " ".join(" ".join(one_file((tmp_path / "d.html").read_text()).words).split())
+    for name, report in (("one", BEFORE), ("two", AFTER)):  # run directories have reports too
+        (tmp_path / name).mkdir()
+        report.save(tmp_path / name / "memory.json")
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two"), f"--html={tmp_path / 'e.html'}"]) == 0
+    assert "<title>one and two · difference</title>" in (tmp_path / "e.html").read_text()
     assert main(["diff", *files, f"--html={tmp_path / 'nowhere' / 'd.html'}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
