@@ -91,24 +91,13 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
             jaxpr: Any) -> Subject:
     """What a trainer's program is called in its report; `settled`: what the trainer made of its config."""
     from bytescope.memory.costs import flops
+    from bytescope.memory.plan.rows import policy_words
     from bytescope.memory.plan.worker import tokens_of
 
     return Subject(
         name=Path(name).stem, changes=tuple(f"{key}={value}" for key, value in overrides), batch=settled["batch"],
-        policy=_policy(settled["segments"]), tokens=tokens_of(program), calls=program.calls_per_update,
+        policy=policy_words(settled["segments"]), tokens=tokens_of(program), calls=program.calls_per_update,
         model_flops=flops.count(jaxpr).model_flops if jaxpr is not None else 0)
-
-
-def _policy(segments: Sequence[Mapping[str, Any]]) -> str:
-    """What the layers recompute: "full", or "16 x full, 16 x none" where they differ; what a custom policy keeps."""
-    def kept(segment: Mapping[str, Any]) -> str:
-        if segment["policy"] != "custom":
-            return segment["policy"]
-        return "+".join((*segment["save"], *(f"{name}@host" for name in segment["offload"]))) or "custom"
-
-    if len(segments) == 1:
-        return kept(segments[0])
-    return ", ".join(f"{segment['layers']} x {kept(segment)}" for segment in segments)
 
 
 def _of_file(args: argparse.Namespace, target: Any) -> Report:

@@ -113,15 +113,11 @@ def at_best(report: Report) -> AtBest | None:
     if not call or not call > 0:
         return None
     rates = figures(report.target) if of.model_flops and report.work else None
-    mfu = None
+    share = None
     if rates:
-        # Of one device and call: the seconds of all products at the peak rates, and the model's share of their FLOPs.
-        counts = [item for part in report.work.values() for item in part.get("flops", {}).items()]
-        least = sum(count / rates.flops_per_s(dtype) for dtype, count in counts)
-        executed = sum(count for _, count in counts) * max(report.target.get("n_devices", 1), 1)
-        mfu = least / call * of.model_flops / executed if executed else None
+        share = mfu(of.model_flops / max(report.target.get("n_devices", 1), 1), report.work, rates, call) or None
     update = call * of.calls
-    return AtBest(update, of.tokens / update if of.tokens else None, mfu, report.roofline.get("source", DATA_SHEET))
+    return AtBest(update, of.tokens / update if of.tokens else None, share, report.roofline.get("source", DATA_SHEET))
 
 
 def seconds(work: Mapping[str, Mapping[str, Any]], figures: Figures) -> Prediction:

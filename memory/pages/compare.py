@@ -171,7 +171,7 @@ def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         ("tokens/s, at most", "num", of(lambda row: count(row.predicted_tokens_per_s))),
         ("MFU, at most", "num", of(lambda row: percent(row.predicted_mfu))),
         ("recomputed", "num", of(lambda row: percent(row.recompute_flops_fraction))),
-        ("command", "text", of(lambda row: Cell("copy", command=_command(comparison, row)))),
+        ("command", "text command", of(lambda row: Cell("copy", command=_command(comparison, row)))),
     ), found)
 
 

@@ -170,7 +170,7 @@ def _walk(out: Mapping[str, Any]) -> Table:
         ("tokens/s, at most", "num", lambda item: count(_speed(out, item[1]["predicted_step_seconds"]))),
         ("recomputed", "num", lambda item: percent(item[1]["recompute_flops_fraction"])),
         ("verdict", "text", lambda item: Cell(item[1]["verdict"], kind=_kind(item[1]))),
-        ("command", "text", lambda item: run(item[1])),
+        ("command", "text command", lambda item: run(item[1])),
     )
     return table(columns, list(enumerate(out["walk"], 1)),
                  kind=lambda item: "winner" if out["best"] and _is_chosen(out, item[1]) else "",

@@ -146,7 +146,7 @@ def _plan_columns(found: Mapping[str, Any]) -> tuple[Column, ...]:
         *_cost_columns(),
         ("verdict", "text", lambda plan: fits(plan["fits"])),
         ("best fixed policy", "text", _best),
-        ("command", "text", lambda plan: Cell("copy", command=_command(found, plan))),
+        ("command", "text command", lambda plan: Cell("copy", command=_command(found, plan))),
     )
 
 
@@ -156,9 +156,12 @@ def _fixed_columns(found: Mapping[str, Any]) -> tuple[Column, ...]:
     def judged(policy: Mapping[str, Any]) -> bool | None:
         return policy["allocated_bytes"] <= limit if limit else None
 
+    def run(policy: Mapping[str, Any]) -> Cell:
+        return Cell("copy", command=_command(found, {**policy, "fits": judged(policy)}))
+
     return (
         ("policy for all layers", "name", lambda policy: policy["policy"]),
         *_cost_columns(),
         ("verdict", "text", lambda policy: fits(judged(policy))),
-        ("command", "text", lambda policy: Cell("copy", command=_command(found, {**policy, "fits": judged(policy)}))),
+        ("command", "text command", run),
     )

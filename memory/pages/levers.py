@@ -142,5 +142,5 @@ def _columns(staircase: Mapping[str, Any]) -> tuple[Column, ...]:
         ("recomputed", "num", lambda level: percent(level["recompute_flops_fraction"])),
         ("in host memory", "num", _host),
         ("what it adds", "text flag", _adds),
-        ("command", "text", lambda level: Cell("copy", command=_command(staircase, level))),
+        ("command", "text command", lambda level: Cell("copy", command=_command(staircase, level))),
     )

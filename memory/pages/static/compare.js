@@ -14,7 +14,7 @@
     bytes: inUnit, share: percent, ratio: (v) => v.toFixed(3),
     flops: (v) => v.toExponential(2), count: (v) => count(Math.round(v)),
     gap: (v) => (v < 0 ? "−" : "+") + percent(Math.abs(v)),
-    seconds: (v) => (v < 1 ? (1000 * v).toFixed(0) + " ms" : v.toFixed(2) + " s"),
+    seconds: (v) => (v < 0.1 ? (1000 * v).toPrecision(4) + " ms" : (v < 1000 ? v.toPrecision(4) : count(v)) + " s"),
   };
   // Policies take the colours of the categories in an order of its own: neighbours differ most.
   const HUES = ["params", "residuals", "workspace", "gradients", "optimizer", "batch", "logits_loss", "collectives",
@@ -199,7 +199,7 @@
   ...data.columns.map(([id, title, kind, rank]) => ({ id, title, rank, read: (row) => row.values[id],
     write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
     exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
-  { id: "command", title: "command", rank: 0, read: () => 0, text: true }];
+  { id: "command", title: "command", rank: 0.5, read: () => 0, text: true }];
   const compare = (a, b) => (a === null ? 1 : b === null ? -1
     : typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
   const word = (row) => (row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
@@ -214,7 +214,7 @@
     return cell;
   };
   const copying = (row) => {
-    const cell = make("td", undefined, "text"), button = make("button", "copy", "copy");
+    const cell = make("td", undefined, "text command"), button = make("button", "copy", "copy");
     button.type = "button";
     button.title = button.dataset.command = row.command;
     button.setAttribute("aria-label", "copy the command of " + row.label);
@@ -241,7 +241,7 @@
       sort.by = c.id;
       table();
     });
-    if (c.text) cell.className = "text";
+    if (c.text) cell.className = c.id === "command" ? "text command" : "text";
     return cell;
   };
   let chosen = null;
