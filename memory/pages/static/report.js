@@ -22,7 +22,7 @@
   const state = {
     at: address.has("at") ? Number(address.get("at")) : data.n_points ? data.peak : null,
     q: address.get("q") || "", category: address.get("category") || "", phase: address.get("phase") || "",
-    row: address.has("row") ? Number(address.get("row")) : null,
+    row: /^\d+$/.test(address.get("row")) ? Number(address.get("row")) : null,
   };
   const sort = { by: address.get("sort") || "bytes", down: address.get("down") !== "0" };
   if (address.get("at") === "all") state.at = null;
@@ -63,7 +63,7 @@
       make("p", (phase ? phase + " · " : "") + short(S[P.instruction[k]], 90), "where"), list);
     const all = make("button", `List all ${count(total)} below`, "link");
     all.type = "button";
-    all.onclick = () => { pin(point); $("buffers").scrollIntoView({ behavior: "smooth" }); };
+    all.onclick = () => { pin(point); $("buffers").scrollIntoView(); };
     box.append(all);
   };
 
@@ -92,7 +92,8 @@
       y: { title: "live " + unit, range: [0, (1.17 * Math.max(top, limited ? data.limit_bytes : 0)) / size] },
       series: [...stack.map((row) => ({ kind: "area", name: rowName(row), key: row, x: P.index, step: true,
         y: data.by_category[row].map((bytes) => bytes / size), color: `var(--c-${row})` })),
-      { kind: "line", x: P.index, y: P.bytes.map((bytes) => bytes / size), step: true, width: 1.3, color: "var(--ink)",
+      { kind: "line", x: P.index, y: P.bytes.map((bytes) => bytes / size), step: true, color: "var(--ink)",
+        width: P.index.length > 800 ? 0.7 : 1.3,
         legend: false }],
       limits: limited ? [{ y: data.limit_bytes / size, text: "limit " + human(data.limit_bytes) }] : [],
       notes: [{ x: data.peak, y: P.bytes[nearest(data.peak)] / size, text: "peak " + human(data.peak_bytes), dy: -14,
@@ -226,7 +227,8 @@
     }
     state.row = i;
     reveal(); remember();
-    $("buffers").scrollIntoView({ behavior: "smooth", block: "start" });
+    $("buffers").scrollIntoView();
+    $("scroll").focus({ preventScroll: true });
   };
   const choices = (id, all, values, name) => {
     $(id).replaceChildren(new Option(all, ""), ...values.map((value) => new Option(name(value), value)));

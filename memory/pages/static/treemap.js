@@ -198,9 +198,12 @@
     });
     state.svg.addEventListener("pointerleave", () => leave(state));
     state.svg.addEventListener("blur", () => leave(state));
+    // A finger cannot hover: its first tap shows the tip of a leaf, the second is the click.
     state.svg.addEventListener("click", (event) => {
-      const target = found(state, event);
-      if (target) press(state, target);
+      const target = found(state, event), first = event.pointerType === "touch" && state.tapped !== target;
+      state.tapped = target;
+      if (target && first && !target.head) point(state, target, event);
+      else if (target) press(state, target);
     });
     state.svg.addEventListener("keydown", keys(state));
     new ResizeObserver(() => { if (state.drawn !== box.clientWidth) redraw(state); }).observe(box);
