@@ -147,8 +147,8 @@ def _operations(found: Mapping[str, Any]) -> Table:
         ("phase", "text", lambda row: row["phase"]),
         ("component", "text", lambda row: row["component"]),
         ("where", "text where", lambda row: row["path"] or row["opcode"]),
-        ("runs per update", "num", lambda row: Cell(f"{row['count'] / per_update:.3g}", value=row["count"])),
-        (f"{name} per update", "num", lambda row: Cell(f"{row['seconds'] / scale:.3f}", value=row["seconds"])),
+        ("runs", "num", lambda row: Cell(f"{row['count'] / per_update:.3g}", value=row["count"])),
+        (name, "num", lambda row: Cell(f"{row['seconds'] / scale:.3f}", value=row["seconds"])),
         ("%", "num", lambda row: share(row["seconds"], whole)),
     )
     return table(columns, found["instructions"][:MAX_OPERATIONS])

@@ -113,8 +113,9 @@ def test_the_browser_draws_it_and_sorts_and_searches(text, tmp_path):
       const input = document.getElementById("find");
       input.value = "residual GATE"; input.oninput();
       document.title = JSON.stringify([drawn("waterfall"), drawn("timeline"), first,
-        document.getElementById("count").textContent, document.documentElement.scrollWidth <= 1440]);"""
-    seen = body(browse(tmp_path, text, script=script, options=["--dump-dom"]))
+        document.getElementById("count").textContent, [document.documentElement,
+        document.getElementById("changes").parentNode].every((box) => box.scrollWidth <= box.clientWidth)]);"""
+    seen = body(browse(tmp_path, text, script=script, options=["--dump-dom", "--window-size=800,900"]))
     views = json.loads(re.search("<title>(.*?)</title>", seen)[1])
     assert views[:2] == [1, 1] and views[2].startswith("gradients") and "+3.00 GiB" in views[2]
     assert views[3].startswith("1 of ") and views[4] and 'aria-sort="descending"' in seen

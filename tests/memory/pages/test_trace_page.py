@@ -62,6 +62,16 @@ def test_the_browser_draws_it_and_sorts(tmp_path):
     assert json.loads(re.search("<title>(.*?)</title>", seen)[1]) == [[3, 3, 2], "mlp.5", "1 of 6", True]
 
 
+def test_no_column_is_cut_on_a_small_window(tmp_path):
+    found = make_breakdown("wrapped_broadcast_fusion")
+    script = """
+      const table = document.getElementById("operations");
+      document.title = JSON.stringify([innerWidth, table.offsetWidth <= table.parentNode.clientWidth]);"""
+    seen = body(browse(tmp_path, trace_page.render(found), script=script,
+                       options=["--dump-dom", "--window-size=800,900"]))
+    assert json.loads(re.search("<title>(.*?)</title>", seen)[1]) == [800, True]
+
+
 def test_a_trace_without_annotations_or_steps_gives_a_page(tmp_path):
     found = {**make_breakdown(), "host": [], "steps": [], "cells": [], "instructions": [], "predicted_seconds": None,
              "total": 0.0, "without_pauses": 0.0, "busy": 0.0, "idle": 0.0}
