@@ -52,7 +52,8 @@ POSITIVE = ("model.init_std", "model.rope_theta")
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
 # Whole numbers are int32 on a device, or count what no run has more of; tokens per update may be more. Others are
 # float32 there.
-LARGEST, LARGE = 2**31 - 1, ("batch.tokens", "optimizer.base_batch_tokens")
+LARGEST, LARGEST_TOKENS = 2**31 - 1, 2**63 - 1
+TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
@@ -69,8 +70,9 @@ def check_values(config: ConfigDict) -> None:
     for key, value in flatten(config).items():
         if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:  # nor nan
             raise ValueError(f"{key}={value}: give a finite number of float32")
-        if isinstance(value, int) and abs(value) > LARGEST and key not in LARGE:
-            raise ValueError(f"{key}={value}: give at most {LARGEST}")
+        largest = LARGEST_TOKENS if key in TOKENS else LARGEST
+        if isinstance(value, int) and abs(value) > largest:
+            raise ValueError(f"{key}={value}: give at most {largest}")
     for key, least in LEAST.items():
         if (value := _value(config, key)) < least:
             raise ValueError(f"{key}={value}: give {least} or more")

@@ -4,6 +4,7 @@ import pytest
 
 from bytescope.model import ModelConfig
 from bytescope.train.__main__ import parse
+from bytescope.train.batch import BatchAlgebra
 from bytescope.train.checks import DECAYS, POSITIVE, check_values, doubtful
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import find
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.quick
     ("train.steps", ("0", "3000000000")), ("optimizer.weight_decay", ("-0.1", "inf")), ("optimizer.eps", ("-1", "nan")),
     ("optimizer.end_fraction", ("-0.1", "inf")), ("optimizer.clip_norm", ("-1", "nan")),
     ("optimizer.warmup_steps", ("-1",)), ("remat.budget", ("much", "-5GiB", "nan", "7 parsecs")),
-    ("model.d_model", ("10000000000",)), ("batch.micro", ("4294967296",))])
+    ("model.d_model", ("10000000000",)), ("batch.micro", ("4294967296",)),
+    ("batch.tokens", ("9" * 20,)), ("optimizer.base_batch_tokens", ("9" * 23,))])
 def test_a_value_that_no_run_can_want_is_refused(key, values):
     for value in values:
         with pytest.raises(ValueError) as caught:
@@ -46,6 +48,12 @@ def test_scaling_of_rotary_positions_takes_four_positive_numbers(text):
 def test_a_timeout_is_a_number_of_seconds(text):
     with pytest.raises(UserError, match="--timeout=.*positive number of seconds"):
         find(parse([f"--timeout={text}"]))
+
+
+@pytest.mark.parametrize("text", ["0:99999999999", "0:1,99999999999:2"])
+def test_a_schedule_counts_in_int32(text):
+    with pytest.raises(ValueError, match="accumulation_schedule=.*below"):
+        BatchAlgebra.of(small_config({"batch.accumulation_schedule": text}).batch, 1, 32)
 
 
 def test_what_is_doubtful_is_said_and_runs():
