@@ -33,11 +33,11 @@ from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.failures import explained
-from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation, model_flops_per_token
+from bytescope.train.run.metrics import MetricsLog, has_evaluation, model_flops_per_token
 from bytescope.train.run.runtime import forget_peak, return_freed_memory
 from bytescope.train.run.signals import Stop
 from bytescope.train.run.step_timer import Clock
-from bytescope.train.run.workdir import Identity, claimed
+from bytescope.train.run.workdir import METRICS, Identity, claimed
 from bytescope.train.sample import sample_text
 from bytescope.train.step import Tally
 
@@ -215,15 +215,6 @@ def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
-    """The state and the position of the newest good checkpoint; without one, the initial state."""
-    restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
-    if restored is None:
-        return program.init(), Position(0, 0)
-    console.print(f"resumed at step {restored[1].step}")
-    return restored
-
-
 def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
         asked: profile.Asked = profile.NOTHING, command: Command = UNKNOWN) -> None:
     """One start of `bytescope train`: everything from the config to the last checkpoint.
@@ -266,30 +257,11 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
         startup.show_program(console, program, data.description, verbose=command.verbose)
         for line in doubtful(config):
             summary.say(console, f"warning: {line}")
-        compiled = _compiled(program, command, workdir, console, processes)
+        compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         report = compiled.report
         with explained(report, program.mesh.local_devices[0], remedies.advice_without_compiling(report, command)):
             _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began,
                               stop)
-
-
-def _compiled(program: Program, command: Command, workdir: Path, console: Console,
-              processes: Processes) -> startup.Compiled:
-    """The compiled step, its report in the run directory, once it is known to fit; raises as `run` does."""
-    device, unknown = program.mesh.local_devices[0], remedies.before_the_report(program)
-    try:
-        with explained(None, device, remedies.advice_without_compiling(unknown, command)):
-            compiled = startup.compile_step(program, console, command)
-    except UserError:
-        raise
-    except ValueError as error:  # an offload policy that moves nothing
-        raise UserError(str(error)) from error
-    page = startup.write_report(compiled.report, workdir) if processes.first else workdir
-    summary.show(console, [("report", str(page))])
-    if compiled.report.fits is False:
-        with startup.told(console, "compiling what might fit", True) as tell:
-            remedies.refuse(compiled.report, program, command, tell, compiled.seconds)
-    return compiled
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
@@ -305,7 +277,7 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
     return_freed_memory()  # what compiling has freed
     forget_peak()
     before = sample(device)
-    state, position = start_state(program, checkpoints, console)
+    state, position = startup.start_state(program, checkpoints, console)
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what restoring has freed
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,

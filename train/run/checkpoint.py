@@ -25,6 +25,7 @@ from bytescope.train.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.parallel.processes import ALONE, Processes
 from bytescope.train.run.failures import keep_library_log
 from bytescope.train.run.runtime import stderr_held
+from bytescope.train.run.workdir import CHECKPOINTS
 
 # Orbax's own account of a checkpoint, which it reads of all of them before it lists one.
 _METADATA = "_CHECKPOINT_METADATA"
@@ -133,7 +134,7 @@ class Checkpoints:
     def __init__(self, workdir: Path, keep: int, processes: Processes = ALONE):
         if keep < 1:
             raise UserError(f"train.keep={keep}: keep at least 1 checkpoint, or a run cannot be resumed")
-        self.root, self.aside, self._processes = workdir / "checkpoints", workdir / "damaged", processes
+        self.root, self.aside, self._processes = workdir / CHECKPOINTS, workdir / "damaged", processes
         policies = [preservation_policy.LatestN(keep),
                     preservation_policy.BestN(n=1, get_metric_fn=lambda m: m["eval_loss"], reverse=True,
                                               keep_checkpoints_without_metrics=False)]

@@ -29,9 +29,6 @@ def model_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     return 6.0 * matmul_parameters(model) + core
 
 
-METRICS = "metrics.jsonl"
-
-
 def has_evaluation(path: Path, step: int) -> bool:
     """Whether the rows of a run in the file `path` contain the evaluation of `step`."""
     rows = [_parse(line) for line in _lines(path)]

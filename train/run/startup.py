@@ -27,11 +27,16 @@ from bytescope.memory.text.layout import Prose
 from bytescope.model.names import NAMES
 from bytescope.train.command import DEFAULT, UNKNOWN, Command
 from bytescope.train.config import flatten
+from bytescope.train.errors import UserError
 from bytescope.train.optimizer.rules import describe_scaling
+from bytescope.train.parallel.processes import Processes
+from bytescope.train.planning import remedies
 from bytescope.train.planning.adapter import Adapter
 from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program
 from bytescope.train.run import summary
+from bytescope.train.run.checkpoint import Checkpoints, Position
+from bytescope.train.run.failures import explained
 from bytescope.train.run.metrics import model_flops_per_token
 from bytescope.train.run.workdir import write_atomically
 
@@ -150,6 +155,38 @@ def write_report(report: Report, workdir: Path) -> Path:
     write_atomically(workdir / REPORT, json.dumps(report.to_json(), indent=1) + "\n")
     write_atomically(workdir / PAGE, report_page.render(report))
     return workdir / PAGE
+
+
+def compile_or_refuse(program: Program, command: Command, workdir: Path, console: Console,
+                      processes: Processes) -> Compiled:
+    """The compiled step, its report in the run directory, once it is known to fit.
+
+    Raises:
+      DoesNotFit: it does not, with advice. UserError: an offload policy that moves nothing.
+    """
+    device, unknown = program.mesh.local_devices[0], remedies.before_the_report(program)
+    try:
+        with explained(None, device, remedies.advice_without_compiling(unknown, command)):
+            compiled = compile_step(program, console, command)
+    except UserError:
+        raise
+    except ValueError as error:  # an offload policy that moves nothing
+        raise UserError(str(error)) from error
+    page = write_report(compiled.report, workdir) if processes.first else workdir
+    summary.show(console, [("report", str(page))])
+    if compiled.report.fits is False:
+        with told(console, "compiling what might fit", True) as tell:
+            remedies.refuse(compiled.report, program, command, tell, compiled.seconds)
+    return compiled
+
+
+def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
+    """The state and the position of the newest good checkpoint; without one, the initial state."""
+    restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
+    if restored is None:
+        return program.init(), Position(0, 0)
+    console.print(f"resumed at step {restored[1].step}")
+    return restored
 
 
 # Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.

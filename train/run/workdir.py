@@ -24,6 +24,7 @@ FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation
 # Keys that may differ between processes: paths on machines of their own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 # What a start that is killed before it has claimed its directory leaves there.
 BEFORE_CLAIM = (LOCK, "config.json.tmp")
 # Keys whose changes are not mentioned.
@@ -181,8 +182,16 @@ def _damaged(path: Path, why: str) -> UserError:
     return UserError(f"{path} is damaged ({why}): restore it, or choose another --workdir")
 
 
+def _begun(workdir: Path) -> bool:
+    """Whether a run directory has a row of metrics or a checkpoint."""
+    metrics, checkpoints = workdir / METRICS, workdir / CHECKPOINTS
+    return (metrics.exists() and metrics.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+
+
 def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     old = _recorded(path)
+    if not _begun(path.parent):  # such as one that was refused for its memory: nothing is lost
+        return []
     if differences := _differences(old.curve(), identity.curve()):
         raise UserError(f"{path.parent} holds another run: {'; '.join(differences)}. "
                         f"{_same_batch(old, identity)}Use the old values or another --workdir")

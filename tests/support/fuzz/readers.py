@@ -269,7 +269,8 @@ def metrics_rows() -> list[bytes]:
 
 def read_metrics(data: bytes, folder: Path) -> None:
     """A row that is no row is left out; nothing is refused."""
-    from bytescope.train.run.metrics import METRICS, MetricsLog, has_evaluation
+    from bytescope.train.run.metrics import MetricsLog, has_evaluation
+    from bytescope.train.run.workdir import METRICS
 
     path = folder / METRICS
     path.write_bytes(data)

@@ -255,6 +255,7 @@ def test_flags_that_make_no_sense_are_one_line(no_launcher, flags, message):
 def test_the_accumulation_for_other_devices_is_named(tmp_path):
     """Four devices of micro-batch 4 x accumulation 2 are two of accumulation 4."""
     claim(tmp_path, Identity({"train.steps": 1, "batch.accumulation": 2}, 32, "abc"), extend=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="--config.batch.accumulation=4 makes the global batch 32 again"):
         claim(tmp_path, Identity({"train.steps": 1, "batch.accumulation": 2}, 16, "abc"), extend=False)
 

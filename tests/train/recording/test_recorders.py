@@ -17,7 +17,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.recording import wandb_run
 from bytescope.train.recording.recorders import Recorders
 from bytescope.train.recording.tensorboard import scalars
-from bytescope.train.run.metrics import METRICS
+from bytescope.train.run.workdir import METRICS
 from support.formats import shown, wandb_records
 from support.toy import small_config
 

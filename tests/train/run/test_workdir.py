@@ -13,7 +13,7 @@ import pytest
 from bytescope.train.config import override
 from bytescope.train.errors import UserError
 from bytescope.train.run.metrics import MetricsLog, matmul_parameters, model_flops_per_token
-from bytescope.train.run.workdir import Identity, claim, claimed, new_workdir
+from bytescope.train.run.workdir import METRICS, Identity, claim, claimed, new_workdir
 from support.toy import small_config
 
 pytestmark = pytest.mark.quick
@@ -26,11 +26,17 @@ def identity(rows=16, data="abc", **changes):
     return Identity.of(config, rows, data)
 
 
+def begun(workdir):
+    """A run directory of a run that has a row."""
+    claim(workdir, identity(), extend=False)
+    (workdir / METRICS).write_text('{"step": 1}\n')
+
+
 @pytest.mark.parametrize("change", [
     {"mesh__fsdp": 4}, {"batch__micro": 2}, {"batch__mode": "scan"}, {"remat__policy": "full"}, {"loss__kind": "full"},
     {"model__attention": "chunked"}, {"data__source": "elsewhere"}])
 def test_what_does_not_move_the_curve_may_change_with_a_note(tmp_path, change):
-    claim(tmp_path / "run", identity(), extend=False)
+    begun(tmp_path / "run")
     notes = claim(tmp_path / "run", identity(**change), extend=False)
     key = next(iter(change)).replace("__", ".")
     assert len(notes) == 1 and key in notes[0] and "->" in notes[0]
@@ -38,7 +44,7 @@ def test_what_does_not_move_the_curve_may_change_with_a_note(tmp_path, change):
 
 @pytest.mark.parametrize("change", [{"train__log_every": 3}, {"train__checkpoint_every": 9}, {"data__workers": 1}, {}])
 def test_cadence_may_change_silently(tmp_path, change):
-    claim(tmp_path / "run", identity(), extend=False)
+    begun(tmp_path / "run")
     assert claim(tmp_path / "run", identity(**change), extend=False) == []
 
 
@@ -49,7 +55,7 @@ def test_cadence_may_change_silently(tmp_path, change):
     ({"data__seq_len": 16}, "data.seq_len 32 -> 16"),
     ({"rows": 8}, "global batch (sequences) 16 -> 8"), ({"data": "xyz"}, "data 'abc' -> 'xyz'")])
 def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
-    claim(tmp_path / "run", identity(), extend=False)
+    begun(tmp_path / "run")
     before = (tmp_path / "run" / "config.json").read_text()
     with pytest.raises(UserError) as caught:
         claim(tmp_path / "run", identity(**change), extend=False)
@@ -57,8 +63,18 @@ def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
-def test_more_steps_need_extend(tmp_path):
+def test_a_run_that_never_began_may_become_another(tmp_path):
+    """It was refused for its memory, and its user follows the advice."""
     claim(tmp_path / "run", identity(), extend=False)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert claim(tmp_path / "run", identity(optimizer__name="adamw_8bit"), extend=False) == []
+    (tmp_path / "run" / "checkpoints" / "1").mkdir()
+    with pytest.raises(UserError, match="holds another run"):
+        claim(tmp_path / "run", identity(), extend=False)
+
+
+def test_more_steps_need_extend(tmp_path):
+    begun(tmp_path / "run")
     with pytest.raises(UserError, match="planned for 20 steps, not 30.*--extend"):
         claim(tmp_path / "run", identity(train__steps=30), extend=False)
     assert claim(tmp_path / "run", identity(train__steps=30), extend=True) == []
