@@ -8,6 +8,7 @@ being other people's text, and a name that a template uses and nobody gives is a
 from __future__ import annotations
 
 import functools
+import re
 from importlib import resources
 from typing import Any
 
@@ -39,12 +40,13 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates, with `human` and `tojson` as filters; `static` and `library` put in files as they are."""
+    """The templates, with `human`, `flags` (the words of a command) and `tojson` as filters; `static` and `library` put
+    in files as they are."""
     found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    found.filters["human"] = human
+    found.filters |= {"human": human, "flags": lambda command: re.split(r" (?='?--)", command)}
     found.globals |= {"static": _static, "library": _library}
     return found
 

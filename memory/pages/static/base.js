@@ -86,8 +86,7 @@ const base = (() => {
     apply();
   };
   // A command as words that do not break after their dashes; its text is what it was.
-  const flags = (command) => command.split(" --").flatMap((word, i) => (i ? [" ", make("span", "--" + word)]
-    : [make("span", word)]));
+  const flags = (command) => command.split(/ (?='?--)/).flatMap((word, i) => [...(i ? [" "] : []), make("span", word)]);
   // What a button of a table copies, above the table for all to read.
   const told = (button) => {
     const card = button.closest(".card"), found = card.querySelector(".told") || make("div", undefined, "run told");

@@ -9,29 +9,38 @@
     ...data.categories.filter(([category]) => level.breakdown[category]).map(([category, title]) => ({ name: title,
       value: human(level.breakdown[category]), color: `var(--c-${category})`, strong: category === pointed })),
     ...level.costs, ...level.flags.split(" --").map((flag, i) => (i ? "--" + flag : flag))];
-  // The figure of a bar stands above it, and above the limit's line where that is near.
-  const total = (level, i) => {
+  // The figure of a bar stands at its end, and behind the limit's line where that is near.
+  const total = (level, i, lying) => {
     const cut = level.bytes > data.scale, figure = (level.bytes / size).toFixed(level.bytes < 10 * size ? 2 : 1);
-    const under = data.limit && level.bytes <= data.limit && data.limit - level.bytes < 0.07 * data.scale;
-    const top = under ? data.limit : Math.min(level.bytes, 1.02 * data.scale);
-    return { x: i, y: top / size, dy: -6, anchor: "middle", size: 13,
-      text: cut ? "▲ " + figure : figure, color: level.fits === false ? "var(--exceeds)" : "var(--ink)" };
+    const near = (lying ? 0.3 : 0.07) * data.scale;
+    const under = data.limit && level.bytes <= data.limit && data.limit - level.bytes < near;
+    const end = (under ? data.limit : Math.min(level.bytes, 1.02 * data.scale)) / size;
+    const look = { size: 13, text: cut ? (lying ? "▶ " : "▲ ") + figure : figure,
+      color: level.fits === false ? "var(--exceeds)" : "var(--ink)" };
+    return lying ? { x: end, y: i, dx: 6, dy: 4, ...look } : { x: i, y: end, dy: -6, anchor: "middle", ...look };
   };
 
+  const said = () => `${data.target} limit ${human(data.limit)}`;
+  // On a narrow page the bars lie, so that their names can be read.
+  const NARROW = 640;
   const draw = () => {
     if (!data.levels.length) return;
-    const x = data.levels.map((_, i) => i), shown = data.limit && data.limit <= 1.05 * data.scale;
+    const at = data.levels.map((_, i) => i), shown = data.limit && data.limit <= 1.05 * data.scale;
+    const lying = charts.width($("stairs")) < NARROW;
+    const names = { type: "names", names: data.levels.map(({ title }) => (lying ? title.replace(/^\+ /, "") : title)) };
+    const sizes = { title: "allocated on one device, " + unit, range: [0, ((lying ? 1.3 : 1.12) * data.scale) / size] };
+    const limit = { text: lying ? "" : said(), [lying ? "x" : "y"]: data.limit / size };
+    $("limit").textContent = lying && shown ? `Dashed: ${said()}.` : "";
     charts.xy("stairs", {
-      x: { type: "names", names: data.levels.map((level) => level.title) },
-      y: { title: "allocated on one device, " + unit, range: [0, (1.12 * data.scale) / size] },
-      series: data.categories.map(([category, title]) => ({ kind: "bar", name: title, key: category, x,
+      horizontal: lying, x: lying ? sizes : names, y: lying ? names : sizes,
+      series: data.categories.map(([category, title]) => ({ kind: "bar", name: title, key: category, x: at,
         y: data.levels.map((level) => (level.breakdown[category] || 0) / size), color: `var(--c-${category})`,
         tips: (i) => about(data.levels[i], category) })),
-      limits: shown ? [{ y: data.limit / size, text: `${data.target} limit ${human(data.limit)}` }] : [],
-      notes: data.levels.map(total),
+      limits: shown ? [limit] : [],
+      notes: data.levels.map((level, i) => total(level, i, lying)),
     });
   };
 
-  if (data.levels.some((level) => level.bytes > data.scale)) $("cut").textContent = "Bars with a ▲ are cut.";
+  if (data.levels.some((level) => level.bytes > data.scale)) $("cut").textContent = "Bars with an arrow are cut.";
   base.start(draw);
 })();

@@ -140,7 +140,7 @@ def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
     document = browse(tmp_path, levers_page.render(out), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     assert re.search("<title>(.*?)<", document, re.S)[1] == (
-        "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with a ▲ are cut.")
+        "params+residuals;300,100,45,20;100;▲ 600.0,200.0,90.0,40.0;true;Bars with an arrow are cut.")
 
 
 # ---- the command ------------------------------------------------------------------------------------
