@@ -50,7 +50,8 @@ class Chip:
         hbm: bytes per second of the device's memory; host_link: from device to host; in_host, between_hosts:
             interconnect, per device and direction.
         peak_flops: dtype -> dense FLOP per second.
-        max_shape: the largest slice a TPU comes in, () for GPUs.
+        max_shape: the largest slice a TPU comes in, or (hosts, devices) of a rack that is one NVLink domain; () for
+            other GPUs.
         sources: figure -> where it was read.
     """
 
@@ -86,20 +87,49 @@ _HOPPER = GpuShape((9, 0), "ACCELERATED_FEATURES", 132, 128, 1.98, 50 * 2**20, 2
 _BLACKWELL = GpuShape((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 126 * 2**20, 228 * 1024, 227 * 1024)
 _L40S = GpuShape((8, 9), "", 142, 128, 2.52, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
 _ADA = dataclasses.replace(_L40S, cores=128, l2_bytes=72 * 2**20)
+_L4 = dataclasses.replace(_L40S, cores=58, clock_ghz=2.04, l2_bytes=48 * 2**20)
+_A10G = GpuShape((8, 6), "", 80, 128, 1.71, 6 * 2**20, 100 * 1024, 99 * 1024, 1536)
+_3090, _A5000, _A6000 = (dataclasses.replace(_A10G, cores=cores, clock_ghz=clock)
+                         for cores, clock in ((82, 1.695), (64, 1.695), (84, 1.8)))
+_5090 = GpuShape((12, 0), "ACCELERATED_FEATURES", 170, 128, 2.407, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
+_TURING = GpuShape((7, 5), "", 40, 64, 1.59, 4 * 2**20, 64 * 1024, 64 * 1024, 1024)
+_VOLTA = GpuShape((7, 0), "", 80, 64, 1.53, 6 * 2**20, 96 * 1024, 96 * 1024)
 
 _A100_FLOPS = {"fp32": 19.5 * T, "tf32": 156 * T, "bf16": 312 * T, "fp16": 312 * T}
 _H100_FLOPS = {"fp32": 67 * T, "tf32": 494.7 * T, "bf16": 989.4 * T, "fp16": 989.4 * T, "fp8": 1978.9 * T}
 _B200_FLOPS = {"fp32": 75 * T, "tf32": 1125 * T, "bf16": 2250 * T, "fp16": 2250 * T, "fp8": 4500 * T}
 _L40S_FLOPS = {"fp32": 91.6 * T, "tf32": 183 * T, "bf16": 362 * T, "fp16": 362 * T, "fp8": 733 * T}
-# With fp32 accumulation, at half the rate of fp16 accumulation on this card.
+_H100_PCIE_FLOPS = {"fp32": 51 * T, "tf32": 378 * T, "bf16": 756 * T, "fp16": 756 * T, "fp8": 1513 * T}
+_H100_NVL_FLOPS = {"fp32": 60 * T, "tf32": 417.5 * T, "bf16": 835.5 * T, "fp16": 835.5 * T, "fp8": 1670.5 * T}
+_GB200_FLOPS = {"fp32": 80 * T, "tf32": 1250 * T, "bf16": 2500 * T, "fp16": 2500 * T, "fp8": 5000 * T}
+_L4_FLOPS = {"fp32": 30.3 * T, "tf32": 60 * T, "bf16": 121 * T, "fp16": 121 * T, "fp8": 242.5 * T}
+_A10G_FLOPS = {"fp32": 35 * T, "tf32": 35 * T, "bf16": 70 * T, "fp16": 70 * T}
+_A5000_FLOPS = {"fp32": 27.8 * T, "tf32": 55.6 * T, "bf16": 111.1 * T, "fp16": 111.1 * T}
+_A6000_FLOPS = {"fp32": 38.7 * T, "tf32": 77.4 * T, "bf16": 154.8 * T, "fp16": 154.8 * T}
+# With fp32 accumulation, at half the rate of fp16 accumulation on these cards.
 _4090_FLOPS = {"fp32": 82.6 * T, "tf32": 82.6 * T, "bf16": 165.2 * T, "fp16": 165.2 * T, "fp8": 330.3 * T}
+_3090_FLOPS = {"fp32": 35.6 * T, "tf32": 35.6 * T, "bf16": 71 * T, "fp16": 71 * T}
+_5090_FLOPS = {"fp32": 104.8 * T, "tf32": 104.8 * T, "bf16": 209.5 * T, "fp16": 209.5 * T, "fp8": 419 * T}
+# Tensor cores of these take fp16 alone: bf16 is computed by way of float32.
+_T4_FLOPS = {"fp32": 8.1 * T, "fp16": 65 * T}
+_V100_FLOPS = {"fp32": 15.7 * T, "fp16": 125 * T}
 
 
 def _gpu(name: str, kind: str, total_gib: float, hbm: float, link: float, nvlink: float, nic: float,
          host_bytes: int, flops: Mapping[str, float], shape: GpuShape, sheet: str, host: str) -> Chip:
-    """A GPU row; eight cards a host throughout. Without NVLink the cards of a host meet over PCIe."""
+    """A GPU row; eight cards a host. Without NVLink between all of them the cards of a host meet over PCIe."""
     return Chip(name, kind, "cuda", int(total_gib * GIB), CONTEXT_BYTES, hbm, link, nvlink or link, nic, 8,
                 host_bytes, flops, _sources(sheet, host), gpu=shape)
+
+
+def _rack(chip: Chip, devices_per_host: int, hosts: int, host_link: str) -> Chip:
+    """A GPU whose rack is one NVLink domain of so many hosts; its host link is that of a source of its own."""
+    return dataclasses.replace(chip, devices_per_host=devices_per_host, max_shape=(hosts, devices_per_host),
+                               sources={**chip.sources, "host_link_bytes_per_s": host_link})
+
+
+_WORKSTATION = "assumed workstation: 64 GiB a card, 10 Gb/s Ethernet"
+_SERVER = "assumed server: 8 cards, 1 TiB, 200 Gb/s a card"
 
 
 _TPU_LINK = "PCIe of a TPU host, How to Scale Your Model (jax-ml.github.io/scaling-book), table of TPU specs"
@@ -129,8 +159,33 @@ _CHIPS = (
     _gpu("l40s", "NVIDIA L40S", 44.39, 0.864 * T, 32 * GB, 0, 25 * GB, 768 * GIB, _L40S_FLOPS, _L40S,
          "NVIDIA L40S data sheet", "NVIDIA OVX server guide (8 cards)"),
     _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.52, 1.008 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB,
-         _4090_FLOPS, _ADA, "NVIDIA Ada GPU architecture whitepaper",
-         "assumed workstation: 64 GiB a card, 10 Gb/s Ethernet"),
+         _4090_FLOPS, _ADA, "NVIDIA Ada GPU architecture whitepaper", _WORKSTATION),
+    # NVLink bridges of the next five join two cards at most.
+    _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.11, 2 * T, 64 * GB, 0, 25 * GB, 1024 * GIB, _H100_PCIE_FLOPS,
+         dataclasses.replace(_HOPPER, cores=114, clock_ghz=1.755), "NVIDIA H100 data sheet (PCIe)", _SERVER),
+    _gpu("h100-nvl", "NVIDIA H100 NVL", 93.1, 3.9 * T, 64 * GB, 0, 25 * GB, 1024 * GIB, _H100_NVL_FLOPS,
+         dataclasses.replace(_HOPPER, clock_ghz=1.785), "NVIDIA H100 data sheet (NVL, per card)", _SERVER),
+    _gpu("a5000", "NVIDIA RTX A5000", 23.55, 0.768 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB, _A5000_FLOPS, _A5000,
+         "NVIDIA RTX A5000 data sheet, half of its rates with sparsity", _WORKSTATION),
+    _gpu("a6000", "NVIDIA RTX A6000", 47.53, 0.768 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB, _A6000_FLOPS, _A6000,
+         "NVIDIA RTX A6000 data sheet, half of its rates with sparsity", _WORKSTATION),
+    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.69, 0.936 * T, 32 * GB, 0, 1.25 * GB, 512 * GIB, _3090_FLOPS, _3090,
+         "NVIDIA Ampere GA102 GPU architecture whitepaper", _WORKSTATION),
+    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 31.36, 1.792 * T, 64 * GB, 0, 1.25 * GB, 512 * GIB, _5090_FLOPS, _5090,
+         "NVIDIA RTX Blackwell GPU architecture whitepaper", _WORKSTATION),
+    _gpu("a10g", "NVIDIA A10G", 22.06, 0.6 * T, 32 * GB, 0, 1.5625 * GB, 768 * GIB, _A10G_FLOPS, _A10G,
+         "NVIDIA A10G data sheet", "Amazon EC2 g5.48xlarge"),
+    _gpu("l4", "NVIDIA L4", 22.03, 0.3 * T, 32 * GB, 0, 1.5625 * GB, 768 * GIB, _L4_FLOPS, _L4,
+         "NVIDIA L4 data sheet, half of its rates with sparsity", "Amazon EC2 g6.48xlarge"),
+    _gpu("t4", "Tesla T4", 14.57, 0.32 * T, 16 * GB, 0, 1.5625 * GB, 384 * GIB, _T4_FLOPS, _TURING,
+         "NVIDIA T4 data sheet", "Amazon EC2 g4dn.metal"),
+    _gpu("v100", "Tesla V100-SXM2-32GB", 31.74, 0.9 * T, 16 * GB, 150 * GB, 6.25 * GB, 512 * GIB, _V100_FLOPS, _VOLTA,
+         "NVIDIA V100 data sheet (SXM2)", "NVIDIA DGX-1 data sheet (8 cards, 4 x 100 Gb/s)"),
+    # Two superchips a host: four GPUs, two Grace with 480 GB each; between the 18 hosts of a rack NVLink too.
+    _rack(_gpu("gb200", "NVIDIA GB200", 184.31, 8 * T, 225 * GB, 900 * GB, 900 * GB, 960 * GB, _GB200_FLOPS,
+               dataclasses.replace(_BLACKWELL, cores=152), "NVIDIA GB200 NVL72 data sheet (per GPU, dense)",
+               "NVIDIA GB200 NVL72 data sheet (a compute tray)"), 4, 18,
+          "NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs"),
     _tpu("v5e", "TPU v5 lite", 16 * GIB, 15.75, 819 * GB, 16 * GB, 200 * GB, 3.125 * GB, 192 * GIB,
          {"bf16": 197 * T}, (16, 16)),
     _tpu("v5p", "TPU v5", 96 * GIB, 95.74, 2765 * GB, 16 * GB, 600 * GB, 6.25 * GB, 448 * GIB,
@@ -140,6 +195,8 @@ _CHIPS = (
 )
 
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in _CHIPS}
+# The first GPUs that CUDA 13 compiles for; those before need the compiler of CUDA 12.
+CUDA_13_FROM = (7, 5)
 
 
 def target_config(chip: Chip, runtime: tuple[int, int]) -> str:

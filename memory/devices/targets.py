@@ -183,6 +183,10 @@ def _gpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]
         example = f"{chip.name}:{hosts if hosts and not left else 2}x{per_host}"
         raise ReportError(f"target {name!r}: a host holds at most {per_host} of these; "
                           f"say {example} (hosts x devices)")
+    if chip.max_shape and full[0] > chip.max_shape[0]:
+        largest = "x".join(map(str, chip.max_shape))
+        raise ReportError(f"target {name!r}: a rack holds {largest} of these (hosts x devices), which NVLink joins; "
+                          "what lies between racks is not described")
     return full
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from typing import Any
 
-from bytescope.memory.devices.chips import Chip, target_config
+from bytescope.memory.devices.chips import CUDA_13_FROM, Chip, target_config
 from bytescope.memory.devices.platform import accelerator
 from bytescope.memory.errors import ReportError
 
@@ -42,7 +42,13 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
 
     Raises ReportError without the extra that compiles for them, and where its compiler refuses them.
     """
-    found = [plugin for plugin in CUDA_PLUGINS if installed(f"jax_plugins.{plugin}")]
+    old = chip.gpu.capability < CUDA_13_FROM
+    able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
+    found = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
+    if not found and old:
+        major, minor = chip.gpu.capability
+        raise ReportError(f"target {name}: CUDA 13 no longer compiles for sm_{major}{minor}; in an environment of "
+                          "its own, pip install 'bytescope[cuda12]' (it needs no GPU)")
     if not found:
         raise ReportError(f"target {name}: no CUDA compiler here; "
                           "pip install 'bytescope[cuda]' (it needs no GPU)")

@@ -7,6 +7,7 @@ result `context`, since one with a custom gradient must name the residual where 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import jax
@@ -87,7 +88,7 @@ def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) 
 
 def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> str | None:
     if platform not in ("gpu", "cuda"):
-        return f"it runs on NVIDIA GPUs, not on {platform}; use chunked"
+        return f"it runs on NVIDIA GPUs from Ampere on, not on {platform}; use chunked"
     if np.dtype(precision.compute).itemsize != 2:
         return (f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
                 "or use chunked")
@@ -118,12 +119,23 @@ KERNELS = {
 # in its caches (0.55x the time and memory at 1024 positions; tests/bench/attention.py).
 NAIVE_UP_TO = 512
 
+# Compute capability of the first GPUs that cuDNN's FlashAttention runs on: Ampere. It compiles for older ones too.
+CUDNN_FROM = (8, 0)
+
+
+def platform_of(device: jax.Device) -> str:
+    """Where a kernel would run: the device's platform, or for a GPU that cuDNN's attention does not know its name."""
+    nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if device.platform in ("gpu", "cuda") and nvidia and tuple(map(int, nvidia.groups())) < CUDNN_FROM:
+        return device.device_kind
+    return device.platform
+
 
 def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int) -> tuple[str, str]:
     """(kernel, why) for `config.attention`; `auto` takes the one of least memory that can run.
 
     Args:
-      platform: "cpu", "gpu"/"cuda" or "tpu": where the program will run, not where it is compiled.
+      platform: `platform_of` where the program will run, not where it is compiled: "cpu", "gpu"/"cuda", "tpu", ...
 
     Raises:
       ValueError: the kernel asked for cannot run there, or does not exist.

@@ -1,5 +1,7 @@
 """Attention kernels: equal to a plain reference in values and gradients, linear memory, honest refusals."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig
-from bytescope.model.attention.kernels import KERNELS, choose_kernel
+from bytescope.model.attention.kernels import KERNELS, choose_kernel, platform_of
 from support.toy import small_program
 
 
@@ -92,7 +94,7 @@ def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length,
 
 
 @pytest.mark.parametrize(("platform", "preset", "changes", "message"), [
-    ("cpu", "bf16", {"attention": "cudnn"}, "NVIDIA GPUs, not on cpu; use chunked"),
+    ("cpu", "bf16", {"attention": "cudnn"}, "NVIDIA GPUs from Ampere on, not on cpu; use chunked"),
     ("gpu", "fp32", {"attention": "cudnn"}, "16-bit"),
     ("gpu", "bf16", {"attention": "cudnn", "d_head": 12}, "d_head=12"),
     ("gpu", "bf16", {"attention": "cudnn", "dropout": 0.1}, "dropout"),
@@ -115,6 +117,19 @@ def stacked(jaxpr):
                     yield from ((out.aval.shape, out.aval.dtype.name) for out, each in
                                 zip(equation.outvars, body.outvars) if len(out.aval.shape) > len(each.aval.shape))
                 yield from stacked(body)
+
+
+@pytest.mark.parametrize(("platform", "capability", "kernel"), [
+    ("gpu", "7.5", "chunked"), ("cuda", "7.0", "chunked"), ("gpu", "8.0", "cudnn"), ("gpu", "12.0", "cudnn"),
+    ("cpu", "", "chunked")])
+def test_cards_before_ampere_have_no_cudnn_attention(platform, capability, kernel):
+    """It compiles for them, and would fail when it runs."""
+    device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="Tesla T4")
+    where = platform_of(device)
+    assert choose_kernel(config(), PRECISIONS["bf16"], where, 4096)[0] == kernel
+    if capability == "7.5":
+        with pytest.raises(ValueError, match="from Ampere on, not on Tesla T4; use chunked"):
+            choose_kernel(config(attention="cudnn"), PRECISIONS["bf16"], where, 128)
 
 
 @pytest.mark.parametrize("context", [1, 4])

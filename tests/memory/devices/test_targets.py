@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bytescope.memory.commands import listings
 from bytescope.memory.devices import chips, limits, platform, targets, topologies
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
@@ -25,7 +26,8 @@ SHAPES = {
     "h200": ((1, 1), 1, 1), "h200:8": ((1, 8), 8, 8), "h100:2x8": ((2, 8), 16, 8),
     "h100:64x8": ((64, 8), 512, 8), "a100-40g:4": ((1, 4), 4, 4), "H100:8 ": ((1, 8), 8, 8),
     "v5e": ((1, 1), 1, 1), "v5e:4x4": ((4, 4), 16, 4), "v5p": ((2, 2, 1), 4, 4),
-    "v5p:2x2x2": ((2, 2, 2), 8, 4), "v6e:2x4": ((2, 4), 8, 4),
+    "v5p:2x2x2": ((2, 2, 2), 8, 4), "v6e:2x4": ((2, 4), 8, 4), "gb200:18x4": ((18, 4), 72, 4), "gb200": ((1, 1), 1, 1),
+    "t4:2x8": ((2, 8), 16, 8),
 }
 
 
@@ -43,7 +45,8 @@ def test_shape_of_a_described_target(name):
     ("h100:8x", "after the colon"), ("h100:1e9", "after the colon"), ("h100:16", "say h100:2x8"),
     ("h100:1x2x3", "at most 8"), ("v5e:3x3", "even numbers"), ("v5e:32x2", "up to 16x16"),
     ("v5e:8", "2 axes"), ("v5p:1x1x1", "3 axes"), ("local:2", "takes no count"), ("cpu:2x4", "counted"),
-    ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"),
+    ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"), ("h10", "did you mean h100, h100-pcie or h100-nvl?"),
+    ("rtx4080", "did you mean rtx4090"), ("gb200:8", "say gb200:2x4"), ("gb200:19x4", "a rack holds 18x4"),
 ])
 def test_a_wrong_name_is_one_line_that_says_what_exists(name, words):
     with pytest.raises(ReportError) as caught:
@@ -60,9 +63,15 @@ def test_every_figure_of_every_chip_is_there_and_has_its_source(chip):
         assert getattr(target, figure) > 0 and target.sources[figure]
     assert set(target.interconnect_bytes_per_s) == {"in_host", "between_hosts"}
     assert min(target.interconnect_bytes_per_s.values()) > 0 and target.sources["interconnect_bytes_per_s"]
-    assert target.peak_flops["bf16"] > 0 and target.sources["peak_flops"]
+    assert min(target.peak_flops.values()) > 0 and target.sources["peak_flops"]
+    tensor = target.peak_flops["fp16" if chip.name in ("t4", "v100") else "bf16"]
+    assert tensor > target.peak_flops.get("fp32", 0)
+    assert target.peak_flops.get("fp8", 2 * tensor) == pytest.approx(2 * tensor, rel=0.02)
     assert target.reserved_bytes < target.device_memory_bytes
-    assert 16e9 < target.device_memory_bytes < 200e9
+    assert 15e9 < target.device_memory_bytes < 200e9
+    if chip.gpu:  # the vector units' rate is that of their number: two FLOPs each and tick, but for what is rounded
+        vector = 2 * chip.gpu.cores * chip.gpu.fpus_per_core * chip.gpu.clock_ghz * 1e9
+        assert target.peak_flops["fp32"] == pytest.approx(vector, rel=0.05)
     json.dumps(target.to_json())
     hash(target)
 
@@ -105,6 +114,28 @@ def test_a_missing_compiler_says_which_extra_to_install(monkeypatch):
         assert extra in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_gpu_that_cuda_13_has_left_needs_the_compiler_of_cuda_12(monkeypatch):
+    asked = []
+    monkeypatch.setattr(topologies, "_topology", lambda name, platform, **options: asked.append(options) or [])
+    monkeypatch.setattr(topologies, "installed", lambda module: module.endswith("cuda13"))
+    with pytest.raises(ReportError, match=r"sm_70; in an environment of its own, pip install 'bytescope\[cuda12\]'"):
+        topologies.gpu_devices("v100", CHIPS["v100"], (1, 1))
+    monkeypatch.setattr(topologies, "installed", lambda module: True)
+    for name in ("v100", "t4"):
+        topologies.gpu_devices(name, CHIPS[name], (1, 1))
+    old, new = (options["target_config"] for options in asked)
+    assert "runtime_version { major: 12 minor: 9 }" in old and "major: 7 minor: 0" in old
+    assert "runtime_version { major: 13 minor: 0 }" in new and "major: 7 minor: 5" in new
+
+
+def test_the_listing_says_what_old_cards_lack():
+    _, rows = listings.targets(None)
+    notes = {row[0]: row[-1] for row in rows if row[-1]}
+    assert notes == {"t4": "no bf16 units; fp16 65 TFLOP/s",
+                     "v100": "no bf16 units; fp16 125 TFLOP/s; needs CUDA 12: bytescope[cuda12]"}
+    assert {row[0] for row in rows} == {*CHIPS, "local", "cpu:8"}
+
+
 def _compile(devices):
     mesh = jax.sharding.Mesh(devices, ("data",))
     x_BD = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
@@ -112,7 +143,8 @@ def _compile(devices):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["h200:2", "h100:2x2", "a100-80g:2", "b200:2", "l40s:2", "rtx4090:2"])
+@pytest.mark.parametrize("name", ["h200:2", "h100:2x2", "a100-80g:2", "b200:2", "l40s:2", "rtx4090:2",
+                                  "t4:2", "rtx5090:2"])
 def test_a_program_compiles_for_gpus_that_are_not_here(name):
     target = targets.parse(name)
     assert len(target.devices()) == target.n_devices
