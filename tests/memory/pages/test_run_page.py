@@ -51,6 +51,11 @@ def folder(tmp_path_factory):
     return place
 
 
+def plain_json(text):
+    """Fails for data with NaN or Infinity, which no browser reads."""
+    json.loads(one_file(text).scripts[1], parse_constant=lambda word: pytest.fail(f"a browser does not read {word}"))
+
+
 def words_of(text, links=()):
     return " ".join(" ".join(one_file(text, links).words).split())
 
@@ -96,6 +101,7 @@ def test_what_is_missing_or_damaged_is_a_word(tmp_path, capsys, name, content, s
     out, err = capsys.readouterr()
     assert out == f"{place / 'index.html'}\n" and err.startswith("warning: ") and said in err and err.count("\n") == 1
     assert said in words_of((place / "index.html").read_text())
+    plain_json((place / "index.html").read_text())
 
 
 @settings(max_examples=60, derandomize=True, deadline=None,
@@ -117,7 +123,7 @@ def test_any_damage_gives_a_page(folder, tmp_path, name, data):
     (place / name).write_bytes(damage)
     text = run_page.render(run_directory.read(place))
     (place / name).write_bytes(whole)
-    json.loads(one_file(text).scripts[1], parse_constant=lambda word: pytest.fail(f"a browser does not read {word}"))
+    plain_json(text)
 
 
 def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
