@@ -95,7 +95,7 @@ def _figures(before: Report, after: Report) -> list[Figure]:
                     f"{_growth(getattr(before, field), getattr(after, field))}", exact(getattr(after, field)))
              for name, field in figures]
     seconds = [report.roofline.get("total") for report in (before, after)]
-    if all(isinstance(value, int | float) and value > 0 for value in seconds):
+    if all(isinstance(value, int | float) and 0 < value < 1e300 for value in seconds):
         change = 100 * (seconds[1] / seconds[0] - 1)
         found.append(Figure("predicted step", f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %"))
     return found

@@ -71,6 +71,11 @@ def test_the_waterfall_leads_from_one_total_to_the_other():
     assert foreign[-2] == {"row": "unattributed", "name": "not in the rows", "from": 12 * GIB, "bytes": 8 * GIB}
 
 
+@pytest.mark.parametrize("seconds", [10**400, float("nan"), -1, None, "2"])
+def test_seconds_that_are_none_are_left_out(seconds):
+    assert "predicted step" not in diff_page.render(BEFORE, make_report(roofline={"total": seconds}))
+
+
 def test_both_timelines_reach_their_peaks_at_their_place():
     """Of 40 and of 1000 points, drawn at 600 places."""
     data = diff_page.page_data(BEFORE, AFTER, ("a", "b"))
