@@ -12,6 +12,7 @@ import jax
 from ml_collections import ConfigDict
 
 from bytescope.memory.analyze import report_of
+from bytescope.memory.attribution import advice
 from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
@@ -24,7 +25,7 @@ from bytescope.memory.units import human
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import AUTO, POLICIES
 from bytescope.train.checks import check_values
-from bytescope.train.config import override
+from bytescope.train.config import flatten, override
 from bytescope.train.errors import DoesNotFit
 from bytescope.train.parallel.axes import activation_axes
 from bytescope.train.planning.run_peak import loop_overhead
@@ -182,8 +183,10 @@ def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[s
     found = agree(found)
     if found is None:
         least = outcome.tightest.compiled.allocated_bytes
+        full = dataclasses.replace(compiler.report, config=flatten(compiler.full.config))
         raise DoesNotFit(f"remat.policy=auto: the smallest plan ({outcome.tightest.plan}) takes {human(least)}, "
                          f"{human(least - budget)} more than {human(budget)}: give a larger remat.budget, or a smaller "
-                         "batch.micro with more accumulation, or try bytescope fit")
+                         "batch.micro with more accumulation, or try bytescope fit",
+                         advice.lines(full, advice.open_levers(full), []))
     keys, line = found
     return with_keys(config, keys), line

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -14,10 +16,12 @@ from rich.console import Console
 from bytescope.train import loop
 from bytescope.train.config import load
 from bytescope.train.data.source import TokenSource
+from bytescope.train.run import step_timer
 from bytescope.train.run.display import TOLD_WAIT
 from bytescope.train.run.step_timer import Clock
 
 STEPS, ROWS, DELAY = 12, 8, 0.02  # seconds of one window
+STALL = 2.0  # of one window, far more than an update's eight take
 BASE = {"model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "model.n_kv_heads": 2, "model.d_head": 16,
         "model.d_ff": 64, "data.seq_len": 32, "data.source": str(Path(loop.__file__).parent), "batch.micro": ROWS,
         "mesh.fsdp": 1, "train.steps": STEPS, "train.log_every": 4, "train.eval_every": 0, "train.eval_sequences": 4,
@@ -48,15 +52,19 @@ def test_waiting_for_a_slow_source_is_told_and_readers_ahead_hide_it(tmp_path, m
     assert share < 0.3 and ("raise data.workers" in said) == (share >= TOLD_WAIT)
     read = TokenSource.__getitem__
 
+    calls = itertools.count(1)
+
     def slow(self, i):
-        time.sleep(DELAY)
+        time.sleep(STALL if next(calls) == ROWS * (STEPS - 2) else DELAY)
         return read(self, i)
 
     monkeypatch.setattr(TokenSource, "__getitem__", slow)
+    monkeypatch.setattr(step_timer, "SLOW", 3)  # medians: on a busy machine they are long
     share, seconds, said = train(tmp_path / "alone", **{"data.workers": 0, "data.prefetch": 0})
     # A step of this model is far shorter than its eight windows take.
     assert seconds > 0.5 * ROWS * DELAY and share > 0.5
     assert "waiting for data" in said and "raise data.workers" in said
+    assert re.search(r"step \d+ took \d+\.\d s, the last ones took \d+(\.\d+)? s: waiting for data", said)
     _, ahead, _ = train(tmp_path / "ahead", **{"data.workers": 8, "data.prefetch": 16})
     assert ahead < 0.5 * seconds
 

@@ -120,8 +120,10 @@ def test_the_first_process_decides():
             return answers.pop(0)
 
         if answer is None:
-            with pytest.raises(DoesNotFit, match="remat.policy=auto"):
+            with pytest.raises(DoesNotFit, match="remat.policy=auto") as refused:
                 settle(config, jax.devices()[:1], lambda line: None, first)
+            assert "batch.micro=" in "".join(refused.value.advice)
+            assert "remat.policy" not in "".join(refused.value.advice)
         else:
             taken, line = settle(config, jax.devices()[:1], lambda line: None, first)
             assert taken.remat.layers == ("0-1:up", "1-3:full") and line == answer[1]

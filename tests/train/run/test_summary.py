@@ -7,20 +7,21 @@ import pytest
 from rich.cells import cell_len
 
 from bytescope.memory.devices.live import LiveMemory
-from bytescope.memory.records import Report
+from bytescope.memory.records import Report, load
 from bytescope.memory.text.console import make_console
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.__main__ import parse
 from bytescope.train.command import Command
-from bytescope.train.run import summary
+from bytescope.train.run import startup, summary
 from bytescope.train.run.display import Display, describe
 from bytescope.train.run.summary import End
+from support.toy import small_program
 
 pytestmark = pytest.mark.quick
 
 WIDTHS = (80, 100, 120)
 REPORT = Report(20 * GIB, 20 * GIB, {}, limit_bytes=80 * GIB, fits=True, verdict="fits", host_bytes=3 * GIB,
-                roofline={"total": 0.5, "source": "data-sheet rates"})
+                roofline={"total": 0.5, "by_term": {"products": 0.5}, "source": "data-sheet rates"})
 ROW = {"step": 1200, "loss": 2.92631, "lr": 3e-4, "grad_norm": 2.691, "tokens_per_s": 412_925.0, "mfu": 0.4123,
        "hfu": 0.5123, "data_wait_s": 0.1, "step_time_s": 1.0,
        "memory": {"in_use_bytes": 61.8 * GIB, "peak_bytes": 62.4 * GIB}}
@@ -47,6 +48,25 @@ def test_the_start_is_whole_at_every_width(width):
     assert max(map(cell_len, lines)) <= width and "…" not in text and "remat" not in text
     assert not any(line.endswith(("20.00", "80.00", "60.00", "3.00")) for line in lines)  # a figure without its unit
     assert all(line.startswith((" " * summary.TITLE, "model ", "memory ", "speed ", "report ")) for line in lines)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_program_is_told_in_a_few_lines(width):
+    program = small_program({"batch.accumulation": 2, "batch.mode": "scan", "mesh.data": 2}, 8)
+    lines = said(lambda console: startup.show_program(console, program, "some texts"), width)
+    text = " ".join(" ".join(lines).split())
+    for whole in ("parameters: width 32, layers 3, heads 4, vocabulary 64", "tokens per update",
+                  "8 x cpu, mesh data 2 x fsdp 4, zero3", "fp32 precision, remat dots_no_batch, attention naive"):
+        assert whole in text
+    assert max(map(cell_len, lines)) <= width and len(lines) <= 7 and "some texts" not in text
+    every = said(lambda console: startup.show_program(console, program, "[/b] texts", verbose=True), width)
+    assert "[/b] texts" in " ".join(every) and "embedding" in " ".join(every)
+
+
+def test_the_report_lies_in_the_run_directory_as_json_and_as_a_page(tmp_path):
+    page = startup.write_report(REPORT, tmp_path)
+    assert page == tmp_path / "memory.html" and "20.00" in page.read_text()
+    assert load(tmp_path / "memory.json") == REPORT
 
 
 def test_no_speed_without_rates_and_no_limit_where_none_is_known():
