@@ -15,6 +15,7 @@ from bytescope.memory.commands.arguments import Parser, settle_subject
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
 from bytescope.memory.plan.trainer import Trainer
 from bytescope.memory.text.console import settle_stdout
+from bytescope.memory.text.layout import broken
 
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -47,6 +48,8 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command
 or its files, 3 does not fit, 130 stopped by Ctrl-C"""
+# Examples in a help go on in the next line after so many columns.
+HELP_WIDTH = 80
 # Started by the pool of a search: a worker of its own, not a command for people.
 WORKER = "worker"
 
@@ -54,7 +57,8 @@ WORKER = "worker"
 def parser(command: str) -> Parser:
     """The parser of one command."""
     module, summary, examples = COMMANDS[command]
-    shown = "\n".join(f"  bytescope {command} {example}".rstrip() for example in examples)
+    lines = [line for example in examples for line in broken(f"bytescope {command} {example}".rstrip(), HELP_WIDTH, 2)]
+    shown = "\n".join(lines)
     out = Parser(prog=f"bytescope {command}", description=summary, epilog=f"examples:\n{shown}\n\n{EXIT_CODES}",
                  formatter_class=argparse.RawDescriptionHelpFormatter)
     out.set_defaults(command=command)

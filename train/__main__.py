@@ -10,11 +10,12 @@ from bytescope.train.errors import UserError
 
 EPILOG = """\
 examples:
-  bytescope train                                 a tiny model on Python's standard library, two minutes
+  bytescope train                              a tiny model, about two minutes
   bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
-  bytescope train char --fit --budget=600MiB      the fastest configuration within that, found by compiling
+  bytescope train char --fit --budget=600MiB   the fastest configuration in that
 
-exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit, 4 non-finite loss, 5 process lost"""
+exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit,
+4 non-finite loss, 5 process lost"""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
     for flag, summary in WORK.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
-    parser.add_argument("--zero", type=int, choices=training_state.ZERO, help="ZeRO stage over the data-parallel ranks")
+    parser.add_argument("--zero", type=int, choices=training_state.ZERO, metavar="STAGE",
+                        help="ZeRO stage over the data-parallel ranks: 0 to 3")
     parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
     parser.add_argument("--tensor", type=int, metavar="N", help="number of tensor-parallel ranks")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction,

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", metavar="SIZE", dest="first", help="set the smallest budget, such as 20GiB per "
                         "device")
     parser.add_argument("--to", metavar="SIZE", dest="last", help="set the largest budget, such as 40GiB per device")
-    parser.add_argument("--cost", choices=COSTS, default="time", help="what to minimize at each budget: the predicted "
-                        "time per update, or the recomputed FLOPs (default: time)")
+    parser.add_argument("--cost", choices=COSTS, default="time", metavar="NAME", help="what to minimize at each "
+                        "budget: time, which is predicted per update, or flops, which are recomputed (default: time)")
     parser.add_argument("--offload", action="store_true", help="plans may also move tensors to pinned host memory")
     add_compiling(parser, "the front")
     parser.set_defaults(measure=False)

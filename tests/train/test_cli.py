@@ -22,11 +22,15 @@ def test_every_command_is_in_the_overview_once(capsys):
 
 
 @pytest.mark.parametrize("name", [*cli.TRAINER, *COMMANDS])
-def test_help_of_every_command(name, capsys):
+def test_help_of_every_command(name, capsys, monkeypatch):
+    """Within 80 columns, with two examples, and without lists of choices in braces."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as done:
         cli.main([name, "--help"])
     text = capsys.readouterr().out
     assert done.value.code == 0 and text.startswith(f"usage: bytescope {name}")
+    assert max(map(len, text.splitlines())) <= 80 and "{" not in text
+    assert text.partition("examples:\n")[2].count(f"  bytescope {name}") >= 2
 
 
 def test_examples_of_the_help_parse():

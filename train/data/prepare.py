@@ -103,11 +103,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags of the command line `argv` (default: that of the process). Raises ValueError for a mistake in
     them; it has an `exit_code`."""
     parser = Parser(prog="bytescope prepare", allow_abbrev=False,
-                     epilog="example: bytescope prepare --source=texts/ --out=shards/",
+                     epilog="examples:\n  bytescope prepare --source=texts/ --out=shards/\n"
+                     "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/",
+                     formatter_class=argparse.RawDescriptionHelpFormatter,
                      description="Make token shards of text; bytescope train maps them into memory.")
-    parser.add_argument("--source", required=True, help="stdlib, or a text file, folder or glob")
+    parser.add_argument("--source", required=True, metavar="PATH", help="stdlib, or a text file, folder or glob")
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a tokenizer.json")
+    parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens per shard (default 100000000)")
     args = parser.parse_args(argv)
