@@ -58,15 +58,15 @@ def row(tensor: NamedTensor, sharding: Callable[[str], tuple[str, int]]) -> dict
 
 def _table(rows: Sequence[dict[str, Any]]) -> Any:
     from rich.console import Group
-    from rich.text import Text
 
+    from bytescope.memory.text.layout import Prose
     from bytescope.memory.text.table import FigureTable, figure, fixed, label
     from bytescope.memory.units import human
 
     table = FigureTable(label("name", least=16), fixed("tensor"), label("sharding"),
-                        *map(figure, ("layers", "per layer", "total", "recompute GFLOP")))
+                        *map(figure, ("layers", "per layer", "total", "GFLOP")))
     for r in rows:
         table.add(r["name"], f"{r['dtype']}{r['shape']}".replace(" ", ""), r["sharding"].replace("'", ""),
                   str(r["copies"]), human(r["bytes_per_layer"]), human(r["bytes"]), f"{r['flops'] / 1e9:,.1f}")
-    title = "checkpoint names in the order of computation; bytes and FLOPs on one device"
-    return Group(Text(title, style="bold"), table)
+    title = "checkpoint names in the order of computation; on one device: bytes, and the GFLOP to recompute them"
+    return Group(Prose(title, "bold"), table)
