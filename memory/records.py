@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,13 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json()` to a file. Raises OSError where it cannot be written."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        whole = Path(path)
+        partial = whole.with_name(f".{whole.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            partial.replace(whole)  # a full disk never leaves half a report in the place of a good one
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def from_json(cls, value: Any) -> Report:

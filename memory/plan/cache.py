@@ -87,7 +87,12 @@ def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file in one move: a reader finds all of it or the one before. Raises OSError."""
+    """Writes a file in one move: a reader finds all of it or the one before. What is no file, such as /dev/null or a
+    pipe, is written to as it is. Raises OSError, with the path, and leaves nothing behind."""
+    if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return
+    path = Path(os.path.realpath(path))  # a link stays one
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -96,7 +101,9 @@ def write_whole(path: Path, text: str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files that only their owner may read
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk does not tell it
         raise
