@@ -94,7 +94,7 @@ def command(argv: Sequence[str]) -> int:
     prepare(config)
     from bytescope.train.parallel.processes import start
 
-    processes = start(args)
+    processes = start(args, config.train.stall_timeout)
     from bytescope.train.run.failures import disk_explained
 
     with processes.together(), disk_explained():

@@ -140,6 +140,7 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
     for host in batches:
         if run.stopping():
             return None
+        run.processes.at(f"evaluating at step {step}")
         tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
         # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
@@ -160,6 +161,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     @profile.hosted("checkpoint")
     def save(eval_loss: float | None) -> int:
         sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
+        run.processes.at(f"saving step {step}")
         run.checkpoints.save(state, Position(step, sequences), eval_loss)
         return step
 
@@ -180,8 +182,10 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         if run.profile.begins(step):
             turn_profile()
         with profile.update(step + 1):
+            run.processes.at(f"waiting for the data of step {step + 1}")
             with clock.reading(), profile.host("wait_for_data"):
                 micro_batches = next(batches)
+            run.processes.at(f"in step {step + 1}")
             with jax.transfer_guard("disallow"):
                 for batch in micro_batches:
                     state, metrics = run.compiled.step(state, batch)  # `train_step`, compiled
@@ -204,6 +208,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         save(None)
     run.profile.end()  # of updates that a signal cut short
     run.checkpoints.wait()
+    run.processes.at("")
     return state
 
 

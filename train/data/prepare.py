@@ -21,17 +21,21 @@ from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.errors import UserError
 
+PARTIAL = ".prepare"  # the folder inside the new one in which everything is written
+
 
 def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
                  advance: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
     """Tokenizes `text` into shards of `shard_tokens` tokens in `out`, piece by piece. Returns what index.json holds.
 
     `advance` is called with the bytes of text that are done. Everything is written into a new folder inside `out` and
-    moved when complete. Raises UserError if `out` already holds shards, or there is too little text to hold any out.
+    moved when complete; what a run that was killed has left there is removed. Raises UserError if `out` already holds
+    shards, or there is too little text to hold any out.
     """
+    partial = out / PARTIAL
+    _take_back(out)
     _refuse_used(out)
-    partial = out / ".prepare"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = next(name for name, kind in DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(kind).max)
 
@@ -57,7 +61,8 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
             names.append("tokenizer.json")
         with _synced(partial / INDEX) as file:
             file.write(json.dumps(index, indent=1).encode() + b"\n")
-        for name in [*names, INDEX]:  # the index last: a folder that has one is complete
+        # The index first: until its shards are all there the folder is refused, and the next run knows what is its own.
+        for name in [INDEX, *names]:
             os.replace(partial / name, out / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -89,6 +94,19 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
+
+
+def _take_back(out: Path) -> None:
+    """Removes what a run that was killed had moved into `out`: its index is there, and shards are still to come."""
+    partial = out / PARTIAL
+    try:
+        names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if any((partial / name).exists() and not (out / name).exists() for name in names):
+        for name in [*names, INDEX]:  # the index last: until then this can be done again
+            if Path(name).name == name:
+                (out / name).unlink(missing_ok=True)
 
 
 def _refuse_used(out: Path) -> None:

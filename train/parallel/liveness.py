@@ -5,7 +5,9 @@ long as the run lasts. A process that dies closes its connection, whatever it wa
 within milliseconds: jax alone notices after its heartbeats, with a C++ abort, and a collective may hang for ever.
 The link also carries the few small values that every process must agree on: stop now, this checkpoint is damaged.
 
-Messages are JSON lines: `vote value`, `result values`, `error code text`, `end code text`, `bye`.
+It carries too, once a second, what each is doing, so that a slow one can be named (train/parallel/stalls.py).
+
+Messages are JSON lines: `vote value`, `result values`, `error code text`, `end code text`, `at doing`, `bye`.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ from typing import Any, NoReturn
 
 from bytescope.train.errors import Lost
 from bytescope.train.parallel.rendezvous import LINGER_S, Peer
+from bytescope.train.parallel.stalls import BEAT_S, Stalls
 
 AGAIN = "start all processes again with the same command, the run resumes from its last checkpoint"
 
@@ -33,15 +36,22 @@ class Link:
     That thread alone ends this process, by `leave(exit code)`: at once, without waiting for collectives that hang.
     """
 
-    def __init__(self, index: int, count: int, peers: dict[int, Peer], leave: Callable[[int], Any] = os._exit):
+    def __init__(self, index: int, count: int, peers: dict[int, Peer], leave: Callable[[int], Any] = os._exit,
+                 stall_timeout: float = 0.0):
         self.index, self.count, self._peers, self._leave = index, count, peers, leave
         self._lock = threading.RLock()  # of the connections, the votes and the verdict
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
+        self._stalls = Stalls(index, stall_timeout, self._tell)
+        self._host, self._beat = socket.gethostname(), 0.0
         self._code: int | None = None  # the exit code, once all have to end
         self._deadline = math.inf
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
         self._reader.start()
+
+    def at(self, doing: str) -> None:
+        """This process goes on, with what `doing` says; "": with nothing that others could wait for."""
+        self._stalls.at(doing)
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in the order of their numbers; waits until each has given its own."""
@@ -83,6 +93,21 @@ class Link:
             for peer in self._peers.values():
                 peer.send(*message)
 
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{self.label}warning: {line}", file=sys.stderr, flush=True)
+
+    def _tick(self) -> None:
+        """Tells the others once in a while what this process does, and looks whether any of them is stuck."""
+        if (now := time.monotonic()) < self._beat + BEAT_S:
+            return
+        self._beat, silent = now, self._stalls.silent()
+        with self._lock:
+            for index, peer in self._peers.items():
+                if index not in silent:  # who reads nothing would block the sender at last
+                    peer.send("at", f"{self._stalls.doing} on {self._host}")
+        self._stalls.look()
+
     def _vote(self, index: int, value: Any) -> None:
         """On process 0: takes the value of one process; with the last value the result is sent to all."""
         with self._lock:
@@ -113,7 +138,8 @@ class Link:
                 selector.register(peer, selectors.EVENT_READ, index)
             # jax's coordinator runs in process 0, which is therefore the last to end.
             while selector.get_map() and time.monotonic() < self._deadline:
-                for key, _ in selector.select(1.0):
+                self._tick()
+                for key, _ in selector.select(BEAT_S):
                     index, peer, messages = key.data, key.fileobj, key.fileobj.receive()
                     for message in messages or ():
                         self._take(index, peer, message)
@@ -140,5 +166,7 @@ class Link:
             case ["end", int(code), str(text)]:
                 self._announce(code, text)
                 self._deadline = 0.0
+            case ["at", str(doing)]:
+                self._stalls.hear(index, doing)
             case ["bye"]:
                 peer.said_bye = True

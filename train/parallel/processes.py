@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from bytescope.train.errors import Lost, UserError
 from bytescope.train.parallel.liveness import Link
-from bytescope.train.parallel.rendezvous import meet
+from bytescope.train.parallel.rendezvous import meet, own_address
+from bytescope.train.parallel.token import Token
 from bytescope.train.run.signals import INTERRUPTED, leave_at_once
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
@@ -112,6 +113,11 @@ class Processes:
         """Process 0's JSON value. All must call it, in the same order."""
         return self.gather(value if self.first else None)[0]
 
+    def at(self, doing: str) -> None:
+        """This process goes on, with what `doing` says; "": with nothing for which it could keep others waiting."""
+        if self._link is not None:
+            self._link.at(doing)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """A context. An error raised inside it in one process ends all processes, with the exit code of its kind.
@@ -154,8 +160,10 @@ class Processes:
 ALONE = Processes()
 
 
-def start(args: argparse.Namespace) -> Processes:
+def start(args: argparse.Namespace, stall_timeout: float) -> Processes:
     """Joins the processes of the run. Call before jax starts a backend.
+
+    stall_timeout: seconds without a step after which the slow process is named; 0: never.
 
     Raises:
       UserError: flags that cannot be combined, or a port that is taken.
@@ -165,8 +173,9 @@ def start(args: argparse.Namespace) -> Processes:
     if address is None:
         return ALONE
     began = time.monotonic()
-    peers = meet(address.host, address.port, address.index, address.count, args.timeout)
-    link = Link(address.index, address.count, peers)
+    peers = meet(address.host, address.port, address.index, address.count, args.timeout,
+                 Token(args.workdir, address.port))
+    link = Link(address.index, address.count, peers, stall_timeout=stall_timeout)
     processes = Processes(address.index, address.count, link)
     with processes.together():
         left = max(args.timeout - (time.monotonic() - began), 60.0)
@@ -180,8 +189,10 @@ def _start_jax(address: Address, timeout: float) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if address.index:
         _await_port(address, timeout)
+    here = own_address(address.host)  # jax's coordinator asks nobody who he is: it listens where it must
     jax.distributed.initialize(
         str(address), address.count, address.index, initialization_timeout=int(timeout),
+        coordinator_bind_address=str(address._replace(host=here)) if here else None,
         cluster_detection_method=None if address.launched else "deactivate")
 
 

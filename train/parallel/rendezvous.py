@@ -1,9 +1,12 @@
 """The connections between the processes of one run, and how they are made: all processes connect, or none starts.
 
-Messages are JSON lines: `hello index count` and `go` here; those of a running run are in train/parallel/liveness.py.
+Messages are JSON lines: `hello index count token`, `stranger` and `go` here; those of a running run are in
+train/parallel/liveness.py. Process 0 listens on the address that the others use, and whoever does not know the token
+(train/parallel/token.py), or says nothing, is turned away.
 """
 
 import contextlib
+import ipaddress
 import json
 import selectors
 import socket
@@ -11,10 +14,14 @@ import time
 from typing import Any
 
 from bytescope.train.errors import Lost, UserError
+from bytescope.train.parallel.token import VARIABLE, Token, matches
 
 # A machine that loses power closes no connection: probes after 20 s of silence, given up after four, 10 s apart.
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 RETRY_S = 0.05
+HELLO_S = 10.0  # seconds within which a connection has to say who it is
+STRANGERS = 64  # connections that may be about to say it, besides those that are awaited
+HELLO_BYTES = 4096  # that a hello may have
 LINGER_S = 10.0  # seconds that a process which fails waits for the others to end
 
 
@@ -28,6 +35,7 @@ class Peer:
             if hasattr(socket, name):  # not everywhere
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.connection, self.said_bye, self._rest = connection, False, b""
+        self.limit: int | None = None  # bytes of one message
         self.early: list[list[Any]] = []  # messages that arrived before there was a `Link` to handle them
 
     def close(self) -> None:
@@ -58,29 +66,64 @@ class Peer:
         if not content:
             return None
         *lines, self._rest = (self._rest + content).split(b"\n")
+        if self.limit is not None and max(map(len, (*lines, self._rest))) > self.limit:
+            return None
         try:
             return [list(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):  # another protocol
+        except (ValueError, TypeError, RecursionError):  # another protocol
             return None
 
 
-def meet(host: str, port: int, index: int, count: int, timeout: float) -> dict[int, Peer]:
+def meet(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> dict[int, Peer]:
     """Waits until all `count` processes are connected; returns the peers of this one (process 0: all, others: 0).
 
     Raises:
       Lost: not all connected within `timeout` seconds.
       UserError: the port is taken, or two processes disagree on their numbers.
     """
-    return _welcome(port, count, timeout) if index == 0 else {0: _join(host, port, index, count, timeout)}
+    if index:
+        return {0: _join(host, port, index, count, timeout, token)}
+    try:
+        return _welcome(host, port, count, timeout, token.make())
+    finally:
+        token.remove()
 
 
-def _welcome(port: int, count: int, timeout: float) -> dict[int, Peer]:
+def own_address(host: str) -> str:
+    """The address of this machine to listen at so that others reach it by the name or address `host`; "" for all.
+
+    A name that means the loopback here, as a machine's own name often does, is another address elsewhere; an address
+    that is none of this machine's is translated on the way. Both need all.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    for family, _, _, _, (address, *_) in found:
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != "localhost" and not _literal(host):
+            return ""
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return address
+    return ""
+
+
+def _literal(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
+        return False
+
+
+def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> dict[int, Peer]:
     peers: dict[int, Peer] = {}
     try:
-        _collect(port, count, time.monotonic() + timeout, peers)
+        with _listen(host, port) as listener:
+            strangers = _Door(listener, count, token, peers).watch(time.monotonic() + timeout)
         if missing := sorted(set(range(1, count)) - set(peers)):
-            raise Lost(f"{_name(missing)} of {count} did not connect within {timeout:g} s: look at their output, "
-                       "or give a longer --timeout")
+            turned = f" ({strangers} connections of others were turned away)" if strangers else ""
+            raise Lost(f"{_name(missing)} of {count} did not connect within {timeout:g} s{turned}: look at their "
+                       "output, or give a longer --timeout")
     except UserError as error:
         for peer in peers.values():
             peer.send("end", error.exit_code, str(error))
@@ -91,52 +134,95 @@ def _welcome(port: int, count: int, timeout: float) -> dict[int, Peer]:
     return peers
 
 
-def _collect(port: int, count: int, deadline: float, peers: dict[int, Peer]) -> None:
-    """Fills `peers` until all are there or the deadline is over."""
-    with _listen(port) as listener, selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        try:
-            while len(peers) < count - 1 and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    if key.fileobj is listener:
-                        selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
-                    else:
-                        _hear(key.fileobj, selector, count, peers)
-        finally:  # who connected and was not greeted is not kept waiting, whatever ended this
-            for key in list(selector.get_map().values()):
-                if key.fileobj not in peers.values():
-                    key.fileobj.close()
+class _Door:
+    """Process 0 while it waits: fills `peers` with those who know the token, and turns away all others."""
 
+    def __init__(self, listener: socket.socket, count: int, token: str, peers: dict[int, Peer]):
+        self._listener, self._count, self._token, self._peers = listener, count, token, peers
+        self._unknown: dict[Peer, float] = {}  # connections that have not said who they are, and when they must have
+        self._turned_away = 0
 
-def _hear(peer: Peer, selector: selectors.BaseSelector, count: int, peers: dict[int, Peer]) -> None:
-    """Reads what has arrived from one connection; forgets it when it is gone again, or not one of ours."""
-    messages = peer.receive()
-    if messages is None:
+    def watch(self, deadline: float) -> int:
+        """Waits until all are there or the deadline is over; returns how many connections were turned away."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            try:
+                while len(self._peers) < self._count - 1 and (left := deadline - time.monotonic()) > 0:
+                    for key, _ in selector.select(min(left, 1.0)):
+                        if key.fileobj is self._listener:
+                            self._open(selector)
+                        elif key.fileobj.fileno() >= 0:  # not closed in this very turn
+                            self._hear(key.fileobj, selector)
+                    self._close_late(selector)
+            finally:  # who connected and was not greeted is not kept waiting, whatever ended this
+                for peer in self._unknown:
+                    peer.close()
+        return self._turned_away
+
+    def _open(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):  # gone again already
+            peer = Peer(self._listener.accept()[0])
+            peer.limit = HELLO_BYTES
+            self._unknown[peer] = time.monotonic() + HELLO_S
+            selector.register(peer, selectors.EVENT_READ)
+
+    def _close_late(self, selector: selectors.BaseSelector) -> None:
+        """Turns away who has said nothing for too long, or is one of too many: the oldest first."""
+        many = len(self._unknown) - STRANGERS - self._count
+        for place, (peer, until) in enumerate(list(self._unknown.items())):
+            if place < many or time.monotonic() > until:
+                self._turn_away(peer, selector)
+
+    def _turn_away(self, peer: Peer, selector: selectors.BaseSelector) -> None:
+        self._turned_away += 1
+        del self._unknown[peer]
         selector.unregister(peer)
+        peer.send("stranger")
         peer.close()
-        for index in [index for index, known in peers.items() if known is peer]:
-            del peers[index]
-    for message in messages or ():
-        _greet(message, peer, count, peers)
+
+    def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
+        """Reads what has arrived from one connection; forgets it when it is gone again."""
+        messages = peer.receive()
+        if peer in self._unknown:
+            if messages is None:
+                self._turn_away(peer, selector)
+            elif messages:
+                self._greet(messages[0], peer, selector)
+        elif messages is None:
+            selector.unregister(peer)
+            peer.close()
+            for index in [index for index, known in self._peers.items() if known is peer]:
+                del self._peers[index]
+
+    def _greet(self, message: list[Any], peer: Peer, selector: selectors.BaseSelector) -> None:
+        match message:
+            case ["hello", int(index), int(theirs), str(token)] if matches(token, self._token):
+                del self._unknown[peer]
+                peer.limit = None
+                self._admit(index, theirs, peer)
+            case _:
+                self._turn_away(peer, selector)
+
+    def _admit(self, index: int, theirs: int, peer: Peer) -> None:
+        count, known = self._count, self._peers.get(index)
+        self._peers[index] = peer  # in any case, so that this one is told too
+        if known or not 0 < index < count:
+            text = f"process {index} of {count} connected twice: give each its own --process, from 0 on"
+            if known:
+                known.send("end", UserError.exit_code, text)
+                known.close()
+            raise UserError(text)
+        if theirs != count:
+            raise UserError(f"process {index} has --processes={theirs}, process 0 has {count}: give all processes the "
+                            "same")
 
 
-def _greet(message: list[Any], peer: Peer, count: int, peers: dict[int, Peer]) -> None:
-    match message:
-        case ["hello", int(index), int(theirs)]:
-            known, peers[index] = peers.get(index), peer  # in `peers`, so that this one is told too
-            if known or not 0 < index < count:
-                text = f"process {index} of {count} connected twice: give each its own --process, from 0 on"
-                if known:
-                    known.send("end", UserError.exit_code, text)
-                    known.close()
-                raise UserError(text)
-            if theirs != count:
-                raise UserError(f"process {index} has --processes={theirs}, process 0 has {count}: "
-                                "give all processes the same")
-
-
-def _listen(port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
+    address = own_address(host)
     try:
+        if address:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=1024)
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
         return socket.create_server(("", port), backlog=1024)
@@ -145,7 +231,7 @@ def _listen(port: int) -> socket.socket:
                         "choose another port for --coordinator") from error
 
 
-def _join(host: str, port: int, index: int, count: int, timeout: float) -> Peer:
+def _join(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> Peer:
     deadline, reason = time.monotonic() + timeout, None
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -154,7 +240,7 @@ def _join(host: str, port: int, index: int, count: int, timeout: float) -> Peer:
             reason = error.strerror or str(error)
             time.sleep(RETRY_S)
             continue
-        peer.send("hello", index, count)
+        peer.send("hello", index, count, token.read())  # read now: process 0 leaves it before it listens
         answer = _answer(peer, timeout + LINGER_S)  # process 0 answers when its own timeout is over
         match answer:
             case ["go"]:
@@ -162,6 +248,8 @@ def _join(host: str, port: int, index: int, count: int, timeout: float) -> Peer:
             case ["end", int(code), str(text)]:
                 peer.close()
                 raise Lost(text) if code == Lost.exit_code else UserError(text)
+        if answer == ["stranger"]:
+            reason = f"it does not know this one: give all a --workdir that they share, or the same {VARIABLE}"
         peer.close()  # it closed the connection without an answer, and may start again
         time.sleep(RETRY_S)
     shown = f" ({reason})" if reason else ""

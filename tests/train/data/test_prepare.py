@@ -234,6 +234,35 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path, monkeypatch, fails, cap
     assert not (out / ".prepare").exists() and open_data(config(source=str(out))).train.tokens
 
 
+KILLED = """
+import os, sys
+from bytescope.train.data import prepare
+real, left = os.replace, [int(sys.argv.pop())]
+def replace(*args):
+    if not left[0]:
+        os._exit(9)
+    left[0] -= 1
+    real(*args)
+prepare.os.replace = replace
+sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2, 4])
+def test_killed_on_the_way_it_starts_over(text, tmp_path, moved):
+    """Before the first move, after the index, between the shards: never a folder that can be read by half."""
+    out = write(tmp_path / "out", {"mine.txt": "mine"})
+    flags = [f"--source={text}", f"--out={out}", "--shard-tokens=3000"]
+    assert subprocess.run([sys.executable, "-c", KILLED, *flags, str(moved)], check=False).returncode == 9
+    assert len(list(out.glob("*.bin"))) == max(moved - 1, 0)
+    if moved:
+        with pytest.raises(UserError, match="cannot be read"):
+            open_data(config(source=str(out)))
+    assert main(flags) == 0
+    assert_same(open_data(config(source=str(out))), open_data(config(source=str(text))))
+    assert (out / "mine.txt").read_text() == "mine" and not (out / ".prepare").exists()
+
+
 def test_help_is_short_and_needs_no_jax(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
