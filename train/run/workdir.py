@@ -103,7 +103,7 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
     workdir.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(take(workdir)) as lock:
         notes = claim_together(workdir, identity, extend=extend, processes=processes)
-        yield [*filter(None, [lock.note]), *notes]
+        yield [*(f"warning: {note}" for note in [lock.note] if note), *notes]
 
 
 def _refuse_foreign(workdir: Path) -> None:
