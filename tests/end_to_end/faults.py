@@ -38,6 +38,7 @@ def get_config():
 STEPS = 160
 TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
 PATIENCE_S = 240.0
+STALL_S = 6.0
 CLOSE = 1e-4  # relative, of losses and norms across meshes: sums in another order
 NEVER = ("Traceback (most recent", "KeyError", "Exception ignored", "Fatal Python error", "Segmentation fault")
 
@@ -203,7 +204,8 @@ class Life:
         """The arguments of a start."""
         ranks = self.devices * self.processes
         return [f"--config={self.ground.folder / 'small.py'}", f"--workdir={self.workdir}",
-                f"--config.train.cache_dir={self.ground.cache}", f"--config.batch.micro={8 // ranks}"]
+                f"--config.train.cache_dir={self.ground.cache}", f"--config.batch.micro={8 // ranks}",
+                f"--config.train.stall_timeout={STALL_S}"]
 
     def environment(self) -> dict[str, str]:
         """The environment of a start."""
@@ -357,6 +359,22 @@ def signals_at_the_end(life: Life) -> bool:
     return start is not None
 
 
+def stopped_for_a_while(life: Life) -> bool:
+    """One of the processes stands still: it is named, and the run goes on when it does."""
+    start = life.train(life.rng.randint(1, 9))
+    if start is None:
+        return False
+    index = life.rng.randrange(life.processes)
+    start.send(signal.SIGSTOP, index)
+    named = f"process {index} has been silent for "
+    if not start.until(lambda: named in start.text()):
+        life.wrong.append(f"process {index} stood still and was not named: {start.text()[-600:]}")
+    start.send(signal.SIGCONT, index)
+    start.send(signal.SIGTERM, index)
+    life.expect(start, 0)
+    return True
+
+
 def second_training(life: Life) -> bool:
     """Another start in the same directory: it is refused, and the first one goes on."""
     first = life.train(2)
@@ -499,5 +517,6 @@ KINDS: dict[str, Callable[[Life], bool | None]] = {
     "damaged config.json": damaged_config, "damaged compile cache": damaged_cache, "leftovers": leftovers,
     "another mesh": another_mesh,
     "one of two killed": kill_stepping, "one of two killed in a save": kill_saving,
+    "one of two stopped for a while": stopped_for_a_while,
     "one of two told to stop": _stop("SIGTERM"), "two of two told to stop": _stop("SIGHUP", "SIGTERM"),
 }

@@ -34,7 +34,7 @@ SORTS = {
     "one device": [*STRIKES, "damaged config.json", "a second training", "no file over a limit"],
     "full disks": ["full disk", "killed in a save", "full disk", "killed in a step", "full disk"],
     "two processes": ["one of two killed", "one of two killed in a save", "one of two told to stop",
-                      "two of two told to stop"],
+                      "two of two told to stop", "one of two stopped for a while"],
     "other meshes": STRIKES,
 }
 ORDER = ("one device", "other meshes", "one device", "two processes", "one device", "full disks")

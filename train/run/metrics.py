@@ -40,10 +40,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """The row of a line, None for an incomplete one."""
+    """The row of a line, None for one that is incomplete or damaged."""
     try:
         row = json.loads(line)
-        return row if isinstance(row["step"], int) else None
+        return row if isinstance(row["step"], int) and ("loss" in row or "eval_loss" in row) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -207,9 +207,7 @@ def test_a_process_that_says_nothing_is_named(capsys, monkeypatch):
     assert "warning: no step for" in said and said.count("\n") == 1
     assert "process 1 has been silent for" in said and "last seen waiting for the data of step 7 on node1" in said
     peers[1][0].send("bye")
-    for link in links.values():
-        link._send("bye")
     peers[1][0].close()
-    for link in links.values():
-        link.close()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Link.close, links.values()))
     assert codes == []

@@ -190,7 +190,7 @@ def test_metrics_drop_a_torn_line_and_rows_past_the_checkpoint(tmp_path):
         log.write({"step": step, "loss": 1.0 / step})
     log.close()
     with open(path, "a") as file:
-        file.write('{"step": 4, "lo')
+        file.write('{"step": 1}\n[2]\nnull\n{"step": "2", "loss": 1}\n{"step": 4, "lo')
     log = MetricsLog(path, 2)
     log.write({"step": 3, "loss": 9.0})
     log.close()
