@@ -36,7 +36,9 @@ from bytescope.memory.config_keys import (
     PRECISION_PRESET,
     REMAT_GRANULARITY,
     REMAT_LAYERS,
+    REMAT_OFFLOAD,
     REMAT_POLICY,
+    REMAT_SAVE,
 )
 from bytescope.memory.formulas.training_state import STRATEGIES
 from bytescope.memory.records import Report
@@ -94,6 +96,11 @@ class Case:
     def accumulates(self) -> bool:
         """Whether an update can have more than one micro-batch."""
         return not self.flat[OPTIMIZER_FUSED_BACKWARD] and not self.flat[OFFLOAD_PARAMS]
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
+        return not self.flat[BATCH_ACCUMULATION_SCHEDULE] and self.flat[PRECISION_PRESET] != "fp16"
 
     @property
     def micro_steps(self) -> int:
@@ -237,7 +244,8 @@ def _full(case: Case) -> Lever | None:
     layers = bool(case.flat[REMAT_LAYERS])
     if case.flat[REMAT_POLICY] in _LEAST_KEPT and not layers:
         return None
-    keys = {REMAT_POLICY: "full", **({REMAT_LAYERS: ""} if layers else {})}
+    cleared = {key: "" for key in (REMAT_LAYERS, REMAT_SAVE, REMAT_OFFLOAD) if case.flat[key]}
+    keys = {REMAT_POLICY: "full", **cleared}
     return Lever(keys, {"residuals": 1.0}, True, "every block runs forward twice")
 
 
@@ -262,14 +270,14 @@ def _blocks_to_host(case: Case) -> Lever | None:
 
 
 def _moments_to_host(case: Case) -> Lever | None:
-    if not case.host_memory or case.flat[OFFLOAD_OPTIMIZER]:
+    if not case.host_memory or case.flat[OFFLOAD_OPTIMIZER] or not case.by_layer:
         return None
     return Lever({OFFLOAD_OPTIMIZER: "true"}, {"optimizer": 1.0}, True, "moments cross the host link each update")
 
 
 def _params_to_host(case: Case) -> Lever | None:
-    by_layer = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.axes["fsdp"] * case.axes["context"] == 1
-    if not case.host_memory or case.flat[OFFLOAD_PARAMS] or case.micro_steps > 1 or not by_layer:
+    streamed = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.axes["fsdp"] * case.axes["context"] == 1
+    if not case.host_memory or case.flat[OFFLOAD_PARAMS] or case.micro_steps > 1 or not streamed or not case.by_layer:
         return None
     return Lever({OFFLOAD_OPTIMIZER: "true", OFFLOAD_PARAMS: "true"}, {"optimizer": 1.0, "params": 1.0}, True,
                  "parameters and moments cross the host link")
@@ -288,8 +296,8 @@ def _narrow_moments(case: Case) -> Lever | None:
 
 
 def _fused_update(case: Case) -> Lever | None:
-    closed = (case.flat[OPTIMIZER_FUSED_BACKWARD], case.micro_steps > 1, not case.flat[MODEL_SCAN],
-              case.flat[PRECISION_PRESET] == "fp16", case.flat[REMAT_POLICY] == "sqrt")
+    closed = (case.flat[OPTIMIZER_FUSED_BACKWARD], case.micro_steps > 1, not case.flat[MODEL_SCAN], not case.by_layer,
+              case.flat[REMAT_POLICY] == "sqrt")
     if any(closed):
         return None
     return Lever({OPTIMIZER_FUSED_BACKWARD: "true", OPTIMIZER_CLIP: "layer"}, {"gradients": 1.0}, False,

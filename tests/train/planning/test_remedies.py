@@ -5,13 +5,18 @@ import dataclasses
 import jax
 import pytest
 
+from bytescope.memory.attribution.open_levers import open_levers, together
 from bytescope.memory.records import Report
 from bytescope.memory.units import GIB
 from bytescope.train.__main__ import main
+from bytescope.train.choices import check
 from bytescope.train.command import Command
 from bytescope.train.errors import DoesNotFit
 from bytescope.train.planning import remedies
+from bytescope.train.planning.remat_auto import with_keys
+from bytescope.train.program import build
 from bytescope.train.run.failures import explained
+from support.described import described
 from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
@@ -73,3 +78,25 @@ def test_advice_stands_below_the_line(monkeypatch, capsys):
     assert main([]) == 3
     assert capsys.readouterr().err == "error: too much\ncompiled:\n  --config.remat.policy=full\n"
     assert small_config().remat.policy  # the toy's own
+
+
+@pytest.mark.parametrize("keys", [
+    {"remat.policy": "none", "loss.kind": "full", "model.attention": "naive", "mesh.strategy": "zero1", "mesh.data": 2},
+    {"mesh.strategy": "ddp", "batch.accumulation": 4, "batch.mode": "scan", "precision.preset": "fp16"},
+    {"batch.accumulation_schedule": "0:1,4:2", "remat.policy": "custom", "remat.save": "q,k"},
+    {"optimizer.fused_backward": "true", "optimizer.clip": "layer", "remat.layers": "0-1:none", "mesh.tensor": 2},
+    {"batch.tokens": 8192, "model.scan": "false", "remat.policy": "full", "mesh.context": 2},
+    {"remat.policy": "sqrt", "optimizer.name": "muon", "precision.preset": "bf16"}], ids=str)
+def test_every_lever_that_is_advised_can_be_pulled(keys):
+    """On GPUs, which have host memory; all that keep the curve also together."""
+    devices = described("h200:4")
+    program = build(small_config(keys), devices)
+    found = dataclasses.replace(report(program), target={"platform": "cuda", "n_devices": 4})
+    levers = open_levers(found)
+    assert levers
+    for lever in (*levers, *filter(None, [together(levers, found)])):
+        config = with_keys(program.config, dict(lever.keys))
+        # The trace shows what an update layer by layer cannot be combined with.
+        pulled = (build if any(key.startswith(("off", "opt")) for key in lever.keys) else check)(config, devices)
+        if lever.curve:
+            assert pulled.batch.tokens == program.batch.tokens, lever.flags
