@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "trace": ("trace", "where a step's time went, from a profiler's trace", (
         "runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "page": ("page", "a run directory as a page: loss, memory, report, trace", (
-        "runs/tiny", "runs/tiny --html=tiny.html")),
+        "runs/tiny", "runs/tiny runs/other --html=both.html")),
     "diff": ("diff", "what grew or shrank between two reports' JSON files", (
         "before.json after.json --html=diff.html", "before.json after.json --fail-above=2")),
     "configs": ("listings", "the shipped configs, a line each", ("", "--grep=llama")),

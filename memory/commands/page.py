@@ -1,4 +1,4 @@
-"""bytescope page: a run directory as a page: loss, speed, memory, the report, the trace, the config."""
+"""bytescope page: a run directory as a page: loss, speed, memory, report, trace and config; other runs over it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("workdir", metavar="WORKDIR", type=user_path, help="the run directory of bytescope train, "
                         "finished or not")
+    parser.add_argument("others", metavar="OTHER", nargs="*", type=user_path, help="other run directories, whose "
+                        "losses are drawn over those of the first")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="where the page goes (default: "
                         "WORKDIR/index.html)")
 
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from bytescope.memory.pages import run as run_page
 
     try:
-        found = run_page.write(args.workdir, args.html)
+        found = run_page.write(args.workdir, args.html, args.others)
     except OSError as error:
         raise ReportError(f"cannot write {args.html or args.workdir}: {error.strerror}") from error
     for problem in found.problems:

@@ -14,15 +14,16 @@ from typing import Any
 from urllib.parse import quote
 
 from bytescope.memory.pages import trace as trace_page
-from bytescope.memory.pages.elements import Figure, Section, figure, parts, versions, where
+from bytescope.memory.pages.elements import Cell, Figure, Section, Table, figure, parts, table, versions, where
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.cache import write_whole
 from bytescope.memory.profile.run_directory import PAGE, RunDirectory, read
 from bytescope.memory.records import Report
 from bytescope.memory.units import column_unit, human
 
-# Points of a curve, and findings, at most. Of more points each stretch keeps its lowest and its highest.
-MAX_POINTS, MAX_FINDINGS = 1200, 4
+# Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and
+# its highest.
+MAX_POINTS, MAX_FINDINGS, MAX_KEYS = 1200, 4, 12
 # Curve -> the number of a row that it shows.
 CURVES = {"loss": "loss", "norm": "grad_norm", "rate": "lr", "tokens": "tokens_per_s",
           "in_use": "memory.in_use_bytes", "peak": "memory.peak_bytes", "predicted": "memory.predicted_bytes"}
@@ -30,8 +31,10 @@ CURVES = {"loss": "loss", "norm": "grad_norm", "rate": "lr", "tokens": "tokens_p
 BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
 
 
-def write(workdir: Path, out: Path | None = None) -> RunDirectory:
+def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -> RunDirectory:
     """Writes the page of a run directory, as index.html in it or to `out`; returns what it found there.
+
+    others: run directories whose losses are drawn over those of the run.
 
     Raises:
       ReportError: the folder holds no run.
@@ -39,16 +42,18 @@ def write(workdir: Path, out: Path | None = None) -> RunDirectory:
     """
     out = out or workdir / PAGE
     found = read(workdir)
-    write_whole(out, render(found, os.path.relpath(workdir.absolute(), out.absolute().parent)))
+    beside = [read(other) for other in others]
+    write_whole(out, render(found, os.path.relpath(workdir.absolute(), out.absolute().parent), beside))
     return found
 
 
-def render(run: RunDirectory, folder: str = ".") -> str:
-    """The page of a run, as text. `folder`: the run directory as seen from the page, for its links."""
+def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] = ()) -> str:
+    """The page of a run, as text. `folder`: the run directory as seen from the page, for its links; `others`: runs to
+    compare it with."""
     report, trace = run.report, run.breakdown
     prefix = "" if folder == "." else f"{folder}/"
     return page(
-        "run", f"{run.name} · run", page_data(run), heading=run.name, figures=_figures(run),
+        "run", f"{run.name} · run", page_data(run, others), heading=run.name, figures=_figures(run),
         where=_where(report), facts=_facts(report), versions=versions(report.versions) if report else "",
         state=_state(run), problems=run.problems, links=_links(run, prefix), report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
@@ -56,21 +61,30 @@ def render(run: RunDirectory, folder: str = ".") -> str:
         findings=sorted(report.findings, key=lambda found: -found.bytes)[:MAX_FINDINGS] if report else [],
         trace=trace and {"where": trace_page.where_text(trace), "figures": trace_page.figures(trace),
                          "cells": trace_page.cells(trace)},
-        commands=_commands(run, prefix), config=_config(run.config), has_rows=bool(run.rows or run.evaluations))
+        runs=_runs((run, *others)) if others else None, commands=_commands(run, prefix), config=_config(run.config),
+        has_rows=any(one.rows or one.evaluations for one in (run, *others)))
 
 
-def page_data(run: RunDirectory) -> dict[str, Any]:
+def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
     """Everything the script draws, as JSON values: curves as (steps, values), bytes, seconds."""
-    curves = {name: curve([(row["step"], row[field]) for row in run.rows if field in row])
-              for name, field in CURVES.items()}
-    curves["held_out"] = curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
+    curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
-        "curves": curves, "limit": _limit(run),
+        "name": run.name, "curves": curves, "limit": _limit(run),
         "shared": run.report is not None and _on_cpu(run.report),
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_page.page_data(run.breakdown),
+        "others": [{"name": other.name, "loss": _curve(other, "loss"), "held_out": _held_out(other)}
+                   for other in others],
     }
+
+
+def _curve(run: RunDirectory, field: str) -> tuple[list[float], list[float]]:
+    return curve([(row["step"], row[field]) for row in run.rows if field in row])
+
+
+def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
+    return curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
 
 
 def curve(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
@@ -152,6 +166,35 @@ def _figures(run: RunDirectory) -> list[Figure]:
 def _memory(report: Report) -> list[Figure]:
     return [figure("peak live", report.peak_bytes), figure("allocated", report.allocated_bytes),
             figure("predicted", report.predicted_bytes), figure("limit", report.limit_bytes)]
+
+
+def _runs(runs: Sequence[RunDirectory]) -> Table:
+    """The runs by their last figures, and by the config keys in which they differ from each other."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    differing = [key for key in keys if len({_shown(run.config.get(key, "")) for run in runs}) > 1]
+    left = [f"and {len(differing) - MAX_KEYS} more keys"] if len(differing) > MAX_KEYS else []
+
+    def last(run: RunDirectory, field: str, rows: Sequence[Mapping[str, float]]) -> float | None:
+        return next((row[field] for row in reversed(rows) if field in row), None)
+
+    columns = (
+        ("run", "name", lambda run: run.name),
+        ("steps", "num", lambda run: f"{run.step:,}"),
+        ("held-out loss", "num", lambda run: _number(last(run, "eval_loss", run.evaluations), ".4f")),
+        ("train loss", "num", lambda run: _number(last(run, "loss", run.rows), ".4f")),
+        ("tokens/s", "num", lambda run: _number(last(run, "tokens_per_s", run.rows), ",.0f")),
+        ("measured", "num", lambda run: _number(last(run, "memory.peak_bytes", run.rows), "bytes")),
+        ("what differs", "text", lambda run: "\n".join(
+            [*(f"{key} {_shown(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left])),
+    )
+    return table(columns, runs)
+
+
+def _number(value: float | None, form: str) -> Cell:
+    """A figure of a run, an empty cell for None; in `form`, or as bytes."""
+    if value is None:
+        return Cell("")
+    return Cell(human(value) if form == "bytes" else format(value, form), value=value)
 
 
 # ---- what lies beside -----------------------------------------------------------------------------------------

@@ -144,6 +144,23 @@ def test_a_page_elsewhere_leads_to_the_run(folder, tmp_path):
     assert main(["page", str(folder), f"--html={tmp_path / 'nowhere' / 'out.html'}"]) == 2
 
 
+def test_other_runs_are_drawn_over_it_and_compared(folder, tmp_path):
+    keys = {f"model.k{n:02}": n for n in range(20)}
+    other = make_run(tmp_path / "longer", steps=6, planned=6, config={"train.steps": 6, "seed": 0, **keys})
+    assert main(["page", str(folder), str(other), f"--html={tmp_path / 'both.html'}"]) == 0
+    text = (tmp_path / "both.html").read_text()
+    link = re.findall(r'href="([^"]*memory.html)"', text)
+    words = words_of(text, link)
+    for expected in ("longer 6 3.0000 1.3333 600 6.00 GiB train.steps 6 model.d_ff none", "tiny 4 1.0000 2.0000 400",
+                     "and 10 more keys"):
+        assert expected in words, expected
+    (drawn,) = one_file(text, link).data["others"]
+    assert drawn["name"] == "longer" and drawn["loss"][0] == [1, 2, 3, 4, 5, 6] and drawn["held_out"][1] == [1, 1, 3]
+    seen = body(browse(tmp_path, text, options=["--dump-dom"]))
+    assert "tiny, held out" in seen and "longer, train" in seen
+    assert main(["page", str(folder), str(tmp_path / "nowhere")]) == 2
+
+
 def test_no_name_can_break_the_page(tmp_path):
     name = HOSTILE.replace("/", "|")
     place = make_run(tmp_path / name, config={HOSTILE: HOSTILE, "train.steps": HOSTILE})
