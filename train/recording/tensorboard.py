@@ -4,6 +4,7 @@ Events are written where they are made, not by a thread of a library's: a disk t
 met it, instead of a run that waits for a queue nobody empties.
 """
 
+import contextlib
 import json
 import time
 import warnings
@@ -90,9 +91,9 @@ class Events:
         self._file.flush()
 
     def close(self, failed: bool) -> None:
-        """Closes the file."""
-        del failed  # the file of a run that failed is like any other
-        self._file.close()
+        """Closes the file. Of a run that `failed` nothing more is raised: what failed first is to be seen."""
+        with contextlib.suppress(OSError) if failed else contextlib.nullcontext():
+            self._file.close()
 
     def _add(self, *summaries: Any, step: int = 0) -> None:
         for found in summaries:

@@ -169,7 +169,8 @@ def test_no_name_can_break_the_page(tmp_path):
     hostile = json.loads(json.dumps(BREAKDOWN).replace('"mlp"', json.dumps(HOSTILE)))
     (place / "profile.json").write_text(json.dumps(hostile))
     (place / "memory.html").touch()
-    page = one_file(run_page.render(run_directory.read(place), f"javascript:{name}"),
+    run = run_directory.read(place)
+    page = one_file(run_page.render(run, f"javascript:{name}", [run]),
                     [f"{run_page.quote(f'javascript:{name}')}/memory.html"])
     assert literally(page) >= 8 and page.data["trace"]["components"][0]["name"] == HOSTILE
     assert not any(value.startswith("javascript:") for _, value in page.attributes)
