@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="llama_8b", help="a config file or shipped name (default: llama_8b)")
     parser.add_argument("--target", default="h100:8", help="what to compile for (default: h100:8)")
     parser.add_argument("--out", type=Path, default=PICTURE, help="the PNG to write (default: memory/report.png)")
-    parser.add_argument("--size", default="1180,1110", metavar="W,H", help="of the window, in pixels")
+    parser.add_argument("--size", default="1180,1060", metavar="W,H", help="of the window, in pixels")
     parser.add_argument("--limit", type=int, default=150_000, metavar="BYTES", help="of the file (default: 150000)")
     return parser.parse_args()
 

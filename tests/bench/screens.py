@@ -37,9 +37,9 @@ COMMANDS = (
     "diff {}/one.json {}/other.json --html={}/diff.html",
     "compare --config=tiny --target=cpu --remat=none,full,dots --html={}/compare.html",
     "levers --config=tiny --target=cpu --html={}/levers.html",
-    "fit --config=tiny --target=cpu --budget=64MiB --html={}/fit.html",
-    "front --config=tiny --target=cpu --html={}/front.html",
-    "estimate 8e9 --html={}/estimate.html",
+    "fit --config=tiny --target=cpu --budget=64MiB --max-compiles=12 --html={}/fit.html",
+    "front --config=tiny --target=cpu --points=3 --html={}/front.html",
+    "estimate llama_8b --html={}/estimate.html",
 )
 FILTER = """<svg width="0" height="0" style="position:absolute">
 <filter id="eyes" color-interpolation-filters="linearRGB"><feColorMatrix values="0.367322 0.860646 -0.227968 0 0
