@@ -61,7 +61,7 @@ class Run:
     processes: Processes
     stop: list[str]  # signals that this process got
     agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
-    eval_loss: float | None = None  # the last held-out loss of this start
+    evaluated: tuple[int, float] | None = None  # the step of this start's last evaluation, and its held-out loss
 
     @property
     def config(self) -> ConfigDict:
@@ -145,9 +145,9 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
         # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
-    run.eval_loss = loss / max(tokens, 1.0)
-    run.record({"step": step, "eval_loss": run.eval_loss, "eval_tokens": int(tokens)})
-    return run.eval_loss
+    run.evaluated = (step, loss / max(tokens, 1.0))
+    run.record({"step": step, "eval_loss": run.evaluated[1], "eval_tokens": int(tokens)})
+    return run.evaluated[1]
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
@@ -298,7 +298,7 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
         display.close()
         last = checkpoints.steps()[-1]
         text = "" if run.agreed else sample_text(program, data, state.params)
-        end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.eval_loss,
+        end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.evaluated,
                           clock.tokens_per_s(), compiled.report, before, sample(device), checkpoints.root / str(last),
                           workdir / PAGE)
         if run.agreed:

@@ -68,6 +68,7 @@ class Display:
 
     def __init__(self, console: Console, steps: int, start: int):
         self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
+        self._paced = False  # whether the first row, with the costs of first calls, has set the start of the pace
         self._progress = self._task = None
         if console.is_terminal:
             self._progress = Progress(
@@ -108,16 +109,18 @@ class Display:
         step = f"step {row['step']:>6}/{self._steps}  "
         if self._progress is None:
             self.note(f"{step}{describe(row)}  {self.left(row['step'])}")
-            return
-        self.advance(row["step"])
-        self.note(step + describe(row, self._console.width - len(step)))
+        else:
+            self.advance(row["step"])
+            self.note(step + describe(row, self._console.width - len(step)))
+        if not self._paced:
+            self._paced, self._began, self._start = True, time.monotonic(), row["step"]
 
     def note(self, text: str) -> None:
         """Prints a line between the metrics, as it is: nothing in it is markup, nothing is cut."""
         self._console.print(Text(safe(text)), soft_wrap=True, highlight=False)
 
     def left(self, step: int) -> str:
-        """The time that the rest of the run will take after step `step`."""
+        """The time that the rest of the run will take after step `step`, at the mean pace since the first row."""
         done = max(step - self._start, 1)
         return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
 

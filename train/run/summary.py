@@ -86,16 +86,16 @@ class End:
     """What a finished start of a run has to say.
 
     first, last, steps: the first and last update of this start, and those of the run. seconds: of this start, all in
-    all. eval_loss: the last held-out loss, None without one. tokens_per_s: 0.0 where nothing was timed. before, live:
-    the device's memory before the state was made, and at the end. checkpoint: the newest, None without one. page: of
-    the run directory, None without one.
+    all. evaluated: the step of the last evaluation of this start and its held-out loss, None without one.
+    tokens_per_s: 0.0 where nothing was timed. before, live: the device's memory before the state was made, and at the
+    end. checkpoint: the newest, None without one. page: of the run directory, None without one.
     """
 
     first: int
     last: int
     steps: int
     seconds: float
-    eval_loss: float | None
+    evaluated: tuple[int, float] | None
     tokens_per_s: float
     report: Report
     before: LiveMemory | None
@@ -105,10 +105,14 @@ class End:
 
     def rows(self) -> list[tuple[str, str]]:
         """Titles with their texts."""
-        loss = "" if self.eval_loss is None else f"held-out loss {self.eval_loss:.4f} "\
-            f"(perplexity {math.exp(min(self.eval_loss, 700.0)):.4g} per token), "
+        loss = ""
+        if self.evaluated is not None:
+            step, value = self.evaluated
+            after = f" after update {step}" if step != self.last else ""
+            loss = f"held-out loss {value:.4f}{after} (perplexity {math.exp(min(value, 700.0)):.4g} per token), "
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
-        return [("done", f"{loss}updates {self.first} to {self.last} of {self.steps} in {clock(self.seconds)}{rate}"),
+        title = "done" if self.last >= self.steps else "stopped"
+        return [(title, f"{loss}updates {self.first} to {self.last} of {self.steps} in {clock(self.seconds)}{rate}"),
                 ("memory", predicted_against_measured(self.report, self.live, self.before)),
                 ("checkpoint", str(self.checkpoint or "none")),
                 ("page", str(self.page or ""))]

@@ -126,7 +126,7 @@ def test_without_a_terminal_a_row_is_a_line():
 
 def end(**fields):
     live = LiveMemory("cpu", "host", 1, 600 * MIB, 700 * MIB)
-    values = {"first": 11, "last": 20, "steps": 20, "seconds": 3723.4, "eval_loss": 2.5, "tokens_per_s": 1234.0,
+    values = {"first": 11, "last": 20, "steps": 20, "seconds": 3723.4, "evaluated": (20, 2.5), "tokens_per_s": 1234.0,
               "report": Report(90 * MIB, 90 * MIB, {}), "before": LiveMemory("cpu", "host", 1, 600 * MIB, 650 * MIB),
               "live": live, "checkpoint": None}
     return dict(End(**{**values, **fields}).rows())
@@ -138,7 +138,23 @@ def test_the_end_says_what_was_reached_and_what_was_there_before():
         "1,234 tokens/s"
     assert rows["memory"].startswith("predicted 90.00 MiB on 1 CPU device; the process grew by 100.00 MiB")
     assert "from 600.00 MiB" in rows["memory"] and "to 700.00 MiB" in rows["memory"] and rows["checkpoint"] == "none"
-    assert end(eval_loss=None, tokens_per_s=0.0)["done"] == "updates 11 to 20 of 20 in 1:02:03"
+    assert end(evaluated=None, tokens_per_s=0.0)["done"] == "updates 11 to 20 of 20 in 1:02:03"
+
+
+def test_a_run_that_was_stopped_says_when_it_was_evaluated():
+    rows = end(last=15, evaluated=(12, 2.5))
+    assert rows["stopped"].startswith("held-out loss 2.5000 after update 12 (perplexity")
+    assert "updates 11 to 15 of 20" in rows["stopped"]
+
+
+def test_the_time_left_is_that_of_the_pace_after_the_first_row(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    display = Display(make_console(file=io.StringIO()), 100, 0)
+    now[0] = 100.0  # the first step compiled
+    display.show({**ROW, "step": 1})
+    now[0] = 110.0
+    assert display.left(11) == "0:01:29 left"
 
 
 def test_memory_on_an_accelerator_is_compared_with_the_allocators():
