@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     place = None if args.no_cache else row_cache.folder()
     workers = worker_pool.worker_count(2**10, args.jobs)
     lines = fit_text.Lines(target, space, budget)
-    with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(0) as tell:
+    with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
         trials = Trials(args.config, target, overrides, trainer, pool, place, tell, args.max_compiles or math.inf,
                         args.timeout or math.inf)
         walk = fit.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
