@@ -24,7 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from end_to_end.faults import CLOSE, Fault, Ground, Life
+from end_to_end.faults import KINDS
+from end_to_end.lives import CLOSE, Fault, Ground, Life
 
 BETWEEN = ["damaged checkpoint", "damaged metrics.jsonl", "damaged compile cache", "leftovers"]
 STRIKES = ["killed while it starts", "killed in a step", "killed in an evaluation", "killed in a save", "SIGTERM",
@@ -34,7 +35,8 @@ SORTS = {
     "one device": [*STRIKES, "damaged config.json", "a second training", "no file over a limit"],
     "full disks": ["full disk", "killed in a save", "full disk", "killed in a step", "full disk"],
     "two processes": ["one of two killed", "one of two killed in a save", "one of two told to stop",
-                      "two of two told to stop", "one of two stopped for a while"],
+                      "two of two told to stop", "one of two stopped for a while",
+                      "strangers at the port"],
     "other meshes": STRIKES,
 }
 ORDER = ("one device", "other meshes", "one device", "two processes", "one device", "full disks")
@@ -82,7 +84,7 @@ def live(ground: Ground, number: int, seed: int) -> tuple[str, Life]:
         for kind in plan(sort, rng):
             if life.wrong or life.over:
                 break
-            life.suffer(kind)
+            life.suffer(kind, KINDS[kind])
         if not life.wrong:
             life.finish()
         if not life.wrong and not life.identical(CLOSE if sort == "other meshes" else 0.0):

@@ -3,15 +3,16 @@
 import random
 
 import pytest
-from end_to_end.faults import DAMAGES, KINDS, Fault, Ground, Life, damage, same
+from end_to_end.faults import DAMAGES, KINDS, damage
 from end_to_end.hour_of_faults import BETWEEN, ORDER, plan, table
+from end_to_end.lives import Fault, Ground, Life, same
 
 
 def test_a_life_with_faults_ends_with_the_curve_of_one_without(tmp_path):
     """Killed in a step and in a save, a checkpoint and the cache damaged, the terminal closed: nothing is lost."""
     life = Life(Ground(tmp_path / "ground", steps=40), tmp_path / "run", random.Random(4))
     for kind in ("killed in a step", "killed in a save", "damaged checkpoint", "damaged compile cache", "SIGHUP"):
-        assert life.suffer(kind), (kind, life.wrong)
+        assert life.suffer(kind, KINDS[kind]), (kind, life.wrong)
     life.finish()
     assert not life.wrong and life.identical(), life.wrong
     assert table(life.faults)[-1] == "| all | 5 | 5 | 5 |"
