@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
+def _held_out_loss(metrics: Any) -> float:
+    """The loss by which checkpoints are compared; the worst where Orbax has read none, of a damaged file."""
+    found = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
+    return found if isinstance(found, int | float) else math.inf
+
+
 def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool = False) -> bool:
     """Whether a file holds a JSON object whose values under these keys are of these types.
 
@@ -136,11 +143,11 @@ class Checkpoints:
             raise UserError(f"train.keep={keep}: keep at least 1 checkpoint, or a run cannot be resumed")
         self.root, self.aside, self._processes = workdir / CHECKPOINTS, workdir / "damaged", processes
         policies = [preservation_policy.LatestN(keep),
-                    preservation_policy.BestN(n=1, get_metric_fn=lambda m: m["eval_loss"], reverse=True,
+                    preservation_policy.BestN(n=1, get_metric_fn=_held_out_loss, reverse=True,
                                               keep_checkpoints_without_metrics=False)]
         self._options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-            best_fn=lambda metrics: metrics["eval_loss"], best_mode="min",
+            best_fn=_held_out_loss, best_mode="min",
             enable_async_checkpointing=True, create=True)
         # Before Orbax lists what is there.
         self._found = processes.from_first(self._mend_unlisted() if processes.first else None)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from bytescope.train.errors import DoesNotFit, UserError
-from bytescope.train.run.checkpoint import Checkpoints
+from bytescope.train.run.checkpoint import Checkpoints, _held_out_loss
 from bytescope.train.run.failures import disk_explained, explain, keep_library_log, show_library_log
 from bytescope.train.run.metrics import has_evaluation
 from bytescope.train.run.workdir import write_atomically
@@ -111,3 +111,8 @@ def test_damaged_metrics_of_a_checkpoint_are_one_line(tmp_path, damaged):
 def test_damaged_rows_hold_no_evaluation(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     assert has_evaluation(tmp_path / "metrics.jsonl", 3) is False
+
+
+@pytest.mark.parametrize("metrics", [{}, {"eval_loss": None}, None, []])
+def test_metrics_without_a_loss_are_never_the_best(metrics):
+    assert _held_out_loss(metrics) > _held_out_loss({"eval_loss": 9.9}) == 9.9
