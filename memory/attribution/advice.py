@@ -92,14 +92,21 @@ def lines(report: Report, levers: Sequence[Lever], found: Sequence[Tried], fit: 
     if not fits and left:
         most = ", with the most that each can free" if known else ""
         out.append(f"{'not compiled' if compiled else 'left to try'}, the cheapest first{most}:")
-        out += [f"  {human(lever.most(report)) + '  ' if known else ''}{lever.flags}"
-                f"{f'  ({lever.costs})' if lever.costs else ''}" for lever in left]
+        out += [_untried(lever, report, known) for lever in left]
     if case_of(report) is not None and not levers:
         out.append("the config has no memory lever left: take a smaller model, shorter sequences "
                    f"(--config.{DATA_SEQ_LEN}), or more devices")
     if fit and levers:
         out.append(f"the fastest that fits, found by compiling: {fit}")
     return out
+
+
+def _untried(lever: Lever, report: Report, known: bool) -> str:
+    """A line on a lever that nobody compiled; `known`: whether the report says what each row holds."""
+    missing = report.predicted_bytes - (report.limit_bytes or 0)
+    enough = "  may be enough" if known and lever.most(report) >= missing > 0 else ""
+    size = f"{human(lever.most(report))}{enough}  " if known else ""
+    return f"  {size}{lever.flags}{f'  ({lever.costs})' if lever.costs else ''}"
 
 
 def _verdict(size: int, report: Report) -> str:

@@ -135,7 +135,8 @@ def test_a_first_accumulation_takes_an_accumulator():
 
 def test_without_a_compiler_the_levers_come_with_what_they_can_free():
     shown = lines(refused(), open_levers(refused()), [])
-    assert "  10.00 GiB  --config.remat.policy=selective" in shown
+    assert "  10.00 GiB  may be enough  --config.remat.policy=selective" in shown
+    assert any(line.startswith("  1.50 GiB  --config.optimizer.name=adamw_8bit") for line in shown)
 
 
 def test_the_fit_command_keeps_the_task_and_frees_the_levers():
