@@ -374,6 +374,7 @@ READERS = {reader.name: reader for reader in (
     Reader("text", _listed(lambda: ("größe, line\n" * 40).encode()), mutations.damaged_bytes, read_text,
            (UserError,), 400),
     Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 150),
+    Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 250),
     Reader("run", run_files, damaged_file, read_run, (), 150),
     Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 500),
 )}
