@@ -18,11 +18,9 @@ exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit,
 4 non-finite loss, 5 process lost"""
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; config overrides are left in `overrides`."""
-    from bytescope.memory.commands.arguments import Parser, settle_subject, user_path
-    from bytescope.train.command import DEFAULT
-    from bytescope.train.config import split_overrides
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    from bytescope.memory.commands.arguments import Parser, user_path
     from bytescope.train.parallel.processes import add_flags
 
     parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
@@ -39,8 +37,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
     parser.add_argument("--verbose", action="store_true", help="print the whole memory report, and why each choice")
     add_flags(parser)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; config overrides are left in `overrides`."""
+    from bytescope.memory.commands.arguments import settle_subject
+    from bytescope.train.command import DEFAULT
+    from bytescope.train.config import split_overrides
+
     rest, overrides = split_overrides(argv)
-    args = parser.parse_args(rest)
+    args = make_parser().parse_args(rest)
     settle_subject(args)
     args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
     return args

@@ -35,6 +35,14 @@ CHOICES = {
     "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES,
 }
 
+# The same for what tables of the model name; those of tuples name several, and those of roles may be left empty.
+OF_THE_MODEL = {
+    "precision.preset": PRECISIONS, **{f"precision.{role}": table for role, table in ROLES.items()},
+    "model.attention": ("auto", *KERNELS), "remat.policy": (*POLICIES, AUTO), "remat.granularity": GRANULARITIES,
+    "remat.save": NAMES, "remat.offload": NAMES,
+}
+MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
+
 # key -> least value. Sizes of the model, batch and mesh have checks of their own.
 LEAST = {
     "seed": 0, "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
@@ -98,16 +106,13 @@ def check_values(config: ConfigDict) -> None:
 
 def _check_names(config: ConfigDict) -> None:
     """Raises ValueError for a name that no table of the model has; the model says so too, without the nearest."""
-    asked = [(f"precision.{role}", value, table) for role, table in ROLES.items() if (value := config.precision[role])]
-    asked += [("precision.preset", config.precision.preset, PRECISIONS),
-              ("model.attention", config.model.attention, ("auto", *KERNELS)),
-              ("remat.granularity", config.remat.granularity, GRANULARITIES)]
-    if "+" not in config.remat.policy:  # else the names of tensors
-        asked.append(("remat.policy", config.remat.policy, (*POLICIES, AUTO)))
-    asked += [(f"remat.{key}", name, NAMES) for key in ("save", "offload") for name in config.remat[key]]
-    for key, value, table in asked:
-        if value not in table:
-            raise ValueError(f"{key}={value!r}: {remedy_for(str(value), table)}")
+    for key, table in OF_THE_MODEL.items():
+        value = _value(config, key)
+        if (key in MAY_BE_EMPTY and not value) or (key == "remat.policy" and "+" in value):  # the names of tensors
+            continue
+        for name in value if isinstance(value, tuple) else (value,):
+            if name not in table:
+                raise ValueError(f"{key}={name!r}: {remedy_for(str(name), table)}")
 
 
 def check_without_devices(config: ConfigDict) -> None:

@@ -15,12 +15,13 @@ from bytescope.train.errors import UserError
 TRAINER = {
     "train": "train a transformer, its memory known before the first step",
     "prepare": "turn text into token shards, which train reads fast",
+    "completion": "print a script that completes commands in bash, zsh or fish",
 }
 GROUPS = {
     "train": ("train", "prepare"),
     "measure": ("report", "trace", "page", "names", "diff", "estimate"),
     "plan": ("compare", "levers", "front", "fit"),
-    "list": ("configs", "targets", "keys", "policies"),
+    "list": ("configs", "targets", "keys", "policies", "completion"),
 }
 SUMMARY = """\
 Train transformers in JAX knowing, before the first step, what every byte of
@@ -37,12 +38,13 @@ def overview() -> str:
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {name:<10}{_summary(name)}" for name in names]
+        lines += [f"  {name:<12}{summary(name)}" for name in names]
     return "\n".join([*lines, "", "bytescope COMMAND --help shows its arguments and examples.",
                       "bytescope --version shows the versions.", "", EXIT_CODES])
 
 
-def _summary(command: str) -> str:
+def summary(command: str) -> str:
+    """What a command does, in a line."""
     return TRAINER.get(command) or memory_commands.COMMANDS[command][1]
 
 
@@ -72,6 +74,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from bytescope.train.data.prepare import parse as parse_prepare
 
         return parse_prepare(rest)
+    if command == "completion":
+        from bytescope.train.completion.command import parse as parse_completion
+
+        return parse_completion(rest)
     from bytescope.train.planning.adapter import Adapter
 
     args, args.overrides = memory_commands.parse(_known(argv), Adapter())
@@ -108,6 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bytescope.train.data.prepare import main as prepare
 
         return prepare(argv[1:])
+    if argv[0] == "completion":
+        from bytescope.train.completion.command import main as completion
+
+        return completion(argv[1:], {name: summary(name) for names in GROUPS.values() for name in names})
     try:
         return memory_commands.main(_known(argv))
     except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 def _file(name: str) -> Path:
     """The file of a report; of a run directory the one that its run wrote."""
     inside = Path(name) / "memory.json"
-    return inside if inside.is_file() else Path(name)
+    return inside if os.path.isfile(inside) else Path(name)
 
 
 def _names(before: str, after: str) -> tuple[str, str]:

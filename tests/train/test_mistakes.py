@@ -110,6 +110,8 @@ MISTAKES = {
         ("--grep=[/b]", "--grep=[/b]"), ("--config.train.steps=1", "takes no")],
     "targets": [("--gerp=x", "did you mean --grep?")],
     "keys": [("--grep", "expected one argument")],
+    "completion": [("", "required"), ("bsh", "did you mean bash?"), ("powershell", "choose one of bash"),
+                   ("bash --config.train.steps=1", "unrecognized")],
     "policies": [("full", "unrecognized")],
     "train": [
         ("tyni", "did you mean tiny?"), ("notes.md", "not a config"), ("exits.py", "SystemExit: 7"),

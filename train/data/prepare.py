@@ -117,9 +117,8 @@ def _refuse_used(out: Path) -> None:
         raise UserError(f"--out={out} already holds {min(used)}: give an empty folder, or clear this one")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of the command line `argv` (default: that of the process). Raises ValueError for a mistake in
-    them; it has an `exit_code`."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
     parser = Parser(prog="bytescope prepare", allow_abbrev=False,
                      epilog="examples:\n  bytescope prepare --source=texts/ --out=shards/\n"
                      "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/",
@@ -130,7 +129,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens per shard (default 100000000)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of the command line `argv` (default: that of the process). Raises ValueError for a mistake in
+    them; it has an `exit_code`."""
+    args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
         raise UserError(f"--shard-tokens={args.shard_tokens}: give 1 or more, or leave it out for 100000000")
     return args

@@ -1,0 +1,133 @@
+"""Shell completion: the printed scripts in real shells, and every word of them one that the commands take."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.completion.shells import SHELLS
+from bytescope.train.completion.words import gather
+
+pytestmark = pytest.mark.quick
+
+# What is typed before TAB -> what has to be offered, and what must not be. bash offers what follows the last = or :.
+LINES = [
+    ("bytescope ", "train report completion --version", "tiny"), ("bytescope repo", "report", "train"),
+    ("bytescope report lla", "llama_8b llama_70b", "tiny h100"),
+    ("bytescope report m", "mine.py", "notes.txt"),
+    ("bytescope report llama_8b h", "h100 h200", "llama_8b cpu"), ("bytescope report tiny h100:2", "2 2x8", "4 h100"),
+    ("bytescope report tiny --config.mod", "--config.model.", "--config.mesh."),
+    ("bytescope report tiny --config.model.n_l", "--config.model.n_layers=", "--config.model.norm="),
+    ("bytescope train --config.se", "--config.seed=", "--config.train."),
+    ("bytescope report tiny --config.remat.policy=s", "selective sqrt", "none"),
+    ("bytescope report tiny --config.model.scan=", "true false", ""), ("bytescope report --config=ti", "tiny", "char"),
+    ("bytescope report --target=h100:2", "2 2x8", "h100"), ("bytescope report tiny --js", "--json=", "--html="),
+    ("bytescope compare tiny --remat=none,f", "none,full", "none full"),
+    ("bytescope compare tiny --grid=remat.p", "remat.policy=", "remat.save="),
+    ("bytescope compare tiny --grid=remat.policy=none,f", "none,full", "full"),
+    ("bytescope compare --grid=config=tiny,ch", "tiny,char", "char"),
+    ("bytescope fit tiny --levers=remat,mi", "remat,micro", "micro"),
+    ("bytescope fit tiny --jobs 3 rtx4", "rtx4090", ""),
+    ("bytescope fit tiny --config.train.steps 5 h2", "h200", "tiny"), ("bytescope fit tiny --jobs=", "", "tiny h100"),
+    ("bytescope levers tiny --stages=bf16,fused", "bf16,fused_backward", ""),
+    ("bytescope estimate --offload=", "optimizer both", "remat"),
+    ("bytescope front tiny --offl", "--offload", "--offload="),
+    ("bytescope diff no", "notes.txt", "mine.py"), ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
+    ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope completion ", "bash zsh fish", "tiny"),
+    ("bytescope keys --", "--grep=", "--json="), ("bytescope nothing ", "", "tiny"),
+    ("bytescope compare --remat=$(touch${IFS}pwned),f", "$(touch${IFS}pwned),full", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def words():
+    return gather({name: cli.summary(name) for names in cli.GROUPS.values() for name in names})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, words):
+    """A folder with the script of each shell, and files to complete."""
+    found = tmp_path_factory.mktemp("completion")
+    for shell, script in SHELLS.items():
+        (found / f".script.{shell}").write_text(script(words))
+    for name in ("mine.py", "notes.txt"):
+        (found / name).touch()
+    (found / "runs").mkdir()
+    return found
+
+
+def offered(folder, *command, text=""):
+    done = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def in_bash(folder):
+    """What bash offers for each of LINES, in one process."""
+    asked = "".join(f"{line}\n" for line, _, _ in LINES)
+    script = """source .script.bash
+        while IFS= read -r COMP_LINE; do
+            COMP_POINT=${#COMP_LINE} COMPREPLY=()
+            _bytescope
+            echo "${COMPREPLY[*]}"
+        done"""
+    return dict(zip((line for line, _, _ in LINES), offered(folder, "bash", "-c", script, text=asked).splitlines()))
+
+
+@pytest.mark.parametrize(("line", "has", "lacks"), LINES, ids=[line[10:] for line, _, _ in LINES])
+def test_bash(line, has, lacks, in_bash, folder):
+    found = in_bash[line].split()
+    assert set(has.split()) <= set(found) and not set(lacks.split()) & set(found)
+    assert has or not found
+    assert not (folder / "pwned").exists(), "what is typed was run"
+
+
+def test_bash_in_the_middle_of_a_line(folder):
+    script = """source .script.bash
+        COMP_LINE='bytescope report ti h100' COMP_POINT=19; _bytescope; echo "${COMPREPLY[*]}"
+        COMP_WORDBREAKS=' '; COMP_LINE='bytescope report --config=ti' COMP_POINT=28; _bytescope; echo "${COMPREPLY[*]}"
+        """
+    assert offered(folder, "bash", "-c", script).splitlines() == ["tiny", "--config=tiny"]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_syntax(shell, folder):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    offered(folder, shell, "-n", f".script.{shell}")
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish(folder):
+    lines = ("bytescope report lla", "bytescope compare tiny --remat=none,f",
+             "bytescope report tiny --config.model.n_l", "bytescope report tiny h100:2", "bytescope report m")
+    script = "source .script.fish; while read -l line; complete -C $line; echo end; end"
+    found = offered(folder, "fish", "-c", script, text="".join(f"{line}\n" for line in lines)).split("end\n")
+    assert [set(part.split()) for part in found[:-1]] == [
+        {"llama_1b", "llama_8b", "llama_70b", "llama_405b"}, {"--remat=none,full"}, {"--config.model.n_layers="},
+        {"h100:2", "h100:2x8"}, {"mine.py"}]
+
+
+def test_every_word_is_one_that_is_taken(words):
+    """A flag, key, target or name that has gone, or a value of another table, would fail here."""
+    from bytescope.memory.devices import targets
+    from bytescope.train.config import describe_keys, find_file
+
+    assert set(words.commands) == {name for names in cli.GROUPS.values() for name in names} == set(words.flags)
+    assert set(words.keys) == {key for key, _, _ in describe_keys()}
+    assert all(find_file(name) for name in words.configs)
+    for name, counted in words.targets.items():
+        if name not in ("local", "cpu"):  # those ask jax
+            assert all(targets.parse(each).is_described for each in (name, *counted))
+    for key in ("optimizer.name", "remat.policy", "model.attention", "xla.gemm", "precision.preset", "data.dtype"):
+        assert words.keys[key].startswith("@one ") and len(words.keys[key].split()) > 2
+    for command, row in words.flags.items():
+        assert row.keys() >= {"--help"}, command
+
+
+def test_the_command(capsys):
+    assert cli.main(["completion", "bash"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# bash completion") and out.endswith("complete -F _bytescope bytescope\n")

@@ -1,0 +1,47 @@
+"""bytescope completion: prints the script that completes command lines in a shell."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from bytescope.memory.errors import exit_code_of
+
+EPILOG = """\
+examples:
+  bytescope completion bash > ~/.local/share/bash-completion/completions/bytescope
+  bytescope completion zsh > "${fpath[1]}/_bytescope"
+  bytescope completion fish > ~/.config/fish/completions/bytescope.fish
+
+A new shell completes commands, flags, configs, targets, policies, config keys
+and their values, without starting Python. Print it again after an upgrade.
+exit codes: 0 done, 2 a mistake in the command"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    from bytescope.memory.commands.arguments import Parser
+    from bytescope.train.completion.shells import SHELLS
+
+    parser = Parser(prog="bytescope completion", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    description="print a script that completes command lines")
+    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that will read it")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. Raises ValueError with an `exit_code` for a mistake in it."""
+    return make_parser().parse_args(argv)
+
+
+def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
+    """Prints the script; returns the exit code. `commands`: every command and what it does."""
+    try:
+        shell = parse(argv).shell
+    except ValueError as error:
+        if (code := exit_code_of(error)) is None:
+            raise
+        return code
+    from bytescope.train.completion.shells import SHELLS
+    from bytescope.train.completion.words import gather
+
+    print(SHELLS[shell](gather(commands)), end="")
+    return 0
