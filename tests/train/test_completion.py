@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from bytescope.train import cli
+from bytescope.train.completion.command import make_parser
 from bytescope.train.completion.shells import SHELLS
 from bytescope.train.completion.words import gather
 
@@ -42,7 +43,8 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def words():
-    return gather({name: cli.summary(name) for names in cli.GROUPS.values() for name in names})
+    return gather({name: cli.summary(name) for names in cli.GROUPS.values() for name in names},
+                  make_parser())
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from bytescope.memory.errors import exit_code_of
 
 EPILOG = """\
 examples:
-  bytescope completion bash > ~/.local/share/bash-completion/completions/bytescope
+  bytescope completion bash > ~/.local/share/bash-completion/completions/bytescope.bash
   bytescope completion zsh > "${fpath[1]}/_bytescope"
   bytescope completion fish > ~/.config/fish/completions/bytescope.fish
 
@@ -43,5 +43,5 @@ def main(argv: Sequence[str], commands: Mapping[str, str]) -> int:
     from bytescope.train.completion.shells import SHELLS
     from bytescope.train.completion.words import gather
 
-    print(SHELLS[shell](gather(commands)), end="")
+    print(SHELLS[shell](gather(commands, make_parser())), end="")
     return 0

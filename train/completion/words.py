@@ -41,18 +41,17 @@ class Words:
     targets: Mapping[str, tuple[str, ...]]
 
 
-def gather(commands: Mapping[str, str]) -> Words:
-    """The words of this version; `commands`: each and what it does.
+def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
+    """The words of this version; `commands`: each and what it does; `own`: the parser of bytescope completion.
 
     It imports jax for the tables of names, and starts no device.
     """
     from bytescope.memory import __main__ as memory_commands
     from bytescope.train import __main__ as train
     from bytescope.train import config
-    from bytescope.train.completion import command
     from bytescope.train.data import prepare
 
-    parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "completion": command.make_parser()}
+    parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "completion": own}
     parsers |= {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
     lists = _lists()
     return Words(
