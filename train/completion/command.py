@@ -7,10 +7,11 @@ from bytescope.memory.errors import exit_code_of
 
 EPILOG = """\
 examples:
-  bytescope completion bash > ~/.local/share/bash-completion/completions/bytescope.bash
+  bytescope completion bash > ~/.bytescope.bash
   bytescope completion zsh > "${fpath[1]}/_bytescope"
   bytescope completion fish > ~/.config/fish/completions/bytescope.fish
 
+For bash add `source ~/.bytescope.bash` to ~/.bashrc; the others find the file.
 A new shell completes commands, flags, configs, targets, policies, config keys
 and their values, without starting Python. Print it again after an upgrade.
 exit codes: 0 done, 2 a mistake in the command"""
