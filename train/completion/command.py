@@ -8,7 +8,7 @@ from bytescope.memory.errors import exit_code_of
 EPILOG = """\
 examples:
   bytescope completion bash > ~/.bytescope.bash
-  bytescope completion zsh > "${fpath[1]}/_bytescope"
+  bytescope completion zsh > "$fpath[1]/_bytescope"
   bytescope completion fish > ~/.config/fish/completions/bytescope.fish
 
 For bash add `source ~/.bytescope.bash` to ~/.bashrc; the others find the file.
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = Parser(prog="bytescope completion", epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="print a script that completes command lines")
-    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that will read it")
+    parser.add_argument("shell", choices=tuple(SHELLS), metavar="SHELL", help="bash, zsh or fish")
     return parser
 
 
