@@ -36,7 +36,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError(f"trace takes no --config.{overrides[0][0]}: it reads a trace")
     check_files(args)
     found = breakdown.find(xplane.read(xplane.find(args.trace)))
-    predicted = prediction(records.load(args.report)) if args.report else None
+    report = records.load(args.report) if args.report else None
+    predicted = prediction(report) if report else None
     profile_text.show(found, predicted=predicted)
     answer = to_json(found, predicted)
     if args.json:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     if args.html:
         from bytescope.memory.pages import trace as trace_page
 
-        write(args.html, trace_page.render(answer, _name(args.trace)))
+        write(args.html, trace_page.render(answer, _name(args.trace), report))
     return 0
 
 

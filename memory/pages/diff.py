@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.pages.elements import Cell, Figure, Table, exact, row_name, size, table, where
+from bytescope.memory.pages.elements import Cell, Figure, Table, exact, row_name, size, subject, table
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report import flatten
 from bytescope.memory.plan.diff import Change, diff
@@ -33,7 +33,7 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
     parts = [change for change in changes if change.kind != "total"]
     return page(
         "diff", f"{names[0]} and {names[1]} · difference", page_data(before, after, names), names=names,
-        where=_both(_subject(before), _subject(after)), figures=_figures(before, after), versions="",
+        where=_both(subject(before), subject(after)), figures=_figures(before, after), versions="",
         warnings=_warnings(before, after), programs=_programs(before, after, names),
         same=not _config(before, after), changes=_changes(parts[:MAX_CHANGES]),
         left=max(len(parts) - MAX_CHANGES, 0), phases=STEP_PHASES, notes=NOTES)
@@ -79,11 +79,6 @@ def _bar(row: str, name: str, start: int, count: int) -> dict[str, Any]:
 
 
 # ---- the header -----------------------------------------------------------------------------------------------
-
-def _subject(report: Report) -> str:
-    """What a report is of, in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
-    return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
-
 
 def _both(one: str, other: str) -> str:
     return one if one == other else f"{one} → {other}"

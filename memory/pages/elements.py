@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bytescope.memory.records import ROWS
+from bytescope.memory.records import ROWS, Report
 from bytescope.memory.units import human
 
 
@@ -104,6 +104,21 @@ def facts(rows: Sequence[Mapping[str, Any]], given: str = "") -> list[str]:
     if len(policies) == 1:
         out.append(f"policy: {policies.pop()}")
     return [*out, f"with {given}"] if given else out
+
+
+def subject(report: Report) -> str:
+    """What a report is of, in one line: "llama_8b · h100:8 · NVIDIA H100 80GB HBM3 · per device"."""
+    return " · ".join((report.subject.name or report.program or "a program", where(report.target)))
+
+
+def program_facts(report: Report) -> list[str]:
+    """What the trainer says of the program, a line each; what is not known is left out."""
+    of = report.subject
+    layers = " · ".join(filter(None, (f"policy: {of.policy}" if of.policy else "",
+                                      f"program: {report.program}" if of.name and report.program else "")))
+    found = (f"batch: {of.batch}" if of.batch else "", layers,
+             f"with {' '.join(of.changes)}" if of.changes else "")
+    return [line for line in found if line]
 
 
 def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | None = True) -> str:

@@ -17,6 +17,7 @@ from bytescope.memory.pages.elements import (
     Table,
     figure,
     parts,
+    program_facts,
     size,
     table,
     versions,
@@ -60,7 +61,7 @@ def render(report: Report) -> str:
     return page(
         "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,
         where=where(report.target), versions=versions(report.versions), verdict=_verdict(report),
-        figures=_figures(report), facts=_facts(report), extra_lines=_extra_lines(report),
+        figures=_figures(report), facts=program_facts(report), extra_lines=_extra_lines(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.allocated_bytes / limit if limit else None,
         communication=communication.kinds(report), collectives=communication.each(report.collectives),
@@ -99,16 +100,6 @@ def _speed(report: Report) -> list[Figure]:
     if best.mfu:
         found.append(Figure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
     return found
-
-
-def _facts(report: Report) -> list[str]:
-    """What the trainer says of the program, a line each; what is not known is left out."""
-    of = report.subject
-    layers = " · ".join(filter(None, (f"policy: {of.policy}" if of.policy else "",
-                                      f"program: {report.program}" if of.name and report.program else "")))
-    found = (f"batch: {of.batch}" if of.batch else "", layers,
-             f"with {' '.join(of.changes)}" if of.changes else "")
-    return [line for line in found if line]
 
 
 def _extra_lines(report: Report) -> list[str]:

@@ -14,7 +14,18 @@ from typing import Any
 from urllib.parse import quote
 
 from bytescope.memory.pages import trace as trace_page
-from bytescope.memory.pages.elements import Cell, Figure, Section, Table, figure, parts, table, versions, where
+from bytescope.memory.pages.elements import (
+    Cell,
+    Figure,
+    Section,
+    Table,
+    figure,
+    parts,
+    program_facts,
+    subject,
+    table,
+    versions,
+)
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.cache import write_whole
 from bytescope.memory.profile.run_directory import PAGE, RunDirectory, read
@@ -54,7 +65,8 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
     prefix = "" if folder == "." else f"{folder}/"
     return page(
         "run", f"{run.name} · run", page_data(run, others), heading=run.name, figures=_figures(run),
-        where=_where(report), facts=_facts(report), versions=versions(report.versions) if report else "",
+        where=subject(report) if report else "no report", facts=program_facts(report) if report else [],
+        versions=versions(report.versions) if report else "",
         state=_state(run), problems=run.problems, links=_links(run, prefix), report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
@@ -115,20 +127,6 @@ def _limit(run: RunDirectory) -> float | None:
 
 
 # ---- the header -----------------------------------------------------------------------------------------------
-
-def _where(report: Report | None) -> str:
-    if report is None:
-        return "no report"
-    return " · ".join(filter(None, (report.subject.name, where(report.target))))
-
-
-def _facts(report: Report | None) -> list[str]:
-    """Lines below the figures: the batch and the policy, where the report has them."""
-    if report is None:
-        return []
-    return [f"{name}: {text}" for name, text in (("batch", report.subject.batch), ("remat", report.subject.policy))
-            if text]
-
 
 def _state(run: RunDirectory) -> dict[str, str]:
     """Whether the run is finished, for the mark of the header."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.pages.elements import Cell, Figure, Table, table
+from bytescope.memory.pages.elements import Cell, Figure, Table, program_facts, subject, table, versions
 from bytescope.memory.pages.frame import page
 from bytescope.memory.profile.breakdown import PHASES
 from bytescope.memory.profile.op_scopes import COPIES, LOOPS
+from bytescope.memory.records import Report
 
 # Rows of the table of operations, and bars of components, at most; the rest is one row.
 MAX_OPERATIONS, MAX_BARS = 250, 24
@@ -28,12 +29,15 @@ NOTES = (
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
-def render(found: Mapping[str, Any], name: str = "") -> str:
-    """The page of a breakdown's JSON, as text. `name`: what was traced, such as the run directory."""
+def render(found: Mapping[str, Any], name: str = "", report: Report | None = None) -> str:
+    """The page of a breakdown's JSON, as text. `name`: what was traced, such as the run directory; `report`: of the
+    program, for what the header says of it."""
     title = name or str(found["program"])
     return page(
-        "trace", f"{title} · where the time went", page_data(found), heading=title, where=where_text(found),
-        versions="", figures=figures(found), cells=cells(found), operations=_operations(found),
+        "trace", f"{title} · where the time went", page_data(found), heading=title,
+        where=" · ".join(filter(None, (report and subject(report), where_text(found)))),
+        facts=program_facts(report) if report else [], versions=versions(report.versions) if report else "",
+        figures=figures(found), cells=cells(found), operations=_operations(found),
         left=max(len(found["instructions"]) - MAX_OPERATIONS, 0), has_host=bool(found["host"]), phases=PHASES,
         notes=NOTES)
 

@@ -147,7 +147,7 @@ class Profile:
         annotate.name(path, events)
         answer = to_json(found, predicted)
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
-        write_atomically(self.workdir / PAGE, trace_page.render(answer, self.workdir.absolute().name))
+        write_atomically(self.workdir / PAGE, trace_page.render(answer, self.workdir.absolute().name, self.report))
         profile_text.show(found, self.console, predicted)
         self.console.print(f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
                            f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev", soft_wrap=True,

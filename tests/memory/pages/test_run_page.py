@@ -63,7 +63,7 @@ def words_of(text, links=()):
 def test_the_page_shows_the_run(folder):
     text = run_page.render(run_directory.read(folder))
     words = words_of(text, ["memory.html"])
-    for expected in ("tiny · local · per device", "batch: 8 sequences", "remat: full", "✓ finished",
+    for expected in ("tiny · local · per device", "batch: 8 sequences", "policy: full", "✓ finished",
                      "steps 4 of 4", "held-out loss 1.0000 the best of the run",
                      "train loss 2.0000 at step 4", "tokens/s 250 500 ms per update, medians",
                      "measured memory 6.00 GiB of the process; predicted 7.50 GiB", "the full report of the step",

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from bytescope.memory.pages import trace as trace_page
+from bytescope.memory.records import Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
 
 
@@ -22,9 +23,11 @@ def make_breakdown(name="mlp", host="wait_for_data", phase="forward", operations
 
 
 def test_the_page_has_the_figures_of_an_update():
-    page = one_file(trace_page.render(make_breakdown(), "runs/tiny"))
+    report = Report(1, 1, {}, subject=Subject("char", policy="full"), target={"name": "h200"}, versions={"jax": "9.9"})
+    page = one_file(trace_page.render(make_breakdown(), "runs/tiny", report))
     words = " ".join(" ".join(page.words).split())
-    for expected in ("Where the time went: runs/tiny", "mlp · updates 3-4 · mean of 2 devices", "one update 750 ms",
+    for expected in ("Where the time went: runs/tiny", "policy: full", "jax 9.9",
+                     "char · h200 · per device · mlp · updates 3-4 · mean of 2 devices", "one update 750 ms",
                      "and 250 ms of evaluation and checkpoint", "device busy 87.5 %", "waiting for data 6.2 %",
                      "roofline 250 ms measured 3 x that", "busy 0.500 0.375 0.875 87.5",
                      "mlp.1 forward mlp blocks/mlp 1 0.125 12.5"):
