@@ -22,7 +22,7 @@
 
   const said = () => `${data.target} limit ${human(data.limit)}`;
   // On a narrow page the bars lie, so that their names can be read.
-  const NARROW = 640;
+  const NARROW = 700;
   const draw = () => {
     if (!data.levels.length) return;
     const at = data.levels.map((_, i) => i), shown = data.limit && data.limit <= 1.05 * data.scale;
