@@ -74,7 +74,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert sum(best["breakdown"].values()) == best["allocated_bytes"]
     assert first["programs"] == len(first["walk"]) - 2 > 0, "two are in the cache"
     assert best["recompute_flops_fraction"] < nothing["walk"][1]["recompute_flops_fraction"]
-    assert f"run it with: bytescope train --config=tiny {best['flags']}" in told
+    whole = " ".join(told.replace("\\\n", " ").split())  # a long command goes on in the next line, as shells read it
+    assert f"run it with: bytescope train --config=tiny {best['flags']}" in whole
     assert "--config.model.d_ff=64" in best["flags"] and "--config.remat." in best["flags"]
 
     monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
