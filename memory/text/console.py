@@ -10,6 +10,7 @@ name cannot move the cursor, control characters become a replacement character.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -61,6 +62,13 @@ class SafeConsole(Console):
             if not segment.control and _UNSAFE.search(segment.text):
                 segment = Segment(safe(segment.text), segment.style)
             yield segment
+
+    def on_broken_pipe(self) -> None:
+        """Goes on in silence when the reader has left, as `| head` does: files that were asked for are still to come.
+        rich would end the process."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:

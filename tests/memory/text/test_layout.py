@@ -147,6 +147,17 @@ def test_no_color_prints_no_colour(monkeypatch):
     assert "31" not in sgr("red")
 
 
+def test_a_reader_that_has_left_ends_nothing():
+    """As `| head` does: what comes after the text, such as a file, is still written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        console = make_console(file=stream)
+        for _ in range(3):
+            put(Text("3.50 GiB " * 99), console)
+        assert console.quiet
+
+
 def test_a_character_that_stdout_cannot_encode_becomes_a_question_mark(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
