@@ -61,6 +61,15 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
+def finite(value: Any) -> Any:
+    """Plain JSON values with None in the place of NaN and infinite numbers."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_item(record: type, value: Any) -> Any:
     """The record of a JSON object; keys that it does not know are left out.
 

@@ -1,6 +1,7 @@
 """What a config may contain: values of tables, least values, and what has to fit together."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,9 @@ LEAST = {
 # Keys whose values lie above 0, and those of rates of decay: from 0 to below 1.
 POSITIVE = ("model.init_std", "model.rope_theta")
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
+# What may hold paths, whose bytes need not be UTF-8.
+PATHS = ("data.", "train.cache_dir")
+_LONE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are not
 # Whole numbers are int32 on a device, or count what no run has more of; tokens per update may be more. Others are
 # float32 there.
 LARGEST, LARGEST_TOKENS = 2**31 - 1, 2**63 - 1
@@ -77,6 +81,8 @@ def _value(config: ConfigDict, key: str) -> Any:
 def check_values(config: ConfigDict) -> None:
     """Raises ValueError for a value that is not in its table, not a finite number, or outside the range of its key."""
     for key, value in flatten(config).items():
+        if isinstance(value, str) and not key.startswith(PATHS) and _LONE.search(value):
+            raise ValueError(f"{key}={value!r} is not UTF-8: give text in that encoding")
         if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:  # nor nan
             raise ValueError(f"{key}={value}: give a finite number of float32")
         largest = LARGEST_TOKENS if key in TOKENS else LARGEST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -97,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # the process is this command line
         from bytescope.train.run.signals import end_quietly
 
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a name without encoding is shown as Python writes it
+                stream.reconfigure(errors="backslashreplace")
         code = main(sys.argv[1:])
         end_quietly(code)
         return code

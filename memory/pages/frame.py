@@ -8,6 +8,7 @@ being other people's text, and a name that a template uses and nobody gives is a
 from __future__ import annotations
 
 import functools
+import json
 import re
 from importlib import resources
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from bytescope.memory.report_json import finite
 from bytescope.memory.units import human
 
 # The scripts that draw charts, in the order in which they need each other.
@@ -45,10 +47,18 @@ def environment() -> Environment:
     found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
-    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    found.policies |= {"json.dumps_kwargs": {"separators": (",", ":")}, "json.dumps_function": written}
     found.filters |= {"human": human, "flags": lambda command: re.split(r" (?='?--)", command)}
     found.globals |= {"static": _static, "library": _library}
     return found
+
+
+def written(value: Any, **options: Any) -> str:
+    """The JSON of a value, with null for NaN and Infinity: a browser reads no data at all that contain one."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def _static(name: str) -> Markup:

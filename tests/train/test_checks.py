@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
     ("optimizer.end_fraction", ("-0.1", "inf")), ("optimizer.clip_norm", ("-1", "nan")),
     ("optimizer.warmup_steps", ("-1",)), ("remat.budget", ("much", "-5GiB", "nan", "7 parsecs")),
     ("model.d_model", ("10000000000",)), ("batch.micro", ("4294967296",)),
-    ("batch.tokens", ("9" * 20,)), ("optimizer.base_batch_tokens", ("9" * 23,))])
+    ("train.sample_prompt", ("\udcff",)), ("batch.tokens", ("9" * 20,)), ("optimizer.base_batch_tokens", ("9" * 23,))])
 def test_a_value_that_no_run_can_want_is_refused(key, values):
     for value in values:
         with pytest.raises(ValueError) as caught:

@@ -249,7 +249,8 @@ def _is_binary(path: Path) -> bool:
 
 def _mark(name: str) -> int:
     """Returns a number that depends on the name alone, so that adding a file changes nothing for the others."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
+    # Names need not be UTF-8.
+    return int.from_bytes(blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
 
 
 def _cut(document: Document) -> int:

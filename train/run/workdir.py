@@ -46,7 +46,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

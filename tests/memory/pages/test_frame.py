@@ -57,6 +57,13 @@ def test_macros_show_hostile_text_as_it_is():
     assert held == [HOSTILE] * 6, "hover texts and names"
 
 
+def test_what_no_browser_reads_is_null():
+    """Python writes NaN and Infinity, at which JSON.parse gives up all of the data."""
+    data = {"a": [1.5, float("nan")], "b": {"c": (float("inf"), "NaN")}, "d": -float("inf"), "e": None}
+    text = frame.environment().from_string("{{ data|tojson }}").render(data=data)
+    assert text == '{"a":[1.5,null],"b":{"c":[null,"NaN"]},"d":null,"e":null}'
+
+
 def test_a_name_that_nobody_gives_is_an_error():
     with pytest.raises(UndefinedError, match="'notes' is undefined"):
         frame.page("estimate", "x", {})

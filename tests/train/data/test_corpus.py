@@ -161,3 +161,18 @@ def test_nothing_to_read(tmp_path, name, remedy):
 def test_an_empty_name_is_not_the_current_folder():
     with pytest.raises(UserError, match=r"data.source='' is not a file or folder"):
         find("")
+
+
+def test_names_need_not_be_utf8(tmp_path):
+    """Names of files are bytes; a text is held out by them whatever they are."""
+    for number in range(4):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff%d.txt" % number)).write_text("text\n")
+    train, held_out = find(str(tmp_path)).split()
+    assert len(train.documents) == 3 and len(held_out.documents) == 1
+    assert train.identity([]) != held_out.identity([])
+
+
+@pytest.mark.parametrize("source", ["~nobody-here/texts", "x" * 5000, "a\0b", "\udcff"])
+def test_a_source_that_no_system_can_have(source):
+    with pytest.raises(UserError, match="is not a file or folder"):
+        find(source)
