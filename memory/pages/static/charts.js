@@ -212,7 +212,7 @@ const charts = window.charts = (() => {
     const height = spec.height ? spec.height * rows
       : Math.max(120, box.clientHeight - (state.list ? state.list.offsetHeight : 0));
     if (spec.height) state.svg.style.height = height + "px";
-    state.drawn = width + "x" + height;
+    state.drawn = box.clientWidth;
     state.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     state.svg.replaceChildren();
     const gap = 18, wide = (width - gap * (columns - 1)) / columns, tall = height / rows;
@@ -240,9 +240,9 @@ const charts = window.charts = (() => {
     box.replaceChildren(state.svg, state.reset);
     state.redraw = () => redraw(state);
     pointing.listen(state, state.redraw);
+    // Also when a chart is shown at last that was hidden when it was described.
     new ResizeObserver(() => {
-      const before = state.drawn;
-      if (!printing && before !== undefined && !before.startsWith(box.clientWidth + "x")) redraw(state);
+      if (!printing && state.spec && state.drawn !== box.clientWidth) redraw(state);
     }).observe(box);
     held.set(box, state);
     return state;
