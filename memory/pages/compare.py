@@ -124,6 +124,11 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     columns = [(name, *COLUMNS[name]) for name in COLUMNS
                if any(line["values"][name] for line in lines)
                or (name.endswith("_gap") and any(line["values"][name] is not None for line in lines))]
+    drawn = {name for name, *_ in columns} | {"step_seconds", "recompute_flops_fraction", "allocated_bytes"}
+    tasks = {task: number for number, task in enumerate(_tasks(rows))}
+    for line in lines:  # hundreds of rows: what is not drawn, or is long and only told apart, is left out
+        line["values"] = {name: value for name, value in line["values"].items() if name in drawn}
+        line["task"] = str(tasks[line["task"]])
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys], "columns": columns, "rows": lines,

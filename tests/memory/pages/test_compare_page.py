@@ -138,6 +138,7 @@ def many(count):
 
 def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
     page = compare_page.render(plan_rows.to_json(many(240), {}, {}))
+    assert len(one_file(page).data["rows"]) == 240, "and within the weight of a page"
     script = """
       const count = () => document.querySelectorAll(".stack:not(.group):not(.note)").length;
       const before = [count(), document.querySelectorAll(".stack.group").length];
