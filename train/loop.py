@@ -264,7 +264,8 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         report = compiled.report
-        with explained(report, program.mesh.local_devices[0], remedies.advice_without_compiling(report, command)):
+        with explained(report, program.mesh.local_devices[0],
+                       lambda: remedies.advice_without_compiling(report, command)):
             _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began,
                               stop)
 

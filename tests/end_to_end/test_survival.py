@@ -228,7 +228,7 @@ def test_loss_that_is_not_finite_leaves_the_last_good_checkpoint(place):
 def test_out_of_memory_and_a_full_disk_are_explained():
     report = Report(peak_bytes=2**30, allocated_bytes=2**30, breakdown={}, limit_bytes=2**31)
     told = explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), report, jax.devices()[0],
-                   ["left to try"])
+                   lambda: ["left to try"])
     assert isinstance(told, DoesNotFit) and told.exit_code == 3 and told.advice == ("left to try",)
     assert "predicted 1.00 GiB" in str(told) and "limit 2.00 GiB" in str(told)
     full = explain(OSError(errno.ENOSPC, "No space left on device"), report, jax.devices()[0])

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +23,8 @@ _IN_TEXT = re.compile(r"os_error_code='?(\d+)")
 _PATH_IN_TEXT = re.compile(r'"(/[^"]+)"')
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
+Advice = Callable[[], Sequence[str]]
+
 
 def too_big(report: Report) -> str:
     """What to say of a step that a device has not the memory for."""
@@ -31,7 +33,7 @@ def too_big(report: Report) -> str:
             f"{excess} too much")
 
 
-def _out_of_memory(report: Report | None, device: Any, advice: Sequence[str]) -> DoesNotFit:
+def _out_of_memory(report: Report | None, device: Any, advice: Advice) -> DoesNotFit:
     """The error of a device that ran out of memory, with what was predicted and what was measured."""
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
@@ -39,7 +41,7 @@ def _out_of_memory(report: Report | None, device: Any, advice: Sequence[str]) ->
         known.append(f"measured peak {human(live.peak_bytes)}")
     if report and report.limit_bytes:
         known.append(f"limit {human(report.limit_bytes)}")
-    return DoesNotFit(f"out of device memory: {', '.join(known)}", advice)
+    return DoesNotFit(f"out of device memory: {', '.join(known)}", advice())
 
 
 def explain_disk(error: BaseException | None) -> UserError | None:
@@ -66,10 +68,11 @@ def _disk_failure(error: BaseException) -> tuple[int | None, str]:
 
 
 def explain(error: BaseException, report: Report | None, device: Any,
-            advice: Sequence[str] = ()) -> UserError | None:
+            advice: Advice = tuple) -> UserError | None:
     """The one-line form of `error`, None for one that only a developer can mend.
 
-    report: of the step that runs. device: the one whose memory is measured. advice: on what to do without memory.
+    report: of the step that runs. device: the one whose memory is measured. advice: what to do without memory, asked
+    for when it is needed.
     """
     if disk := explain_disk(error):  # first: Orbax calls a full disk RESOURCE_EXHAUSTED too
         return disk
@@ -79,7 +82,7 @@ def explain(error: BaseException, report: Report | None, device: Any,
 
 
 @contextlib.contextmanager
-def explained(report: Report | None, device: Any, advice: Sequence[str] = ()) -> Iterator[None]:
+def explained(report: Report | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
     """A context that turns errors which `explain` knows into UserError, and lets all others through."""
     try:
         yield

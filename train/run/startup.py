@@ -164,9 +164,11 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
     Raises:
       DoesNotFit: it does not, with advice. UserError: an offload policy that moves nothing.
     """
-    device, unknown = program.mesh.local_devices[0], remedies.before_the_report(program)
+    def advice() -> list[str]:
+        return remedies.advice_without_compiling(remedies.before_the_report(program), command)
+
     try:
-        with explained(None, device, remedies.advice_without_compiling(unknown, command)):
+        with explained(None, program.mesh.local_devices[0], advice):
             compiled = compile_step(program, console, command)
     except UserError:
         raise

@@ -63,7 +63,7 @@ def test_the_cheapest_change_that_fits_is_found_by_compiling(compiled):
 def test_a_device_that_ran_out_of_memory_is_told_what_is_left(compiled):
     program = small_program({"remat.policy": "full", "batch.micro": 1})
     lines = remedies.advice_without_compiling(report(program, optimizer=GIB), COMMAND)
-    with pytest.raises(DoesNotFit) as raised, explained(report(program), jax.devices()[0], lines):
+    with pytest.raises(DoesNotFit) as raised, explained(report(program), jax.devices()[0], lambda: lines):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     advice = "\n".join(raised.value.advice)
     assert compiled == [] and "adamw_8bit" in advice and "batch.micro" not in advice and "remat.policy" not in advice
