@@ -18,7 +18,7 @@ from bytescope.model.layers import MLPS, POSITIONS
 from bytescope.model.names import NAMES, TILED, names_in
 from bytescope.model.norm import NORMS
 from bytescope.model.precision import PRECISIONS, ROLES
-from bytescope.model.remat.policies import AUTO, GRANULARITIES, POLICIES
+from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIES
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
 from bytescope.train.losses import LOSSES
@@ -119,6 +119,10 @@ def _check_names(config: ConfigDict) -> None:
         for name in value if isinstance(value, tuple) else (value,):
             if name not in table:
                 raise ValueError(f"{key}={name!r}: {remedy_for(str(name), table)}")
+    for text in config.remat.layers:  # 0-8:none, or 0-8:q_rot+v+block_in@host
+        for name in str(text).partition(":")[2].split("+"):
+            if name.removesuffix(ON_HOST) not in (*NAMES, *POLICIES, ""):
+                raise ValueError(f"remat.layers={text!r}: {remedy_for(name, (*POLICIES, *NAMES))}")
 
 
 def check_without_devices(config: ConfigDict) -> None:

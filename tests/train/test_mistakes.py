@@ -72,7 +72,8 @@ MISTAKES = {
         ("--params=7e9 --config.train.steps=1", "no config to change"), (f"--params={LONE}", "--params")],
     "compare": [
         ("", "no config"), ("tiny --remat=none,foo", "choose one of none"),
-        ("tiny --remat=none,ful", "did you mean full"), ("tiny --remat=", "--remat="),
+        ("tiny --remat=none,ful", "did you mean full"),
+        ("tiny --config.remat.layers=0-2:q_rott", "did you mean q_rot"), ("tiny --remat=", "--remat="),
         ("tiny --remat=none,,full", "--remat=none,,full"), ("tiny --remat=custom(q_rott)", "did you mean q_rot"),
         ("tiny --remat=custom(", "custom"), ("tiny --remat=full(q_rot)", "custom(NAME,NAME)"),
         ("tiny --grid=", "--grid="), ("tiny --grid=train.steps", "--grid"),
