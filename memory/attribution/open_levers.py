@@ -51,6 +51,8 @@ _STATE_ROWS = ("params", "optimizer", "accumulator", "gradients")
 # Policies that keep more than `selective` does, and those that keep no more than `full`.
 _ABOVE_SELECTIVE = ("none", "dots", "minimal")
 _LEAST_KEPT = ("full", "sqrt", "offload", "auto")
+# What a micro-batch is chosen smaller than the rows at the peak would allow: not all of them shrink alike.
+_MARGIN = 0.15
 # Pieces of the sequence that an MLP is computed in, in positions.
 _TILE = 4096
 
@@ -212,7 +214,7 @@ def _micro(case: Case) -> Lever | None:
     moving = sum(report.breakdown.get(row, 0) for row in (*_BATCH_ROWS, "fragmentation"))
     room = moving - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
     divisors = [size for size in range(1, min(micro // 2, 10**6) + 1) if micro % size == 0]
-    size = max((size for size in divisors if moving * size <= room * micro), default=1)
+    size = max((size for size in divisors if moving * size <= (1 - _MARGIN) * room * micro), default=1)
     return Lever(_micro_keys(case, micro // size), dict.fromkeys(_BATCH_ROWS, 1 - size / micro),
                  adds=_accumulator(case))
 

@@ -186,7 +186,7 @@ ERRORS = {
     "no such config": (["--config=lama_8b"], 2, "did you mean llama_8b"),
     "unknown flag": (["--workdirr=x"], 2, "--workdirr"),
     "typo in a policy": (["--config.remat.policy=ful"], 2, "choose one of none, full"),
-    "kernel that cannot run": (["--config.model.attention=cudnn"], 2, "NVIDIA GPUs, not on cpu"),
+    "kernel that cannot run": (["--config.model.attention=cudnn"], 2, "not on cpu"),
     "mesh": (["--config.mesh.data=3"], 2, "does not multiply to the 1 device"),
     "too long": (["--config.data.seq_len=65"], 2, "model.max_seq_len=64"),
     "vocabulary": (["--config.model.vocab_size=100"], 2, "model.vocab_size"),
@@ -209,7 +209,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(place, name):
 
 def test_help_is_short_and_names_the_exit_codes(place):
     done = run(place, "--help")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) < 30 and "exit codes" in done.stdout
+    assert done.returncode == 0 and len(done.stdout.splitlines()) <= 30 and "exit codes" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 110
 
 
