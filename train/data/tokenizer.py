@@ -7,6 +7,7 @@ ends a document, or None), `encode`, `encode_many` and `decode`.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -74,15 +75,9 @@ class JsonTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise UserError(f"{setting} needs the tokenizers package: pip install tokenizers") from None
-        try:
+        with _refused(f"{setting} cannot be read as a tokenizer.json"):
             content = path.read_bytes()
             self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the package raises bare Exception for a file it cannot parse
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"{setting} cannot be read as a tokenizer.json ({reason}): "
-                "give the file saved by Hugging Face tokenizers, or 'bytes'"
-            ) from None
         # A file made for inference may truncate or pad every text; documents must stay complete.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -103,11 +98,8 @@ class JsonTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text; the texts are tokenized in parallel. Raises UserError where they cannot be."""
-        try:
+        with _refused(f"{self.path} cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # bare: a model without the token that it needs for unknown words, and the like
-            raise UserError(f"{self.path} cannot encode the text ({one_line(error)}): give the file saved by Hugging "
-                            "Face tokenizers") from None
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -122,7 +114,21 @@ class JsonTokenizer:
         return "".join([*pieces, self._decode(known)])
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+        with _refused(f"{self.path} cannot decode tokens"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Raises UserError for what the tokenizers package raises: bare Exception, and for a panic in its Rust a class
+    that no Exception is."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = one_line(error) or type(error).__name__
+        raise UserError(f"{what} ({reason}): give the file saved by Hugging Face tokenizers, or 'bytes'") from None
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
