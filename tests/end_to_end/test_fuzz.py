@@ -8,9 +8,14 @@ import resource
 import pytest
 
 from support.fuzz import harness
-from support.fuzz.readers import READERS
+from support.fuzz.readers import READERS, prepare
 
 CORPUS = sorted(path for path in harness.CORPUS.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared():
+    prepare()
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -378,3 +378,10 @@ READERS = {reader.name: reader for reader in (
     Reader("run", run_files, damaged_file, read_run, (), 150),
     Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 500),
 )}
+
+
+def prepare() -> None:
+    """Makes all good inputs, and starts jax with them: under the limit of memory it would abort the process."""
+    for reader in READERS.values():
+        reader.seeds()
+    beside()

@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.fuzz import harness
-from support.fuzz.readers import READERS
+from support.fuzz.readers import READERS, prepare
 
 
 def main() -> int:
@@ -33,6 +33,7 @@ def main() -> int:
     warnings.simplefilter("error")
     chosen = [READERS[name] for name in args.readers.split(",")]
     keep, failed = args.keep, 0
+    prepare()
     for reader in chosen:
         with tempfile.TemporaryDirectory() as folder:
             found, failures = harness.run(reader, Path(folder), seed=args.seed,
