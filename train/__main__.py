@@ -56,11 +56,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform
-
-    choose_platform()  # before jax is imported
     from bytescope.train.run.signals import INTERRUPTED, surviving_output
 
     try:
+        choose_platform()  # before jax is imported
         with surviving_output():
             return command(argv)
     except KeyboardInterrupt:

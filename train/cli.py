@@ -96,12 +96,16 @@ def _known(argv: Sequence[str]) -> Sequence[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process by default; returns the exit code."""
     if argv is None:  # the process is this command line
-        from bytescope.train.run.signals import end_quietly
+        from bytescope.train.run.signals import INTERRUPTED, end_quietly
 
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a name without encoding is shown as Python writes it
                 stream.reconfigure(errors="backslashreplace")
-        code = main(sys.argv[1:])
+        try:
+            code = main(sys.argv[1:])
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = INTERRUPTED
         end_quietly(code)
         return code
     if not argv or argv[0] in ("-h", "--help", "help"):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from bytescope.train import cli
 from bytescope.train.run.signals import STOPPING, Stop, Surviving
 
 pytestmark = pytest.mark.quick
@@ -119,3 +120,17 @@ def test_a_reader_who_has_seen_enough_stops_the_run():
         surviving.write("row")
         surviving.flush()
         assert stop.names == ["SIGTERM"]
+
+
+def test_an_interrupt_of_any_command_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bytescope.train.cli.memory_commands.main", interrupted)
+    monkeypatch.setattr("sys.argv", ["bytescope", "configs"])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert cli.main() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "interrupted\n"
