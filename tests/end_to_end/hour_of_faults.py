@@ -92,6 +92,9 @@ def live(ground: Ground, number: int, seed: int) -> tuple[str, Life]:
         if life.wrong:
             shutil.copytree(place, ground.folder / f"wrong{number}", dirs_exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)
+    if not life.wrong:
+        for log in ground.folder.glob(f"{place.name}-*.txt"):
+            log.unlink()
     return sort, life
 
 

@@ -59,7 +59,7 @@ class Ground:
     def undisturbed(self, devices: int) -> list[dict[str, Any]]:
         """The rows of a run on so many devices to which nothing happens."""
         if devices not in self.whole:
-            life = Life(self, self.folder / f"whole{devices}", random.Random(0), devices)
+            life = Life(self, self.folder / f"whole{devices}" / "run", random.Random(0), devices)
             began = time.monotonic()
             life.finish()
             self.start_s = 0.5 * (time.monotonic() - began)
@@ -93,7 +93,8 @@ class Start:
         self.port = free_port()
         for index in range(life.processes):
             many = [f"--coordinator=127.0.0.1:{self.port}", f"--process={index}", f"--processes={life.processes}"]
-            self.logs.append(life.workdir.with_name(f"{life.workdir.name}-{life.starts}-{index}.txt"))
+            # Not beside the run: that disk may be full.
+            self.logs.append(life.ground.folder / f"{life.workdir.parent.name}-{life.starts}-{index}.txt")
             with open(self.logs[-1], "w") as log:
                 self.processes.append(subprocess.Popen(
                     [sys.executable, "-m", "bytescope.train", *life.flags(), *(many if life.processes > 1 else [])],

@@ -6,15 +6,14 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from bytescope.memory.devices.live import sample
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 from bytescope.train.errors import DoesNotFit, UserError
+from bytescope.train.run.runtime import forgive_abandoned
 
 # Failures of a disk, by the number that the system gives them.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -138,14 +137,7 @@ def keep_library_log() -> None:
     logger.setLevel(logging.ERROR)
     if _KEEP not in logger.filters:
         logger.addFilter(_KEEP)
-        sys.excepthook = _but_late_writes
-
-
-def _but_late_writes(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an error that nobody caught, unless it is of a write of tensorstore's threads that a failed save left."""
-    late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-    if not late or threading.current_thread() is threading.main_thread():
-        sys.__excepthook__(kind, error, trace)
+        forgive_abandoned()
 
 
 def show_library_log() -> None:

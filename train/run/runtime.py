@@ -74,7 +74,7 @@ def stderr_held() -> Iterator[Held]:
             yield held
         finally:
             if held.drop:
-                sys.unraisablehook = _but_coroutines  # some are collected only later
+                forgive_abandoned()  # some are collected only later
                 gc.collect()
                 time.sleep(SETTLE_S)
             sys.stderr.flush()
@@ -85,7 +85,14 @@ def stderr_held() -> Iterator[Held]:
                 os.write(2, file.read())
 
 
-def _but_coroutines(unraisable: Any) -> None:
-    """Prints an exception that could not be raised, unless it is of a coroutine that a failed read abandoned."""
-    if not inspect.iscoroutine(unraisable.object):
+def forgive_abandoned() -> None:
+    """From now on what a failed read or write has left behind ends without a word: coroutines, and writes of
+    tensorstore's threads, which tell a loop that is closed already. Both would print a traceback each."""
+    sys.unraisablehook = _but_abandoned
+
+
+def _but_abandoned(unraisable: Any) -> None:
+    error = unraisable.exc_value
+    late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    if not late and not inspect.iscoroutine(unraisable.object):
         sys.__unraisablehook__(unraisable)

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 INTERRUPTED = 130  # the exit code that shells give for Ctrl-C: 128 + SIGINT
 # A closed terminal sends SIGHUP, which not every system has.
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
-# How a write fails whose reader is gone: a closed terminal, a closed pipe.
+# How a write fails whose reader is gone: a closed terminal, a closed pipe. And how one fails without room.
 _GONE = (errno.EIO, errno.EPIPE)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stop:
@@ -88,7 +89,8 @@ def _to_nowhere(descriptor: int) -> None:
 class Surviving:
     """A text stream of the process; once its terminal or its pipe is closed, what is written goes nowhere.
 
-    A pipe whose reader has seen enough asks the run to stop, as SIGTERM does; a terminal that is gone does not.
+    A pipe whose reader has seen enough asks the run to stop, as SIGTERM does; a terminal that is gone does not. What a
+    full disk has no room for is lost.
     """
 
     def __init__(self, stream: Any):
@@ -110,6 +112,8 @@ class Surviving:
         try:
             call()
         except OSError as error:
+            if error.errno in _FULL:  # the log of a run is no reason to end it
+                return
             if error.errno not in _GONE:
                 raise
             _to_nowhere(self._stream.fileno())

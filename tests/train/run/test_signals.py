@@ -1,5 +1,6 @@
 """Signals and terminals that go away: a run saves, or ends at once; it never ends in a traceback."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -120,6 +121,16 @@ def test_a_reader_who_has_seen_enough_stops_the_run():
         surviving.write("row")
         surviving.flush()
         assert stop.names == ["SIGTERM"]
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run():
+    with contextlib.suppress(OSError), open("/dev/full", "w") as stream:
+        surviving = Surviving(stream)
+        try:
+            surviving.write("row" * 10_000)
+            surviving.flush()
+        except OSError:
+            pytest.fail("it was not survived")
 
 
 def test_an_interrupt_of_any_command_is_one_line(monkeypatch, capsys):
