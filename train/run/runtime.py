@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,18 @@ def stderr_held() -> Iterator[Held]:
 def forgive_abandoned() -> None:
     """From now on what a failed read or write has left behind ends without a word: coroutines, and writes of
     tensorstore's threads, which tell a loop that is closed already. Both would print a traceback each."""
-    sys.unraisablehook = _but_abandoned
+    if not isinstance(sys.unraisablehook, _Forgiving):
+        sys.unraisablehook = _Forgiving(sys.unraisablehook)
 
 
-def _but_abandoned(unraisable: Any) -> None:
-    error = unraisable.exc_value
-    late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-    if not late and not inspect.iscoroutine(unraisable.object):
-        sys.__unraisablehook__(unraisable)
+class _Forgiving:
+    """A hook for exceptions that could not be raised; those that are not forgiven go to the hook before it."""
+
+    def __init__(self, before: Callable[[Any], Any]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not late and not inspect.iscoroutine(unraisable.object):
+            self._before(unraisable)
