@@ -117,10 +117,10 @@ def command(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
     from bytescope.train.run.signals import end_quietly
 
-    end_quietly(code)
+    code = main(sys.argv[1:])
+    end_quietly()
+    sys.stdout.flush()
+    sys.stderr.flush()
     sys.exit(code)

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             code = INTERRUPTED
-        end_quietly(code)
+        end_quietly()
         return code
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())

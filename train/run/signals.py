@@ -66,10 +66,13 @@ def leave_at_once() -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def end_quietly(code: int) -> None:
-    """From here on SIGINT ends the process with its exit code: nothing is left that could be lost."""
+def end_quietly() -> None:
+    """From here on Ctrl-C is ignored: the process is about to end, and nothing is left that could be lost.
+
+    A handler of our own would not do: the interpreter takes it away while it ends.
+    """
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def silence() -> None:

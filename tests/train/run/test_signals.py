@@ -142,6 +142,7 @@ def test_an_interrupt_of_any_command_is_one_line(monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     try:
         assert cli.main() == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # what the interpreter keeps while it ends
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
