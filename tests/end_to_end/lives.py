@@ -223,7 +223,10 @@ class Life:
 
     def begin(self, before: Callable[[], None] | None = None) -> Start:
         """Starts the run, and remembers from which checkpoint it has to go on; `before` runs in the new process."""
-        self._due = max((step for step in self.saved() if step != self._doubtful), default=0)
+        saved = self.saved()
+        if self._doubtful not in saved:  # a start that was killed has set it aside
+            self._doubtful = 0
+        self._due = max((step for step in saved if step != self._doubtful), default=0)
         return Start(self, before)
 
     def train(self, more: int, before: Callable[[], None] | None = None) -> Start | None:

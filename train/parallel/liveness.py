@@ -11,6 +11,7 @@ Messages are JSON lines: `vote value`, `result values`, `error code text`, `end 
 """
 
 import contextlib
+import json
 import math
 import os
 import queue
@@ -58,7 +59,7 @@ class Link:
         if self.index:
             self._send("vote", value)
         else:
-            self._vote(0, value)
+            self._vote(0, json.loads(json.dumps(value)))  # as it is now: the caller may append to it meanwhile
         return self._results.get()
 
     def fail(self, code: int, text: str) -> NoReturn:

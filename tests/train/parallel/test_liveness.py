@@ -166,6 +166,20 @@ def test_values_come_in_the_order_of_the_processes():
     assert codes == [[], [], []]
 
 
+def test_a_value_counts_as_it_was_given():
+    """A signal that comes to process 0 while it waits for the others must not be seen by it alone."""
+    links, _ = linked(2)
+    asked = []
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(links[0].gather, asked)
+        deadline = time.monotonic() + 10
+        while not links[0]._votes[0] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        asked.append("SIGTERM")
+        assert links[1].gather([]) == first.result() == [[], []]
+        list(pool.map(Link.close, links))
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_the_exit_code_of_one_is_that_of_all(failing, capsys):
     links, codes = linked(3)
