@@ -102,8 +102,9 @@ def command(argv: Sequence[str]) -> int:
 
     processes = start(args, config.train.stall_timeout)
     from bytescope.train.run.failures import disk_explained
+    from bytescope.train.run.signals import Stop
 
-    with processes.together(), disk_explained():
+    with processes.together(), disk_explained(), Stop(processes.interrupt) as stop:
         from bytescope.memory.text.console import make_console
         from bytescope.train import loop
         from bytescope.train.command import Command
@@ -111,7 +112,7 @@ def command(argv: Sequence[str]) -> int:
 
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
-                 processes=processes, asked=asked, command=Command.of(args))
+                 processes=processes, asked=asked, command=Command.of(args), stop=stop)
         processes.close()
     return 0
 

@@ -221,14 +221,15 @@ def _every(period: int, step: int) -> bool:
 
 
 def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, processes: Processes = ALONE,
-        asked: profile.Asked = profile.NOTHING, command: Command = UNKNOWN) -> None:
+        asked: profile.Asked = profile.NOTHING, command: Command = UNKNOWN, stop: Stop | None = None) -> None:
     """One start of `bytescope train`: everything from the config to the last checkpoint.
 
     Args:
       workdir: the run directory, new or to be resumed. extend: allow more steps than the run was planned for.
       processes: those that train together; each of them calls this with the same arguments, and the console of all
         but process 0 is silent.
-      asked: updates to trace. command: what started the run, to say what to type next.
+      asked: updates to trace. command: what started the run, to say what to type next. stop: who takes the signals over,
+        if not this call alone.
 
     Raises:
       UserError: what a user can mend, by kind; train/errors.py has the exit codes.
@@ -247,7 +248,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
     identity = Identity.of(config, program.batch.global_rows, data.fingerprint)
-    with (Stop(processes.interrupt) as stop,
+    with (contextlib.nullcontext(stop) if stop else Stop(processes.interrupt) as stop,
           claimed(workdir, identity, extend=extend, processes=processes) as notes,
           contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
           processes.together()):  # closing waits for the other processes: they learn of an error before that

@@ -67,12 +67,13 @@ def leave_at_once() -> NoReturn:
 
 
 def end_quietly() -> None:
-    """From here on Ctrl-C is ignored: the process is about to end, and nothing is left that could be lost.
+    """From here on signals are ignored: the process is about to end, and nothing is left that could be lost.
 
-    A handler of our own would not do: the interpreter takes it away while it ends.
+    Handlers of our own would not do: the interpreter takes them away while it ends.
     """
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def silence() -> None:

@@ -139,10 +139,11 @@ def test_an_interrupt_of_any_command_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr("bytescope.train.cli.memory_commands.main", interrupted)
     monkeypatch.setattr("sys.argv", ["bytescope", "configs"])
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in STOPPING}
     try:
-        assert cli.main() == 130
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # what the interpreter keeps while it ends
+        assert cli.main() == 130  # ignored is what the interpreter keeps while it ends
+        assert {signal.getsignal(number) for number in STOPPING} == {signal.SIG_IGN}
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert capsys.readouterr().err == "interrupted\n"
