@@ -228,8 +228,8 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
       workdir: the run directory, new or to be resumed. extend: allow more steps than the run was planned for.
       processes: those that train together; each of them calls this with the same arguments, and the console of all
         but process 0 is silent.
-      asked: updates to trace. command: what started the run, to say what to type next. stop: who takes the signals over,
-        if not this call alone.
+      asked: updates to trace. command: what started the run, to say what to type next.
+      stop: takes the signals over; without one it does so for this call alone.
 
     Raises:
       UserError: what a user can mend, by kind; train/errors.py has the exit codes.
