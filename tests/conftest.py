@@ -1,6 +1,7 @@
 """Tests run on the CPU everywhere, on 8 simulated devices, with rank promotion forbidden."""
 
 import os
+import signal
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,11 @@ import jax
 import pytest
 
 from support import oracles
+
+# A suite that is started in the background, or by nohup, would hand its ignored signals on to all that it starts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

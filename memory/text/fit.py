@@ -128,7 +128,7 @@ def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: 
     measured = best.get("measured") or {}
     rate = out["batch_tokens"] / best["predicted_step_seconds"] if best["predicted_step_seconds"] else 0
     timed = (f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else
-             f"predicted {seconds(best['predicted_step_seconds'])} per update, {rate:,.0f} tokens/s")
+             f"at least {seconds(best['predicted_step_seconds'])} per update, at most {rate:,.0f} tokens/s")
     host = f", {human(best['host_bytes'])} on the host" if best["host_bytes"] else ""
     return Group(
         Prose(Text.assemble(("fits: ", "bold green"), safe(best["what"]))),
