@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import resource
 import signal
 import socket
 import time
@@ -159,7 +158,7 @@ def second_training(life: Life) -> bool:
 def file_limit(life: Life) -> None:
     """Every file may have so many bytes and no more, as with a quota."""
     size = life.rng.randint(40_000, 160_000)
-    start = life.begin(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    start = life.begin(file_limit=size)
     life.expect(start, 0, 2)
 
 

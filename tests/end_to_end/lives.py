@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,16 @@ from typing import Any
 
 from support.ports import free_port
 
+# Runs before the command, in its process: a shell that runs this script in the background has made it ignore Ctrl-C.
+# A program of its own, since the process of the tests has threads and is not to be forked.
+BEFORE = """
+import os, resource, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+if size := int(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 # One layer in float32 and a batch of eight rows, which is the same on one, two and four devices.
 CONFIG = """
 from bytescope.configs import tiny
@@ -87,7 +96,7 @@ def same(found: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], clos
 class Start:
     """One start of the command, in one process or several; their output goes to a file each."""
 
-    def __init__(self, life: "Life", before: Callable[[], None] | None = None):
+    def __init__(self, life: "Life", file_limit: int = 0):
         life.starts += 1
         self.workdir, self.logs, self.processes = life.workdir, [], []
         self.port = free_port()
@@ -97,9 +106,10 @@ class Start:
             self.logs.append(life.ground.folder / f"{life.workdir.parent.name}-{life.starts}-{index}.txt")
             with open(self.logs[-1], "w") as log:
                 self.processes.append(subprocess.Popen(
-                    [sys.executable, "-m", "bytescope.train", *life.flags(), *(many if life.processes > 1 else [])],
+                    [sys.executable, "-c", BEFORE, str(file_limit), "-m", "bytescope.train", *life.flags(),
+                     *(many if life.processes > 1 else [])],
                     stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=life.environment(),
-                    preexec_fn=lambda: _as_from_a_terminal(before), start_new_session=True))
+                    start_new_session=True))
 
     def running(self) -> bool:
         """Whether all processes still run."""
@@ -136,14 +146,6 @@ class Start:
     def text(self) -> str:
         """What all of them said."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs)
-
-
-def _as_from_a_terminal(before: Callable[[], None] | None) -> None:
-    """In the new process: a shell that runs this script in the background has made it ignore Ctrl-C."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    if before is not None:
-        before()
 
 
 @dataclasses.dataclass
@@ -221,17 +223,18 @@ class Life:
         """From now on that checkpoint may be damaged: the next start may go on from it, or from the one before."""
         self._doubtful = step
 
-    def begin(self, before: Callable[[], None] | None = None) -> Start:
-        """Starts the run, and remembers from which checkpoint it has to go on; `before` runs in the new process."""
+    def begin(self, file_limit: int = 0) -> Start:
+        """Starts the run, and remembers from which checkpoint it has to go on; `file_limit`: the most bytes that a file
+        of it may have, 0 for any number."""
         saved = self.saved()
         if self._doubtful not in saved:  # a start that was killed has set it aside
             self._doubtful = 0
         self._due = max((step for step in saved if step != self._doubtful), default=0)
-        return Start(self, before)
+        return Start(self, file_limit)
 
-    def train(self, more: int, before: Callable[[], None] | None = None) -> Start | None:
+    def train(self, more: int) -> Start | None:
         """Starts the run and returns once it has written `more` new rows; None if it ended before that."""
-        start = self.begin(before)
+        start = self.begin()
         struck = start.until(lambda: self.reached(start, more))
         self.proceed(start, struck)
         return start if struck else None
