@@ -146,7 +146,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     if command.verbose:
         summary.show(console, [("compiled", f"in {seconds:.1f} s"),
                                ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs")])
-        put(report_text.render(report, subject=named.name), console)
+        put(report_text.render(report), console)
     return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1), seconds)
 
 
