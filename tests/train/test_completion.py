@@ -98,7 +98,10 @@ def test_bash_in_the_middle_of_a_line(folder):
 def test_the_syntax(shell, folder):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    offered(folder, shell, "-n", f".script.{shell}")
+    assert offered(folder, shell, "-n", f".script.{shell}") == ""
+    (folder / f".broken.{shell}").write_text((folder / f".script.{shell}").read_text() + "\nif (\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        offered(folder, shell, "-n", f".broken.{shell}")
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")

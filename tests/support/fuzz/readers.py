@@ -11,10 +11,20 @@ import numpy as np
 
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.train.errors import UserError
-from support import text_data
 from support.formats import gpu_space
 from support.fuzz import mutations
 from support.fuzz.harness import Reader, captured
+from support.fuzz.training_data import (
+    arrays,
+    damaged_array,
+    index,
+    read_array,
+    read_bin,
+    read_index,
+    read_text,
+    read_tokenizer,
+    tokenizer,
+)
 
 CONFIG = "tiny"
 
@@ -183,80 +193,6 @@ def flag_values() -> list[bytes]:
     return [b"s72GiB", b"s512 MB", b"s1.5tb", b"b10GiB", b"n7e9", b"n350m", b"n7_000_000", b"gdata.seq_len=1024,2048",
             b"gconfig=a,b", b"rnone,full,custom(q,k)+offload(block_in)", b"lremat,micro", b"tfp32,bf16,full",
             b"u100-103"]
-
-
-# ---- data of a run ----------------------------------------------------------------------------------
-
-def use(source: Path) -> None:
-    """Opens data as a run does, and reads some of it."""
-    from bytescope.train.data.source import open_data
-
-    data = open_data(text_data.config(source=str(source), seq_len=4))
-    for part in (data.train, data.heldout):
-        data.decode(data.train.windows(range(min(len(part), 3))).clip(min=0).flatten())
-    data.encode("def x return")
-
-
-def damaged_array(data: bytes, rng: Random) -> bytes:
-    """A .npy file whose header, of text, is the part worth damaging."""
-    if rng.random() < 0.3:
-        return mutations.damaged_bytes(data, rng)
-    return mutations.damaged_bytes(data[:128], rng) + data[128:]
-
-
-def arrays() -> list[bytes]:
-    return [_saved(np.arange(600, dtype=dtype) % 200) for dtype in ("uint8", "uint16", "int64")]
-
-
-def _saved(array: np.ndarray) -> bytes:
-    import io
-
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-def read_array(data: bytes, folder: Path) -> None:
-    (folder / "tokens.npy").write_bytes(data)
-    use(folder / "tokens.npy")
-
-
-def read_bin(data: bytes, folder: Path) -> None:
-    (folder / "tokens.bin").write_bytes(data)
-    use(folder / "tokens.bin")
-
-
-def index() -> bytes:
-    shards = [{"file": f"{split}_00000.bin", "tokens": 300, "split": split} for split in ("train", "heldout")]
-    return strict({"dtype": "uint16", "vocab_size": 256, "tokenizer": "bytes", "tokenizer_hash": "bytes",
-                   "separator": 0, "shards": shards}).encode()
-
-
-def read_index(data: bytes, folder: Path) -> None:
-    for split in ("train", "heldout"):
-        (folder / f"{split}_00000.bin").write_bytes((np.arange(300, dtype="<u2") % 256).tobytes())
-    (folder / "index.json").write_bytes(data)
-    use(folder)
-
-
-@functools.cache
-def tokenizer() -> bytes:
-    path = Path(tempfile.mkdtemp(prefix="fuzz-")) / "tokenizer.json"
-    text_data.save_tokenizer(path)
-    return path.read_bytes()
-
-
-def read_tokenizer(data: bytes, folder: Path) -> None:
-    from bytescope.train.data.tokenizer import load_tokenizer
-
-    (folder / "tokenizer.json").write_bytes(data)
-    found = load_tokenizer(str(folder))
-    found.decode([*found.encode("def x return unknown").tolist(), 0, 3, 10**6])
-
-
-def read_text(data: bytes, folder: Path) -> None:
-    (folder / "corpus.txt").write_bytes(data)
-    use(folder / "corpus.txt")
 
 
 # ---- what a run leaves ------------------------------------------------------------------------------

@@ -105,9 +105,10 @@ def test_a_terminal_that_is_gone_without_a_signal_is_survived_too():
         stream.flush()
         os.close(screen)
         surviving = Surviving(stream)
-        surviving.write("unseen" * 10_000)
+        assert surviving.write("unseen" * 10_000) == 60_000
         surviving.flush()
-        surviving.write("and more")
+        assert surviving.write("and more") == 8
+        assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev  # nothing tries the terminal again
 
 
 def test_a_reader_who_has_seen_enough_stops_the_run():
@@ -125,9 +126,12 @@ def test_a_reader_who_has_seen_enough_stops_the_run():
 
 def test_a_log_on_a_full_disk_does_not_end_the_run():
     with contextlib.suppress(OSError), open("/dev/full", "w") as stream:
+        with pytest.raises(OSError, match="No space left"):
+            stream.write("row" * 10_000)
+            stream.flush()
         surviving = Surviving(stream)
         try:
-            surviving.write("row" * 10_000)
+            assert surviving.write("row" * 10_000) == 30_000
             surviving.flush()
         except OSError:
             pytest.fail("it was not survived")
