@@ -14,8 +14,10 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["XLA_FLAGS"] = " ".join((
     os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "")).strip()
-# Collectives of simulated devices that wait for a core, on a machine with more to do, are not taken for a deadlock.
-os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+# Threads for the collectives of simulated devices, as commands have them (memory/devices/platform.py); and devices that
+# wait for a core, on a machine with more to do, are not taken for a deadlock.
+os.environ["PJRT_NPROC"] = "64"
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
 # Compiled for this machine's own processor each time; nothing from an older run is trusted.

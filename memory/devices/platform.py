@@ -6,8 +6,9 @@ import jax, and `choose_platform()` belongs in the first lines of a command.
 """
 
 import os
+import re
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from bytescope.memory.devices.host_memory import free_host_bytes
@@ -33,6 +34,11 @@ DEVICE_NODES = {
     "rocm": ("/dev/kfd",),
     "tpu": ("/dev/accel0", "/dev/vfio/0", "/dev/vfio/1"),
 }
+
+# XLA runs what simulated devices do on a pool of one thread per device, and each collective under way holds a thread of
+# every device that has come to it. Where a step has several at once the pool may run out, and all wait for ever.
+THREADS_VARIABLE = "PJRT_NPROC"
+THREADS_PER_DEVICE, MOST_THREADS = 8, 1024
 
 # jax's own names for a GPU platform in JAX_PLATFORMS.
 GPU_NAMES = {"cuda", "gpu"}
@@ -62,6 +68,26 @@ def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | Non
               if name == "cpu" and count.isdigit()]
     if counts and "xla_force_host_platform_device_count" not in env.get("XLA_FLAGS", ""):
         env.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
+    if simulated(env) > 1:
+        give_threads(env)
+
+
+def simulated(env: Mapping[str, str]) -> int:
+    """How many CPU devices the environment asks jax for; 1 where it says nothing, or nothing that is a count."""
+    asked = re.search(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
+    count = asked[1] if asked else env.get("JAX_NUM_CPU_DEVICES", "")
+    return max(int(count), 1) if count.isdecimal() else 1
+
+
+def give_threads(env: MutableMapping[str, str] | None = None) -> None:
+    """Gives XLA's pools threads for the collectives of its CPU devices, unless the user set their number.
+
+    To be called before jax starts, where devices of the CPU send to each other: several are simulated, or several
+    processes have some each.
+    """
+    env = os.environ if env is None else env
+    count = min(THREADS_PER_DEVICE * simulated(env), MOST_THREADS)
+    env.setdefault(THREADS_VARIABLE, str(max(count, os.cpu_count() or 1)))
 
 
 def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
@@ -69,8 +95,8 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 
     With JAX_PLATFORMS unset and no accelerator in sight it becomes "cpu"; a choice the user made is left
     alone. XLA_PYTHON_CLIENT_MEM_FRACTION becomes 0.92 where a GPU will be used and the user set neither
-    spelling of it, and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB nine tenths of the host memory that is free. Calling it
-    twice, or after `import jax` but before the first array, is fine.
+    spelling of it, and XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB nine tenths of the host memory that is free. Simulated
+    devices get threads (`give_threads`). Calling it twice, or after `import jax` but before the first array, is fine.
 
     Returns "cpu", "cuda", "rocm" or "tpu", or the first name in the user's own JAX_PLATFORMS.
     """
@@ -81,6 +107,8 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
         env["JAX_PLATFORMS"] = "cpu"
         if env is os.environ and "jax" in sys.modules:  # jax read the variable when it was imported
             sys.modules["jax"].config.update("jax_platforms", "cpu")
+    if simulated(env) > 1:
+        give_threads(env)
     if platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)
     if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.devices.platform import THREADS_VARIABLE
 from support.ports import free_port
 
 # Runs before the command, in its process: a shell that runs this script in the background has made it ignore Ctrl-C.
@@ -210,9 +211,10 @@ class Life:
                 f"--config.train.stall_timeout={STALL_S}"]
 
     def environment(self) -> dict[str, str]:
-        """The environment of a start."""
-        return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices), "PJRT_NPROC": "8",
-                "PYTHONUNBUFFERED": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        """The environment of a start; threads are its own choice."""
+        mine = {key: value for key, value in os.environ.items() if key != THREADS_VARIABLE}
+        return {**mine, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices), "PYTHONUNBUFFERED": "1",
+                "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
     def saved(self) -> list[int]:
         """Steps with a finished checkpoint."""

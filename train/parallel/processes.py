@@ -186,6 +186,9 @@ def start(args: argparse.Namespace, stall_timeout: float) -> Processes:
 def _start_jax(address: Address, timeout: float) -> None:
     import jax
 
+    from bytescope.memory.devices.platform import give_threads
+
+    give_threads()  # CPU devices of several processes wait for each other too
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if address.index:
         _await_port(address, timeout)

@@ -193,6 +193,21 @@ def test_simulated_devices_are_as_many_as_the_target_asks():
         assert env.get("JAX_NUM_CPU_DEVICES") == count
 
 
+def test_simulated_devices_get_threads_for_their_collectives(tmp_path, monkeypatch):
+    """With one a device, collectives that are under way at once take them all, and the devices wait for ever."""
+    from bytescope.memory.devices import platform
+    monkeypatch.setattr(platform.os, "cpu_count", lambda: 4)
+    for env, threads in (({"JAX_NUM_CPU_DEVICES": "8"}, "64"), ({}, None), ({"JAX_NUM_CPU_DEVICES": "1"}, None),
+                         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, "16"),
+                         ({"JAX_NUM_CPU_DEVICES": "many"}, None), ({"JAX_NUM_CPU_DEVICES": "512"}, "1024"),
+                         ({"JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "9"}, "9")):
+        platform.choose_platform(str(tmp_path), env)
+        assert env.get(platform.THREADS_VARIABLE) == threads
+    platform.simulate_devices(["cpu:2"], simulated := {})
+    platform.give_threads(alone := {})
+    assert (simulated[platform.THREADS_VARIABLE], alone[platform.THREADS_VARIABLE]) == ("16", "8")
+
+
 # ---- what does not fit ------------------------------------------------------------------------------
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from bytescope.memory.devices.platform import THREADS_VARIABLE
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import Address, add_flags, find
 from bytescope.train.run.workdir import Identity, claim, claim_together
@@ -32,6 +33,8 @@ def get_config():
 VALUES = ("step", "loss", "grad_norm", "lr", "eval_loss", "eval_tokens")
 FOUR = ("--config.batch.micro=4",)  # four devices, the same global batch
 LONG = 240  # seconds; for machines with more to do
+# What all processes are started with; how many threads XLA has is their own choice.
+ALIKE = {key: value for key, value in os.environ.items() if key != THREADS_VARIABLE}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +75,7 @@ class Started:
             with open(self.logs[-1], "w") as log:
                 self.processes.append(subprocess.Popen(
                     command, stdout=log, stderr=subprocess.STDOUT, env={
-                        **os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1",
-                        # Threads: with fewer than there are collectives under way, simulated devices lock up.
-                        "PJRT_NPROC": "8",
+                        **ALIKE, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1",
                         **environment}))
 
     def codes(self, seconds=LONG):
