@@ -1,7 +1,9 @@
 """Tests run on the CPU everywhere, on 8 simulated devices, with rank promotion forbidden."""
 
 import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +22,13 @@ os.environ["PJRT_NPROC"] = "64"
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
-# Compiled for this machine's own processor each time; nothing from an older run is trusted.
+# Compiled for this machine's own processor each time; nothing from an older run is trusted, and nothing is left there.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bytescope-tests-")
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from support import oracles
 
@@ -50,6 +54,10 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+
 def pytest_runtest_setup(item):
     oracles.require(*(name for mark in item.iter_markers("oracle") for name in mark.args))
 
@@ -70,6 +78,15 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("seconds by folder")
         for folder, spent in seconds.most_common():
             terminalreporter.write_line(f"{spent:8.1f}  {folder}")
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    """What a command in this process left on: a program out of jax's cache is another than a compiled one."""
+    yield
+    if jax.config.jax_compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

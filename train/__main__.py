@@ -95,11 +95,11 @@ def command(argv: Sequence[str]) -> int:
     from bytescope.train.run.profile import NOTHING, Asked
 
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)
+    from bytescope.train.parallel.processes import find, start
     from bytescope.train.run.runtime import prepare
 
-    prepare(config)
-    from bytescope.train.parallel.processes import start
-
+    address = find(args)
+    prepare(config, address.count if address else 1)
     processes = start(args, config.train.stall_timeout)
     from bytescope.train.run.failures import disk_explained
     from bytescope.train.run.signals import Stop
