@@ -99,8 +99,8 @@ def command(argv: Sequence[str]) -> int:
     from bytescope.train.run.runtime import prepare
 
     address = find(args)
-    prepare(config, address.count if address else 1)
-    processes = start(args, config.train.stall_timeout)
+    prepare(config, *((address.count, address.index) if address else ()))
+    processes = start(address, args, config.train.stall_timeout)
     from bytescope.train.run.failures import disk_explained
     from bytescope.train.run.signals import Stop
 

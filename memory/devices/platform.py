@@ -107,7 +107,7 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
         env["JAX_PLATFORMS"] = "cpu"
         if env is os.environ and "jax" in sys.modules:  # jax read the variable when it was imported
             sys.modules["jax"].config.update("jax_platforms", "cpu")
-    if simulated(env) > 1:
+    if platform == "cpu" and simulated(env) > 1:
         give_threads(env)
     if platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_FRACTION)

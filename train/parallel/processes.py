@@ -160,16 +160,16 @@ class Processes:
 ALONE = Processes()
 
 
-def start(args: argparse.Namespace, stall_timeout: float) -> Processes:
+def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
     """Joins the processes of the run. Call before jax starts a backend.
 
-    stall_timeout: seconds without a step after which the slow process is named; 0: never.
+    address: what `find` made of `args`. stall_timeout: seconds without a step after which the slow process is named;
+    0: never.
 
     Raises:
-      UserError: flags that cannot be combined, or a port that is taken.
+      UserError: a port that is taken.
       Lost: not all connected in time.
     """
-    address = find(args)
     if address is None:
         return ALONE
     began = time.monotonic()
@@ -186,9 +186,6 @@ def start(args: argparse.Namespace, stall_timeout: float) -> Processes:
 def _start_jax(address: Address, timeout: float) -> None:
     import jax
 
-    from bytescope.memory.devices.platform import give_threads
-
-    give_threads()  # CPU devices of several processes wait for each other too
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if address.index:
         _await_port(address, timeout)

@@ -39,7 +39,7 @@ ALIKE = {key: value for key, value in os.environ.items() if key != THREADS_VARIA
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a config, a text to train on, and a cache that all starts share."""
+    """A folder with a config and a text to train on."""
     folder = tmp_path_factory.mktemp("distributed")
     words = random.Random(3).choices(("to", "be", "or", "not", "that", "is", "the", "question"), k=40_000)
     (folder / "text").mkdir()
@@ -70,7 +70,7 @@ class Started:
             where, environment = told(port, index, count) if count > 1 else ([], {})
             self.logs.append(place / f"{workdir.name}-{time.monotonic_ns()}-{index}.txt")
             command = [sys.executable, "-m", "bytescope.train", f"--config={place / 'small.py'}",
-                       f"--workdir={workdir}", f"--config.train.cache_dir={place / 'cache'}", *flags, *where,
+                       f"--workdir={workdir}", *flags, *where,
                        *(own or {}).get(index, ())]
             with open(self.logs[-1], "w") as log:
                 self.processes.append(subprocess.Popen(
