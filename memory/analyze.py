@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.attribution import assemble, findings, ledger, runtime_overheads
+from bytescope.memory.attribution import assemble, ledger, runtime_overheads
 from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
@@ -23,6 +23,7 @@ from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, read_compiled
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
+from bytescope.memory.findings import rules
 from bytescope.memory.formulas import communication
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import mesh as hlo_mesh
@@ -98,7 +99,7 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     moved = host_transfers.find(source.module, target.host_link_bytes_per_s if target else 0.0)
     report = dataclasses.replace(report, transfers=moved)
     report = dataclasses.replace(report, work=_work(report, placed, compilation.jaxpr, target))
-    return dataclasses.replace(report, findings=findings.find(report, placed))
+    return dataclasses.replace(report, findings=rules.find(report, placed))
 
 
 def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, str]) -> Report:

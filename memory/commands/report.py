@@ -116,7 +116,7 @@ def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[
     from rich.console import Group
     from rich.text import Text
 
-    from bytescope.memory.attribution import advice
+    from bytescope.memory.findings import advice
     from bytescope.memory.text.console import put
     from bytescope.memory.text.layout import Command, Prose
     from bytescope.memory.units import human

@@ -12,10 +12,10 @@ import jax
 from ml_collections import ConfigDict
 
 from bytescope.memory.analyze import report_of
-from bytescope.memory.attribution import advice
 from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
+from bytescope.memory.findings import advice
 from bytescope.memory.records import Report
 from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan

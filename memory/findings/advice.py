@@ -18,8 +18,8 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 
-from bytescope.memory.attribution.open_levers import Keys, Lever, case_of, open_levers, together
 from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
+from bytescope.memory.findings.open_levers import Keys, Lever, case_of, open_levers, together
 from bytescope.memory.records import Report
 from bytescope.memory.units import GIB, MIB, human
 

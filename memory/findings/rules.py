@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.attribution.replicated import replicated_arrays
 from bytescope.memory.config_keys import OFFLOAD
+from bytescope.memory.findings.replicated import replicated_arrays
 from bytescope.memory.hlo.mesh import flat
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.records import Buffer, Finding, Report

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
 from bytescope.memory.analyze import report_of
-from bytescope.memory.attribution import findings
 from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.attribution.replicated import missing
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
+from bytescope.memory.findings import rules as findings
+from bytescope.memory.findings.replicated import missing
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, Program
 from bytescope.memory.hlo.module import Instruction, Module
