@@ -8,9 +8,7 @@ its schedule, totals are XLA's, and the report's `method` and `notes` say so.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from bytescope.memory.attribution import assemble, ledger, runtime_overheads
@@ -18,9 +16,9 @@ from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
 from bytescope.memory.costs import collectives, flops, host_transfers, kernels, step_work
-from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CHIPS
-from bytescope.memory.devices.compiler import Compilation, compile_lowered, read_compiled
+from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.devices.retarget import OPTIONS
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings import rules
@@ -29,38 +27,44 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
+from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
-_MAX_PROTO = 2**31
 # Rows in the order in which a derivation may have too many bytes in them.
 _DOUBTFUL = ("workspace", "logits_loss", "collectives", "gradients", "residuals", "outputs", "unattributed",
              "accumulator", "batch", "optimizer", "params")
 
 
-def analyze(program: Any, *, target: Target | str | None = None, config: Mapping[str, Any] | None = None,
-            roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = ()) -> Report:
+def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs: Mapping[str, Any] | None = None,
+            config: Mapping[str, Any] | None = None, roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
+            **options: Any) -> Report:
     """What every byte of a program's peak is, on one device.
 
     Args:
-        program: a `jax.stages.Traced`, `Lowered` or `Compiled`, anything with a `lower()` that gives a
-            Lowered, a serialized HloProto (bytes), or the path of one. A Traced tells checkpoint names best.
-        target: what it is compiled for, a `memory.devices.targets.Target` or its name; None judges a program of the
-            devices at hand by those, and leaves a proto or a program for described devices unjudged.
+        program: a step, plain or jitted, and in `args` and `kwargs` its arguments: arrays, ShapeDtypeStructs, or
+            pytrees of them. It is traced once and compiled for the target. Or, without arguments, a
+            `jax.stages.Traced`, a `Lowered` or `Compiled` for the target's own devices, a serialized HloProto (bytes),
+            or the path of one.
+        target: what it is compiled for, a `memory.devices.targets.Target` or its name ("h200:8"); None: the devices
+            of the arguments' shardings, else those at hand. A proto without one is not judged.
         config: goes into the report as it is.
-        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before
-            `memory.attribution.roles.DEFAULT`; roles are params, optimizer, accumulator, gradients and batch.
+        roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
+            roles are params, optimizer, accumulator, gradients and batch.
         names: the program's checkpoint names, for programs that put them into named scopes too.
+        options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
+            static_argnums, static_argnames.
 
-    Raises ReportError for what is not a program, a damaged proto, or a target that does not exist.
+    Raises:
+      ReportError: what is not a program, or one for other devices than the target's; a damaged proto; a target that
+          does not exist.
+      TypeError: an option that `jax.jit` does not know.
     """
-    if isinstance(target, str):
-        target = targets.parse(target)
-    compilation = compilation_of(program, described=target is not None and target.is_described)
-    if target is None and compilation.local:
-        target = targets.parse("local")
-    return report_of(compilation, target=target, config=config, roles=roles, names=names)
+    if unknown := set(options) - set(OPTIONS):
+        raise TypeError(f"analyze() got {', '.join(sorted(unknown))}: options of jax.jit are {', '.join(OPTIONS)}")
+    compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
+    return report_of(compilation, target=found, config=config, roles=roles, names=names)
 
 
 def report_of(compilation: Compilation, *, target: Target | None = None, config: Mapping[str, Any] | None = None,
@@ -158,45 +162,6 @@ def judge(report: Report, limit: int | None) -> Report:
     elif predicted > TIGHT * limit:
         verdict = "tight"
     return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
-
-
-def compilation_of(program: Any, described: bool = False) -> Compilation:
-    """Brings whatever `analyze` takes to a Compilation, compiling it if it must. `described`: for devices that are not
-    here.
-
-    Raises ReportError for what is not a program, and for a file that cannot be read.
-    """
-    if isinstance(program, Compilation):
-        return program
-    if isinstance(program, (str, Path)):
-        return Compilation(proto=_read(Path(program)))
-    if isinstance(program, (bytes, bytearray, memoryview)):
-        return Compilation(proto=bytes(program))
-    if hasattr(program, "runtime_executable") and hasattr(program, "memory_analysis"):
-        return read_compiled(program)
-    if hasattr(program, "compile") and hasattr(program, "compiler_ir"):
-        return compile_lowered(program, described=described)
-    if hasattr(program, "lower"):
-        jaxpr = getattr(program, "jaxpr", None)
-        try:
-            lowered = program.lower()
-        except TypeError as error:
-            raise ReportError(f"a {type(program).__name__} that is not lowered: call .lower(*arguments) on "
-                              "it and give the result") from error
-        return dataclasses.replace(compilation_of(lowered, described), jaxpr=jaxpr)
-    raise ReportError(f"a {type(program).__name__} is not a program: give a jax.stages.Lowered, Traced or "
-                      "Compiled, the bytes of an HloProto, or its path")
-
-
-def _read(path: Path) -> bytes:
-    if not os.path.isfile(path):
-        raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump")
-    try:
-        if path.stat().st_size >= _MAX_PROTO:
-            raise ReportError(f"{path} is larger than a proto can be: give a *after_optimizations.hlo.pb")
-        return path.read_bytes()
-    except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _needs_no_trace(program: hlo_buffers.Program) -> bool:

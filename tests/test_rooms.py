@@ -22,7 +22,7 @@ FLOORS = (
     ("memory.devices",),
     ("memory.attribution",),
     ("memory.costs",),
-    ("memory.remat", "memory.findings", "memory.profile"),
+    ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
     ("memory.analyze",),
     ("memory.plan", "memory.guard"),
     ("memory.pytest_guard", "memory"),

@@ -102,7 +102,8 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
 
 def _of_file(args: argparse.Namespace, target: Any) -> Report:
     """Reports on a program that XLA dumped; the report."""
-    from bytescope.memory.analyze import compilation_of, report_of
+    from bytescope.memory.analyze import report_of
+    from bytescope.memory.program import compilation_of
 
     compilation = compilation_of(args.hlo)
     report = _with_roofline(report_of(compilation, target=target))

@@ -17,6 +17,7 @@ from typing import Any
 
 from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import XlaStats
 
@@ -33,6 +34,7 @@ class Compilation:
         module, assignment: else the serialized HloModuleProto and BufferAssignmentProto (may be b"").
         compiled: the executable, None when only a proto was given.
         stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
+        signature: what goes in and comes out, None where nobody knows.
         local: it was compiled for devices that are here. versions: package -> version of what compiled it.
     """
 
@@ -42,6 +44,7 @@ class Compilation:
     compiled: Any = None
     stats: XlaStats | None = None
     jaxpr: Any = None
+    signature: Signature | None = None
     local: bool = False
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -55,7 +58,8 @@ def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True
     `described`: for devices that are not here, whose programs the cache cannot give back. `options`: of the
     compiler, as `Lowered.compile(compiler_options=)` takes them.
     """
-    described = described or _is_described(lowered)
+    described = described or any(map(is_described, devices_of(lowered)[:1]))
+    signature = signature_of(lowered)
     with contextlib.ExitStack() as settings:
         if described:
             settings.enter_context(_no_cache())
@@ -65,9 +69,9 @@ def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True
         with _no_cache():
             compiled, proto = _compile(lowered, options or {})
     if not proto:
-        return dataclasses.replace(read_compiled(compiled), local=not described)
-    return Compilation(proto=proto, compiled=compiled, stats=stats_of(compiled), local=not described,
-                       versions=versions())
+        return dataclasses.replace(read_compiled(compiled), local=not described, signature=signature)
+    return Compilation(proto=proto, compiled=compiled, stats=stats_of(compiled), signature=signature,
+                       local=not described, versions=versions())
 
 
 def read_compiled(compiled: Any) -> Compilation:
@@ -134,10 +138,20 @@ def _has_buffers(proto: bytes) -> bool:
         return False
 
 
-def _is_described(lowered: Any) -> bool:
-    """Whether a Lowered is for devices that are not here. Nothing public tells; unknown counts as here."""
-    arguments = getattr(getattr(lowered, "_lowering", None), "compile_args", None) or {}
-    return "CompileOnly" in type(arguments.get("backend")).__name__
+def is_described(device: Any) -> bool:
+    """Whether a jax device is one that is not here. Nothing public tells; unknown counts as here."""
+    return "CompileOnly" in type(getattr(device, "client", None)).__name__
+
+
+def devices_of(stage: Any) -> tuple[Any, ...]:
+    """The jax devices that a Lowered or a Compiled is for; () where it does not tell."""
+    devices = getattr(getattr(stage, "_lowering", None), "_device_list", None)
+    if devices:
+        return tuple(devices)
+    try:
+        return tuple(stage.runtime_executable().local_devices())
+    except Exception:  # a Lowered has none; a Compiled for devices that are not here raises kinds of its own
+        return ()
 
 
 @contextlib.contextmanager

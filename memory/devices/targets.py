@@ -238,7 +238,7 @@ def _local() -> Target:
     first = devices[0]
     per_host = sum(d.process_index == first.process_index for d in devices)
     chip = next((c for c in CHIPS.values() if c.kind == first.device_kind), None)
-    platform = _platform(first)
+    platform = platform_of(first)
     host = physical_bytes()
     if platform == "cpu":
         memory = host
@@ -248,8 +248,9 @@ def _local() -> Target:
                   host_memory_bytes=host, **(_figures(chip) if chip else {}))
 
 
-def _platform(device: Any) -> str:
-    """jax calls both makes of GPU "gpu"; the version string of the client tells them apart."""
+def platform_of(device: Any) -> str:
+    """The platform of a jax device: cpu, cuda, rocm or tpu. jax calls both makes of GPU "gpu"; the version string of
+    the client tells them apart."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"

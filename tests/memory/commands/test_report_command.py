@@ -11,11 +11,11 @@ from rich.console import Console
 
 from bytescope import memory
 from bytescope.memory import __main__ as command
-from bytescope.memory.analyze import compilation_of
 from bytescope.memory.attribution import ledger
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.plan import diff
+from bytescope.memory.program import compilation_of
 from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.text import report as report_text

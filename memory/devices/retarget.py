@@ -1,0 +1,279 @@
+"""Any step traced once and lowered for a target: for devices that are not here, or are not the ones it was written for.
+
+A jaxpr says what is computed; where is said by shardings, in the arguments and inside of it (sharding constraints,
+shard_map, inner jits). Those that name devices of this process are moved: a mesh becomes the mesh of the same axes and
+sizes over the target's devices. The compiled program is then the target's own, to the byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.errors import ReportError
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+
+# Options of `jax.jit` that a step may come with.
+OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
+
+
+def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+           options: Mapping[str, Any]) -> Any:
+    """The `jax.stages.Traced` of a step, traced once.
+
+    Args:
+        step: a function, or one that `jax.jit` (or a wrapper with its methods) has wrapped.
+        args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them.
+        options: of `jax.jit` (`OPTIONS`), for a plain function.
+
+    Raises ReportError for options of a step that is jitted already.
+    """
+    import jax
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if hasattr(step, "trace"):
+        if given:
+            raise ReportError(f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give "
+                              "the function itself")
+        return step.trace(*args, **kwargs)
+    return jax.jit(step, **given).trace(*args, **kwargs)
+
+
+def moves(program: Any, target: Target) -> bool:
+    """Whether a `jax.stages.Traced` is for other devices than the target's."""
+    devices = {device for sharding in _shardings(program) if sharding is not None
+               for device in getattr(sharding, "device_set", ())}
+    return not devices <= set(target.devices()) if devices else target.is_described
+
+
+def lowered_for(program: Any, target: Target) -> Any:
+    """A `jax.stages.Traced` lowered for a target's devices, as a `jax.stages.Lowered`; arguments keep their names.
+
+    Raises ReportError where the program's mesh has another number of devices than the target.
+    """
+    import jax
+
+    params, place = program._params, _Place(target)
+    inside, moved = place.closed(program.jaxpr), [place.sharding(sharding) for sharding in _shardings(program)]
+    if not place.has_mesh and all(sharding is None for sharding in moved):
+        moved = [place.one_device] * len(moved)
+    leaves = [jax.ShapeDtypeStruct(own.aval.shape, own.aval.dtype, weak_type=own.aval.weak_type, sharding=sharding)
+              for own, sharding in zip(program._meta_tys_flat, moved)]
+    args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
+    results = [place.sharding(sharding) if _is_given(sharding) else None for sharding in params["out_shardings"]]
+    if not leaves and not place.has_mesh and not any(results):
+        results = [place.one_device] * len(results)
+    step = _as_function(program, inside)
+    with place.context(params["ctx_mesh"]):
+        return jax.jit(step, out_shardings=jax.tree.unflatten(program.out_tree, results),
+                       donate_argnums=_donated(program), keep_unused=params["keep_unused"]).lower(*args, **kwargs)
+
+
+def _shardings(program: Any) -> list[Any]:
+    """The sharding of each leaf of the arguments, None where it is anybody's choice."""
+    return [told if _is_given(told) else own.sharding if own.committed else None
+            for told, own in zip(program._params["in_shardings"], program._meta_tys_flat)]
+
+
+def _is_given(sharding: Any) -> bool:
+    """Whether it is a sharding: not None, and not what jax has in the place of one that nobody gave."""
+    import jax
+
+    return isinstance(sharding, jax.sharding.Sharding)
+
+
+def _donated(program: Any) -> tuple[int, ...]:
+    """Numbers of the positional arguments of which every leaf is donated."""
+    import jax
+
+    args, _ = program.args_info
+    flags = [[info.donated for info in jax.tree.leaves(arg)] for arg in args]
+    return tuple(number for number, own in enumerate(flags) if own and all(own))
+
+
+def _as_function(program: Any, inside: Any) -> Callable[..., Any]:
+    """A function of the program's own arguments that computes a ClosedJaxpr, and is called as the program's was."""
+    import jax
+    from jax.extend import core
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        flat = core.jaxpr_as_fun(inside)(*jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(program.out_tree, flat)
+
+    step.__name__ = step.__qualname__ = program.fun_name
+    step.__signature__ = _signature(program)
+    return step
+
+
+def _signature(program: Any) -> inspect.Signature:
+    """The parameters of the traced function, by the names that jax keeps of its leaves."""
+    import jax
+
+    (args, kwargs), names = program.args_info, iter(program.jaxpr.jaxpr.debug_info.arg_names or ())
+    found = []
+    for number, arg in enumerate(args):
+        told = [next(names, "") or "" for _ in jax.tree.leaves(arg)]
+        root = re.match(r"[A-Za-z_]\w*(?=$|\[|\.)", told[0]) if told else None
+        found.append(root[0] if root else f"args_{number}")
+    if len({*found, *kwargs}) < len(found) + len(kwargs):  # *args: all leaves of all of them have its name
+        return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+                                  inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
+    return inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in found]
+        + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs])
+
+
+class _Place:
+    """Where a program goes: shardings over devices of this process become those over the target's."""
+
+    def __init__(self, target: Target):
+        import jax
+
+        self.target = target
+        self.one_device = jax.sharding.SingleDeviceSharding(target.devices()[0])
+        self._meshes: dict[Any, Any] = {}
+        self._jaxprs: dict[int, Any] = {}
+        self._contexts: dict[Any, Any] = {}
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether anything that was moved lies on a mesh: then it tells the devices, and jax the rest."""
+        return bool(self._meshes)
+
+    def mesh(self, mesh: Any) -> Any:
+        """The mesh of the same axes and sizes over the target's devices; one that is over them already, or that has no
+        devices, as it is."""
+        import jax
+
+        if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
+            return mesh
+        if mesh not in self._meshes:
+            devices = self.target.devices()
+            if mesh.size != len(devices):
+                axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+                raise ReportError(f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
+                                  f"{len(devices)}: change the mesh or the target")
+            same = set(mesh.devices.flat) == set(devices)
+            self._meshes[mesh] = mesh if same else jax.sharding.Mesh(
+                self.target.mesh_devices(*mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+        return self._meshes[mesh]
+
+    def sharding(self, sharding: Any) -> Any:
+        """A sharding over the target's devices; None stays None."""
+        import jax
+
+        if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+            return sharding.update(mesh=self.abstract(sharding.mesh))
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(self.mesh(sharding.mesh), sharding.spec,
+                                              memory_kind=sharding.memory_kind if self.named(sharding) else None)
+        if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+            return self.one_device
+        if isinstance(sharding, jax.sharding.Sharding):
+            raise ReportError(f"a {type(sharding).__name__} cannot be moved to {self.target.name}: say it as a "
+                              "NamedSharding")
+        return sharding
+
+    @staticmethod
+    def named(sharding: Any) -> bool:
+        """Whether a memory kind was asked for: "device" is what every sharding has."""
+        return sharding.memory_kind not in (None, "device", "unpinned_host")
+
+    def context(self, mesh: Any) -> Any:
+        """The mesh that the program was traced under, as a context over the target's devices."""
+        import jax
+
+        moved = self.mesh(mesh)
+        return contextlib.nullcontext() if getattr(moved, "empty", True) else jax.set_mesh(moved)
+
+    def closed(self, jaxpr: Any) -> Any:
+        """A ClosedJaxpr over the target's devices; its constants as they are on the host."""
+        import jax
+        import numpy as np
+        from jax.extend import core
+
+        consts = [np.asarray(const) if isinstance(const, jax.Array) and not _is_key(const) else const
+                  for const in jaxpr.consts]
+        return core.ClosedJaxpr(self.jaxpr(jaxpr.jaxpr), consts)
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """A Jaxpr whose equations and types name the target's devices; one that is shared stays shared."""
+        if id(jaxpr) not in self._jaxprs:
+            own: dict[Any, Any] = {}
+
+            def variables(found: Sequence[Any]) -> list[Any]:
+                return [own.setdefault(v, self.variable(v)) if isinstance(v, core.Var) else v for v in found]
+
+            from jax.extend import core
+
+            equations = [equation.replace(invars=variables(equation.invars), outvars=variables(equation.outvars),
+                                          params={key: self.moved(value) for key, value in equation.params.items()},
+                                          ctx=self.traced_under(equation.ctx))
+                         for equation in jaxpr.eqns]
+            moved = jaxpr.replace(invars=variables(jaxpr.invars), constvars=variables(jaxpr.constvars), eqns=equations,
+                                  outvars=variables(jaxpr.outvars))
+            self._jaxprs[id(jaxpr)] = jaxpr, moved  # the old one is kept: its id must not come again
+        return self._jaxprs[id(jaxpr)][1]
+
+    def traced_under(self, context: Any) -> Any:
+        """What an equation was traced under, with the target's kind of device in its mesh."""
+        moved = self.abstract(context.cur_abstract_mesh)
+        if moved is context.cur_abstract_mesh:
+            return context
+        if context not in self._contexts:
+            # jax makes these from the settings of the moment alone; a copy differs in the mesh.
+            self._contexts[context] = other = object.__new__(type(context))
+            for name in type(context).__slots__:
+                if name != "__weakref__" and hasattr(context, name):
+                    object.__setattr__(other, name, getattr(context, name))
+            object.__setattr__(other, "cur_abstract_mesh", moved)
+        return self._contexts[context]
+
+    def variable(self, variable: Any) -> Any:
+        """A variable whose type names the target's kind of device in the place of another."""
+        aval = variable.aval
+        sharding = getattr(aval, "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        if mesh is None or mesh is (moved := self.abstract(mesh)):
+            return variable
+        return type(variable)(aval.update(sharding=sharding.update(mesh=moved)))
+
+    def abstract(self, mesh: Any) -> Any:
+        """An abstract mesh with the target's kind of device, where it names one; the same object if nothing changes."""
+        import jax
+
+        if not isinstance(mesh, jax.sharding.AbstractMesh) or mesh.empty or mesh.abstract_device is None:
+            return mesh
+        kind = jax.sharding.Mesh(self.target.devices()[:1], ("one",)).abstract_mesh.abstract_device
+        return mesh if mesh.abstract_device == kind else mesh.update(abstract_device=kind)
+
+    def moved(self, value: Any) -> Any:
+        """A parameter of an equation with every mesh, sharding and jaxpr in it moved."""
+        import jax
+        from jax.extend import core
+
+        if isinstance(value, jax.sharding.Mesh):
+            return self.mesh(value)
+        if isinstance(value, jax.sharding.AbstractMesh):
+            return self.abstract(value)
+        if isinstance(value, jax.sharding.Sharding):
+            return self.sharding(value)
+        if isinstance(value, core.ClosedJaxpr):
+            return self.closed(value)
+        if isinstance(value, core.Jaxpr):
+            return self.jaxpr(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self.moved, value))
+        return value
+
+
+def _is_key(array: Any) -> bool:
+    """Whether an array holds random keys, which numpy has no type for."""
+    import jax
+
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)

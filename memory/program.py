@@ -1,0 +1,144 @@
+"""Whatever a user calls a program, brought to a compilation: a step with its arguments, a stage of jax, an HLO dump.
+
+A step or a `Traced` is compiled for whichever target is asked for (`devices.retarget`). A `Lowered` and a `Compiled`
+are for the devices that they were made for; with another target they are refused, since the report would be of
+another program than it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.devices import retarget, targets
+from bytescope.memory.devices.compiler import Compilation, compile_lowered, devices_of, is_described, read_compiled
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.errors import ReportError
+
+_MAX_PROTO = 2**31
+_CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
+
+
+def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+                 target: Target | str | None = None, options: Mapping[str, Any] | None = None,
+                 ) -> tuple[Compilation, Target | None]:
+    """The compilation of a program, and the target that it is judged by.
+
+    Args:
+        program: a step, plain or jitted, with `args` and `kwargs` (arrays, ShapeDtypeStructs, pytrees of them); or
+            without them a `jax.stages.Traced`, `Lowered` or `Compiled`, a wrapper of one, a serialized HloProto, or
+            the path of one.
+        target: what to compile for, a Target or its name; None: the devices of the arguments' shardings, else those
+            at hand, and none for a proto.
+        options: of `jax.jit` for a plain step (`retarget.OPTIONS`).
+
+    Raises ReportError for what is not a program, what cannot be compiled for the target, and damaged files.
+    """
+    target = _as_target(target)
+    if isinstance(program, Compilation):
+        return program, target or (targets.parse("local") if program.local else None)
+    if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
+        return compilation_of(program), target
+    if args or kwargs:
+        program = _traced(program, args, kwargs or {}, options or {})
+    stage, jaxpr = getattr(program, "lowered", program), None  # equinox puts its own class around a Lowered
+    if _is_traced(stage):
+        stage, jaxpr = _lowered(stage, target), stage.jaxpr
+    elif _is_stage(stage) and target is not None:
+        _refuse_another(stage, target)
+    compilation = dataclasses.replace(compilation_of(stage), jaxpr=jaxpr)
+    return compilation, target or _target_of(stage, compilation)
+
+
+def compilation_of(program: Any) -> Compilation:
+    """Brings what is compiled already, lowered, or dumped to a Compilation; compiles a Lowered for its own devices.
+
+    Raises ReportError for what is not a program, and for a file that cannot be read.
+    """
+    if isinstance(program, Compilation):
+        return program
+    if isinstance(program, (str, Path)):
+        return Compilation(proto=_read(Path(program)))
+    if isinstance(program, (bytes, bytearray, memoryview)):
+        return Compilation(proto=bytes(program))
+    if _is_compiled(program):
+        return read_compiled(program)
+    if _is_lowered(program):
+        return compile_lowered(program)
+    if hasattr(program, "lower") or callable(program):
+        raise ReportError(f"a {type(program).__name__} is not a program without its arguments: {_CALLED}")
+    raise ReportError(f"a {type(program).__name__} is not a program: give a step with its arguments, {_CALLED}; a "
+                      "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path")
+
+
+def _as_target(target: Any) -> Target | None:
+    if target is None or isinstance(target, Target):
+        return target
+    if isinstance(target, str):
+        return targets.parse(target)
+    raise ReportError(f"target={target!r:.60}: give a name such as \"h200:8\", or memory.targets.parse of one")
+
+
+def _is_compiled(program: Any) -> bool:
+    return hasattr(program, "runtime_executable") and hasattr(program, "memory_analysis")
+
+
+def _is_lowered(program: Any) -> bool:
+    return hasattr(program, "compile") and hasattr(program, "compiler_ir")
+
+
+def _is_stage(program: Any) -> bool:
+    return _is_compiled(program) or _is_lowered(program)
+
+
+def _is_traced(program: Any) -> bool:
+    return hasattr(program, "jaxpr") and hasattr(program, "lower") and hasattr(program, "in_tree")
+
+
+def _traced(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    if not callable(step):
+        raise ReportError(f"a {type(step).__name__} with arguments is no step: {_CALLED}")
+    return retarget.traced(step, args, kwargs, options)
+
+
+def _lowered(program: Any, target: Target | None) -> Any:
+    """A Traced lowered: for the target, or for the devices of its arguments."""
+    if target is None or not retarget.moves(program, target):
+        return program.lower()
+    return retarget.lowered_for(program, target)
+
+
+def _target_of(stage: Any, compilation: Compilation) -> Target | None:
+    """What a program that came without a target is judged by: the devices that it was compiled for."""
+    if compilation.local:
+        return targets.parse("local")
+    devices = devices_of(stage)
+    return targets.of(devices) if devices else None
+
+
+def _refuse_another(stage: Any, target: Target) -> None:
+    """Raises ReportError for a Lowered or Compiled that is for other devices than the target's."""
+    devices = devices_of(stage)
+    if not devices:  # nothing tells: taken at the caller's word
+        return
+    here, same = not is_described(devices[0]), devices[0].device_kind == target.kind
+    if targets.platform_of(devices[0]) == target.platform and (here or same) and here != target.is_described:
+        return
+    made = "compiled" if _is_compiled(stage) else "lowered"
+    raise ReportError(f"a program that is {made} for {devices[0].device_kind} is not one for {target.name}: give the "
+                      f"step and its arguments,\n  memory.analyze(step, *arguments, target=\"{target.name}\")\nor what "
+                      f"jax traced,\n  memory.analyze(jax.jit(step).trace(*arguments), target=\"{target.name}\")")
+
+
+def _read(path: Path) -> bytes:
+    if not os.path.isfile(path):
+        raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump")
+    try:
+        if path.stat().st_size >= _MAX_PROTO:
+            raise ReportError(f"{path} is larger than a proto can be: give a *after_optimizations.hlo.pb")
+        return path.read_bytes()
+    except OSError as error:
+        raise ReportError(f"cannot read {path}: {error.strerror}") from error
