@@ -1,7 +1,8 @@
 """Guards for other people's tests: a program's memory as an assertion.
 
     def test_step_fits():
-        memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")
+        memory.assert_fits(step, state, batch, target="h100:8", donate_argnums=0)       # what the target has
+        memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")                  # or any size
 
 The same as a pytest fixture: memory/pytest_guard.py.
 """
@@ -10,28 +11,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from bytescope.memory.analyze import analyze
+from bytescope.memory.analyze import analyze, judge
 from bytescope.memory.errors import GuardError, ReportError
-from bytescope.memory.records import Report
+from bytescope.memory.program import takes_arguments
+from bytescope.memory.records import POOL, Report
 from bytescope.memory.units import human, parse_bytes
 
 
-def assert_fits(program: Any, size: int | str | None = None, **options: Any) -> Report:
-    """Asserts that a program's allocated bytes are at most `size`; returns its report.
+def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
+    """Asserts that a program's predicted bytes, those of the report's verdict, are at most `size`; returns its report.
 
-    `program` and `options` are those of `memory.analyze`. Without a `size` the target's limit is the bound.
+    Args:
+        program, args, options: those of `memory.analyze`: a step with its arguments and a target, or what is lowered
+            already; a report too.
+        size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: what
+            is available on one device of the target.
 
     Raises:
       GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
-      ReportError: there is neither a size nor a limit.
+      ReportError: there is neither a size nor a limit, or the size stands among the arguments of a step.
     """
-    report = program if isinstance(program, Report) else analyze(program, **options)
+    if len(args) == 1 and size is None and not takes_arguments(program):
+        (size,), args = args, ()
+    if args and _is_size(args[-1]):
+        raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
+    report = program if isinstance(program, Report) else analyze(program, *args, **options)
     limit = report.limit_bytes if size is None else parse_bytes(size)
     if limit is None:
         raise ReportError("no size to compare with: give one as in assert_fits(program, \"72GiB\"), or a target")
-    if report.allocated_bytes > limit:
-        rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
-        parts = ", ".join(f"{row} {human(count)}" for row, count in rows if count)
-        raise GuardError(f"{report.program or 'the program'} takes {human(report.allocated_bytes)}, "
-                         f"{human(report.allocated_bytes - limit)} more than {human(limit)}: {parts}")
+    judged = judge(report, limit)
+    if not judged.fits:
+        raise GuardError(f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
+                         f"{human(report.predicted_bytes - limit)} more than {human(limit)}: {_parts(report)}")
     return report
+
+
+def _is_size(value: Any) -> bool:
+    """Whether an argument is text that only a size is written as."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return parse_bytes(value) > 0
+    except ReportError:
+        return False
+
+
+def _parts(report: Report) -> str:
+    """The largest rows of the peak, and what the compiler does not count of the allocator's pool."""
+    rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:4]
+    unseen = [(row.name, row.bytes) for row in report.unseen if row.where == POOL]
+    return ", ".join(f"{row} {human(count)}" for row, count in (*rows, *unseen) if count)

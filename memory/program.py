@@ -74,6 +74,12 @@ def compilation_of(program: Any) -> Compilation:
                       "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path")
 
 
+def takes_arguments(program: Any) -> bool:
+    """Whether a program is a step, which `compiled_for` wants arguments with: no stage of jax, which may be called."""
+    stage = getattr(program, "lowered", program)
+    return callable(program) and not (_is_traced(stage) or _is_stage(stage))
+
+
 def _as_target(target: Any) -> Target | None:
     if target is None or isinstance(target, Target):
         return target

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from bytescope import memory
 from bytescope.memory import __main__ as command
+from bytescope.memory.analyze import judge
 from bytescope.memory.attribution import ledger
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.plan import diff
 from bytescope.memory.program import compilation_of
 from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.records import POOL, Buffer, Report, RuntimeOverhead
 from bytescope.memory.text import report as report_text
 from bytescope.memory.units import parse_bytes
 from bytescope.train.planning.adapter import Adapter
@@ -154,13 +155,35 @@ def test_sizes_that_are_none(size):
 
 def test_guard(step, memory_guard):  # noqa: F811
     report = step[2]
-    assert memory_guard(step[0], report.allocated_bytes) == report
+    assert memory_guard(step[0], report.predicted_bytes) == report
     with pytest.raises(AssertionError, match="more than") as caught:
-        memory_guard(report, report.allocated_bytes - 1)
+        memory_guard(report, report.predicted_bytes - 1)
     assert "optimizer" in str(caught.value)
     with pytest.raises(memory.ReportError, match="no size to compare with"):
         memory.assert_fits(report)
     assert memory.assert_fits(programs.scan()).fits
+
+
+def test_the_guard_judges_as_the_verdict_does():
+    """By the predicted bytes: what the compiler does not count of the pool can be what is too much."""
+    pool = RuntimeOverhead("cuBLAS workspace", 30, POOL, "by hand")
+    report = Report(90, 100, {"params": 90, "fragmentation": 10}, unseen=(pool,))
+    assert judge(report, 120).verdict == "exceeds"
+    with pytest.raises(memory.GuardError, match="takes 130 B, 10 B more than 120 B.*cuBLAS workspace 30 B"):
+        memory.assert_fits(report, 120)
+    with pytest.raises(memory.GuardError, match="more than 120 B"):
+        memory.assert_fits(judge(report, 120))
+    assert memory.assert_fits(report, 130) is memory.assert_fits(report, size="130") is report
+
+
+def test_the_guard_takes_a_step_with_its_arguments():
+    number = programs.spec((4,), programs.f32)
+    report = memory.assert_fits(lambda x, factor: x * factor, number, 2, target="cpu:1", static_argnums=1)
+    assert report.target["name"] == "cpu:1" and report.fits
+    with pytest.raises(memory.GuardError, match="more than 16 B"):
+        memory.assert_fits(report, size=16)
+    with pytest.raises(memory.ReportError, match="by its name, size='72GiB'"):
+        memory.assert_fits(abs, number, "72GiB")
 
 
 def test_ledger_by_hand():
