@@ -127,12 +127,17 @@ class LedgerRow:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something an expert would point at: how many bytes it concerns, and what to do about it."""
+    """Something an expert would point at: how many bytes it concerns, and what to do about it.
+
+    `flags`: the remedy as flags of the command line, to copy; "" for a program without a config of the trainer's, whose
+    remedy is in JAX's words, and where no flag carries it out.
+    """
 
     kind: str
     bytes: int
     message: str
     remedy: str
+    flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

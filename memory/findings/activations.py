@@ -1,0 +1,35 @@
+"""Rules on what a step computes and keeps: logits, residuals, how they are packed."""
+
+from __future__ import annotations
+
+from bytescope.memory.attribution.placement import PlacedProgram
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, Found, at_peak, largest, words
+from bytescope.memory.records import Report
+from bytescope.memory.units import human
+
+
+def full_logits(report: Report, program: PlacedProgram) -> Found | None:
+    """Logits or their gradients alive at the peak."""
+    size = report.breakdown["logits_loss"]
+    if size <= NOTABLE * report.peak_bytes:
+        return None
+    return Found(size, f"logits and loss hold {human(size)} at the peak, {largest(report, 'logits_loss')}")
+
+
+def wide_activations(report: Report, program: PlacedProgram) -> Found | None:
+    """float32 residuals in a program that computes in bfloat16."""
+    wide = sum(b.bytes for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32")
+    made = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
+    asked = made or any("bf16" in word or "bfloat16" in word for word in words(report.config, "precision"))
+    if not asked or wide <= LARGE * report.peak_bytes:
+        return None
+    why = "; the CPU computes bfloat16 in float32" if report.target.get("platform") == "cpu" else ""
+    return Found(wide, f"{human(wide)} of residuals are float32 in a bfloat16 program{why}")
+
+
+def fragmentation(report: Report, program: PlacedProgram) -> Found | None:
+    """Holes in the packed memory."""
+    size = report.breakdown["fragmentation"]
+    if size <= LARGE * report.allocated_bytes:
+        return None
+    return Found(size, f"{human(size)} of the allocated memory is not in use at the peak")

@@ -1,0 +1,79 @@
+"""What rules look at: shares of the peak, buffers by row, the batch's arguments, the words of a config. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.attribution.placement import PlacedProgram
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.records import Buffer, Report
+
+# Shares of the peak (of the allocated bytes for fragmentation) from which a thing is worth a line.
+LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
+STATE = ("params", "optimizer", "accumulator")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a rule found: bytes of one device, and a sentence.
+
+    Fields:
+        remedy: in the place of the rule's own in `rules.RULES`, "" for that one.
+        flags: as in `records.Finding`.
+    """
+
+    bytes: int
+    message: str
+    remedy: str = ""
+    flags: str = ""
+
+
+def batch(report: Report, program: PlacedProgram) -> dict[int, Instruction]:
+    """The entry parameters that are the batch, by number."""
+    module = program.module
+    entry = module.computations.get(module.entry)
+    names = {b.name for b in report.buffers if b.phase == "argument" and b.category == "batch"}
+    parameters = {number: module.instructions[id] for number, id in (entry.parameters if entry else {}).items()}
+    return {number: parameter for number, parameter in parameters.items()
+            if module.metadata(parameter).op_name in names}
+
+
+def start_of_backward(report: Report) -> int:
+    """The point at which the backward pass begins, past the end without one.
+
+    The compiler moves single operations of one pass into the other; the point has most of each on its side.
+    """
+    score, best, start = 0, 0, len(report.timeline)
+    for point in reversed(report.timeline):
+        score += {"forward": -1, "backward": 1, "recompute": 1}.get(point.phase, 0)
+        if score > best:
+            best, start = score, point.index
+    return start
+
+
+def at_peak(report: Report, category: str) -> list[Buffer]:
+    """Buffers of one row of the breakdown, in device memory at the peak."""
+    return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
+
+
+def largest(report: Report, category: str) -> str:
+    """The largest buffer of a category at the peak, as in "the largest fusion.3 bfloat16[8, 1024]"."""
+    first = max(at_peak(report, category), key=lambda b: b.bytes, default=Buffer("", 0))
+    return f"the largest {first.name} {first.dtype}{list(first.shape)}"
+
+
+def words(config: Mapping[str, Any], group: str) -> list[str]:
+    """Every string of one group of a config, nested (remat -> policy) or flat (remat.policy)."""
+    pending = [value for key, value in config.items() if key == group or key.startswith(f"{group}.")]
+    found = []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found
