@@ -34,7 +34,7 @@ from bytescope.memory.records import Buffer, Report, XlaStats
 TIGHT = 0.95
 # Rows in the order in which a derivation may have too many bytes in them.
 _DOUBTFUL = ("workspace", "logits_loss", "collectives", "gradients", "residuals", "outputs", "unattributed",
-             "accumulator", "batch", "optimizer", "params")
+             "accumulator", "batch", "rng", "cache", "optimizer", "params")
 
 
 def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs: Mapping[str, Any] | None = None,

@@ -20,7 +20,9 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   and "unknown" when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
 - `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
-  to `allocated_bytes`.
+  to `allocated_bytes`. Of the arguments: params; optimizer, what an update keeps for them; accumulator, sums of
+  gradients; cache, what a step carries on that has no gradient (KV caches, recurrent state, batch statistics); rng,
+  random keys; batch, all else.
 - `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
   parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
   next as "(blocks input)"; sums to the residuals row.
@@ -51,7 +53,7 @@ from bytescope.memory.report_json import is_count, one_line, parse, plain, read_
 SCHEMA = 1
 
 # What a byte at the peak can be, in the order in which reports show it.
-ROWS = ("params", "optimizer", "accumulator", "gradients", "residuals", "workspace", "logits_loss",
+ROWS = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace", "logits_loss",
         "collectives", "batch", "outputs", "unattributed", "fragmentation")
 CATEGORIES = ROWS[:-1]
 # The phases of a training step in their order, and with them what has none: its arguments, outputs, and "" for unknown.
@@ -79,6 +81,7 @@ class Buffer:
         module: the named scopes around it, joined by "/".
         op_name: the operation as JAX named it; source: "file.py:line" of the user's code, "" if unknown.
         checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
+        parameter: the path of the parameter that a gradient or an optimizer's state belongs to, "" if unknown.
         start, end: the first and the last point of the timeline at which it is alive, both included.
         at_peak: alive at the peak; memory: one of `MEMORIES`; only "device" is part of the peak.
     """
@@ -94,6 +97,7 @@ class Buffer:
     op_name: str = ""
     source: str = ""
     checkpoint_name: str = ""
+    parameter: str = ""
     start: int = 0
     end: int = 0
     at_peak: bool = False

@@ -46,7 +46,7 @@ def pprof(report: Report) -> bytes:
     """The buffers alive at the peak as a pprof profile (uncompressed protobuf).
 
     Sample value: bytes on one device. Stack, root first: category, each named scope of the module path, the
-    operation, the buffer with its source line. Labels: phase, dtype, shape, checkpoint name. `go tool pprof
+    operation, the buffer with its source line. Labels: phase, dtype, shape, checkpoint name, parameter. `go tool pprof
     -http=: memory.pprof.gz` draws it as a flame graph of the peak.
     """
     table = _Table()
@@ -79,7 +79,7 @@ def _stack(buffer: Buffer) -> list[tuple[str, str, int]]:
 def _labels(buffer: Buffer) -> Iterable[tuple[str, str]]:
     shape = "x".join(map(str, buffer.shape))
     return (("phase", buffer.phase), ("dtype", buffer.dtype), ("shape", shape),
-            ("checkpoint_name", buffer.checkpoint_name))
+            ("checkpoint_name", buffer.checkpoint_name), ("parameter", buffer.parameter))
 
 
 def _comments(report: Report) -> list[str]:

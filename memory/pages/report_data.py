@@ -126,12 +126,15 @@ def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]
 
 
 def what(buffer: Buffer) -> str:
-    """What a buffer is to its reader: an argument's path, else its scopes and operation, else its name.
+    """What a buffer is to its reader: an argument's path, a gradient's parameter, else scopes and operation, else its
+    name.
 
     Instructions are called `while.3` or `fusion.12`; `blocks/mlp · mul` says where that is in the model.
     """
     if buffer.phase == "argument":
         return buffer.name
+    if buffer.category == "gradients" and buffer.parameter:
+        return f"gradient of {buffer.parameter}"
     operation = buffer.op_name.rsplit("/", 1)[-1]
     parts = [part for part in (buffer.module or buffer.component, operation) if part]
     return " · ".join(dict.fromkeys(parts)) or buffer.name

@@ -213,6 +213,7 @@ def test_what_a_buffer_is_shown_under():
     (Buffer("while.3", 1, module="blocks/mlp", op_name="jit(f)/jvp(blocks)/mlp/mul"), "blocks/mlp · mul"),
     (Buffer("fusion.1", 1, component="mlp"), "mlp"), (Buffer("fusion.1", 1), "fusion.1"),
     (Buffer("copy.2", 1, module="optimizer", op_name="optimizer"), "optimizer"),
+    (Buffer("fusion.2", 1, category="gradients", module="mlp", parameter="params['w']"), "gradient of params['w']"),
 ])
 def test_what_a_buffer_is_called(buffer, words):
     assert report_data_page.what(buffer) == words
