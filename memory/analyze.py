@@ -96,7 +96,8 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     if derived:
         report = _with_xla_totals(report, program, stats)
     report = dataclasses.replace(report, xla=stats, versions=compilation.versions,
-                                 target=target.to_json() if target else {}, config=dict(config or {}))
+                                 target=target.to_json() if target else {}, config=dict(config or {}),
+                                 notes=(*compilation.notes, *report.notes))
     facts = _facts(report, source.module, target, loop or runtime_overheads.LoopOverhead())
     report = dataclasses.replace(report, unseen=runtime_overheads.find(facts))
     report = _with_formulas(judge(report, target.limit_bytes if target else None), placed, look.roles)

@@ -8,7 +8,6 @@ another program than it says.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from bytescope.memory.devices import retarget, targets
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, devices_of, is_described, read_compiled
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo import dumps
 
-_MAX_PROTO = 2**31
+_PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU, it does not say which", "tpu": "a TPU, it does not say which"}
+_FAMILIES = {"cuda": "gpu", "rocm": "gpu"}
 _CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
 
 
@@ -41,7 +42,7 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
     if isinstance(program, Compilation):
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
-        return compilation_of(program), target
+        return _dumped(compilation_of(program), target)
     if args or kwargs:
         program = _traced(program, args, kwargs or {}, options or {})
     stage, jaxpr = getattr(program, "lowered", program), None  # equinox puts its own class around a Lowered
@@ -61,9 +62,9 @@ def compilation_of(program: Any) -> Compilation:
     if isinstance(program, Compilation):
         return program
     if isinstance(program, (str, Path)):
-        return Compilation(proto=_read(Path(program)))
+        return Compilation(**dumps.read(Path(program))._asdict())
     if isinstance(program, (bytes, bytearray, memoryview)):
-        return Compilation(proto=bytes(program))
+        return Compilation(proto=dumps.unpacked(bytes(program)))
     if _is_compiled(program):
         return read_compiled(program)
     if _is_lowered(program):
@@ -78,6 +79,20 @@ def takes_arguments(program: Any) -> bool:
     """Whether a program is a step, which `compiled_for` wants arguments with: no stage of jax, which may be called."""
     stage = getattr(program, "lowered", program)
     return callable(program) and not (_is_traced(stage) or _is_stage(stage))
+
+
+def _dumped(compilation: Compilation, target: Target | None) -> tuple[Compilation, Target | None]:
+    """A dump with a note of the platform that it was compiled for; without a target of another, which cannot judge
+    it."""
+    platform = dumps.platform_of(compilation.proto)
+    if not platform:
+        return compilation, target
+    note = f"an HLO dump, compiled for {_PLATFORMS[platform]}"
+    if target is not None and platform != _FAMILIES.get(target.platform, target.platform):
+        note += (f": {target.name} does not judge it, whose compiler makes another program; give the step, {_CALLED}, "
+                 "or a target of its own kind")
+        target = None
+    return dataclasses.replace(compilation, notes=(*compilation.notes, note)), target
 
 
 def _as_target(target: Any) -> Target | None:
@@ -137,14 +152,3 @@ def _refuse_another(stage: Any, target: Target) -> None:
     raise ReportError(f"a program that is {made} for {devices[0].device_kind} is not one for {target.name}: give the "
                       f"step and its arguments,\n  memory.analyze(step, *arguments, target=\"{target.name}\")\nor what "
                       f"jax traced,\n  memory.analyze(jax.jit(step).trace(*arguments), target=\"{target.name}\")")
-
-
-def _read(path: Path) -> bytes:
-    if not os.path.isfile(path):
-        raise ReportError(f"no file {path}: give the *after_optimizations.hlo.pb of an XLA dump")
-    try:
-        if path.stat().st_size >= _MAX_PROTO:
-            raise ReportError(f"{path} is larger than a proto can be: give a *after_optimizations.hlo.pb")
-        return path.read_bytes()
-    except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error

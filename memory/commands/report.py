@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser)
     parser.add_argument("--hlo", metavar="FILE", type=user_path, help="report on any program instead of a "
-                        "config: XLA's dump of it, *after_optimizations.hlo.pb")
+                        "config: XLA's dump of it, *after_optimizations.hlo.pb, also as .gz, or the dump's "
+                        "folder, of which the largest program is taken")
     parser.add_argument("--formulas", action="store_true", help="also show what the published formulas predict, and "
                         "by how much the compiler differs (needs a config)")
     parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
@@ -103,9 +104,9 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
 def _of_file(args: argparse.Namespace, target: Any) -> Report:
     """Reports on a program that XLA dumped; the report."""
     from bytescope.memory.analyze import report_of
-    from bytescope.memory.program import compilation_of
+    from bytescope.memory.program import compiled_for
 
-    compilation = compilation_of(args.hlo)
+    compilation, target = compiled_for(args.hlo, target=target)
     report = _with_roofline(report_of(compilation, target=target))
     _show(report)
     _write(args, report, compilation.proto, {})

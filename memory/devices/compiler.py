@@ -35,7 +35,8 @@ class Compilation:
         compiled: the executable, None when only a proto was given.
         stats: XLA's statistics; jaxpr: of the traced program, for checkpoint names.
         signature: what goes in and comes out, None where nobody knows.
-        local: it was compiled for devices that are here. versions: package -> version of what compiled it.
+        local: it was compiled for devices that are here. notes: what its report has to say of how it was made.
+        versions: package -> version of what compiled it.
     """
 
     proto: bytes = b""
@@ -46,6 +47,7 @@ class Compilation:
     jaxpr: Any = None
     signature: Signature | None = None
     local: bool = False
+    notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -164,7 +164,10 @@ def of(devices: Sequence[Any]) -> Target:
     else:
         hosts = len({device.process_index for device in devices})
         shape = (hosts, len(devices) // hosts)
-    return _described(f"{chip.name}:{'x'.join(map(str, shape))}", chip, shape)
+    # As people write one host, and one device: h200:8, h200.
+    counts = shape[1:] if chip.platform == "cuda" and shape[0] == 1 else shape
+    count = f":{'x'.join(map(str, counts))}" if len(devices) > 1 or chip.platform == "tpu" else ""
+    return _described(f"{chip.name}{count}", chip, shape)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
     "three.py": "def get_config():\n    return 3\n", "syntax.py": "def f(:\n", "imports.py": "import no_such_module\n",
     "two_lines.py": "raise RuntimeError('two\\nlines [/b]')\n", "recursion.py": "def get_config():\n    get_config()\n",
-    "notes.md": "# not a config\n", "text.txt": "some text\n" * 50, "bad.npy": "not an array", "foreign.json": "{}",
+    "notes.md": "# not a config\n", "step.hlo.txt": "HloModule jit_step\n", "text.txt": "some text\n" * 50,
+    "bad.npy": "not an array", "foreign.json": "{}",
     "inf.json": '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "limit_bytes": Infinity}',
 }
 
@@ -43,7 +44,8 @@ MISTAKES = {
         ("tiny --json=/no/such/folder/x.json", "no folder"), ("tiny --json=.", "is a folder"),
         ("tiny --json=", "--json"), ("tiny --html=~nobody-here/x", "no such user"),
         ("tiny --budget=3", "unrecognized"), ("--hlo=missing.pb", "no file"), ("--hlo=notes.md", "not an HloProto"),
-        ("--hlo=.", "no file"), ("--hlo=", "--hlo"), (f"--hlo={LONG}", "x...x"), ("tiny --hlo=notes.md", "either"),
+        ("--hlo=.", "no *after_optimizations.hlo.pb in"), ("--hlo=step.hlo.txt", "HLO as text"),
+        ("--hlo=", "--hlo"), (f"--hlo={LONG}", "x...x"), ("tiny --hlo=notes.md", "either"),
         ("--hlo=notes.md --run", "needs a config"), ("--hlo=notes.md --config.train.steps=3", "no config to change")],
     "names": [
         ("", "no config"), ("tyni", "did you mean tiny?"), ("tiny h100 --json=/no/such/folder/x", "no folder"),

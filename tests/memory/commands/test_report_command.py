@@ -14,6 +14,7 @@ from bytescope.memory import __main__ as command
 from bytescope.memory.analyze import judge
 from bytescope.memory.attribution import ledger
 from bytescope.memory.commands import arguments as command_arguments
+from bytescope.memory.devices import limits
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.plan import diff
 from bytescope.memory.program import compilation_of
@@ -239,9 +240,10 @@ def tiny_limit(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.000001")
 
 
-def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp_path, tiny_limit):
+def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "free_host_bytes", lambda *_: 80_000)
     files = [f"--json={tmp_path / 'r.json'}", f"--html={tmp_path / 'r.html'}", f"--export={tmp_path / 'x'}"]
-    code, out, err = run(capsys, "report", f"--hlo={step[0]}", "--target=h100", *files)
+    code, out, err = run(capsys, "report", f"--hlo={step[0]}", "--target=cpu:1", *files)
     assert (code, err) == (command_arguments.DOES_NOT_FIT, "") and command_arguments.DOES_NOT_FIT == 3
     assert "EXCEEDS" in out and "too much" in out and "bytescope fit" not in out  # there is no config to fit
     assert json.loads((tmp_path / "r.json").read_text())["fits"] is False
