@@ -10,7 +10,7 @@ from rich.text import Text
 from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
 from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
-from bytescope.memory.text.layout import Items, Pair, Prose, blocks, ignoring
+from bytescope.memory.text.layout import Command, Items, Pair, Prose, blocks, ignoring
 from bytescope.memory.text.table import Column, FigureTable, figure, fixed, label, words
 from bytescope.memory.units import human
 
@@ -269,8 +269,12 @@ def overlapped_by(item: Collective) -> str:
 def _findings(report: Report) -> RenderableType | None:
     if not report.findings:
         return None
-    out = [Prose(Text.assemble(("! ", "bold yellow"), safe(finding.message), (f": {safe(finding.remedy)}", "dim")))
-           for finding in report.findings[:_FINDINGS]]
+    out: list[RenderableType] = []
+    for finding in report.findings[:_FINDINGS]:
+        said = safe(finding.message), (f": {safe(finding.remedy)}", "dim")
+        out.append(Prose(Text.assemble(("! ", "bold yellow"), *said)))
+        if finding.flags:
+            out.append(Command(finding.flags))
     if len(report.findings) > _FINDINGS:
         out.append(Prose(f"  and {len(report.findings) - _FINDINGS} more findings", "dim"))
     return Group(*out)

@@ -56,7 +56,7 @@ def make_report(points=120, buffers=300, seed=0):
         timeline=tuple(TimelinePoint(i, live[i], PHASES[4 * i // points], f"op.{i}") for i in range(points)),
         buffers=(*found, Buffer("on the host", MIB, memory="host")), program="jit_train_step",
         ledger=(LedgerRow("params", "bf16", 100, 200, 2.0), LedgerRow("total", "", 100, 200, 2.0)),
-        findings=(Finding("full_logits", MIB, "the logits are alive", "chunk the loss"),),
+        findings=(Finding("full_logits", MIB, "the logits are alive", "chunk the loss", "--config.loss.kind=chunked"),),
         residuals_by_name={"qkv": 3 * MIB, "": MIB}, workspace_by_scope={"backward/mlp": MIB},
         xla=XlaStats(temp_bytes=5 * MIB), limit_bytes=2 * live[peak], fits=True, verdict="fits",
         versions={"jax": "9.9.9"}, target={"name": "h200:8", "kind": "NVIDIA H200", "platform": "cuda"},
@@ -71,7 +71,8 @@ def report():
 def test_the_page_is_one_file_with_everything_in_it(report):
     page = one_file(report_page.render(report))
     text = " ".join(page.words)
-    for expected in ("jit_train_step", "h200:8", "9.9.9", "chunk the loss", "model.layers", "a note",
+    for expected in ("jit_train_step", "h200:8", "9.9.9", "chunk the loss", "--config.loss.kind=chunked",
+                     "model.layers", "a note",
                      report_page.human(report.peak_bytes), report_page.human(report.limit_bytes)):
         assert expected in text
     assert page.data == json.loads(json.dumps(report_data_page.page_data(report)))
@@ -109,7 +110,7 @@ def test_no_name_can_break_the_page(report):
         report, program=HOSTILE, subject=Subject(HOSTILE, (HOSTILE,), HOSTILE, HOSTILE),
         versions={HOSTILE: HOSTILE}, config={HOSTILE: HOSTILE}, notes=(HOSTILE,),
         target={"name": HOSTILE, "kind": HOSTILE}, residuals_by_name={HOSTILE: 1},
-        workspace_by_scope={HOSTILE: 1}, findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE),),
+        workspace_by_scope={HOSTILE: 1}, findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE),),
         ledger=(LedgerRow(HOSTILE, HOSTILE, 1, 1, 1.0),), zero=(ZeroRow(HOSTILE, 1.0, 2.0, HOSTILE),),
         communication=(Communication(HOSTILE, (HOSTILE,), 2, 1, 1, 1, 1, 1, HOSTILE),),
         collectives=(Collective(HOSTILE, HOSTILE, (HOSTILE,), 2, HOSTILE, phase=HOSTILE, module=HOSTILE,

@@ -18,7 +18,7 @@ GIB = 2**30
 REPORT = Report(3 * GIB, 4 * GIB, {"params": 3 * GIB, "fragmentation": GIB}, limit_bytes=8 * GIB, fits=True,
                 verdict="fits", subject=Subject("tiny", batch="8 sequences", policy="full"),
                 target={"name": "local", "platform": "cpu"}, versions={"jax": "0.10.2"},
-                findings=(Finding("logits", GIB, "logits are alive", "chunk the loss"),))
+                findings=(Finding("logits", GIB, "logits are alive", "chunk the loss", "--config.loss.kind=chunked"),))
 BREAKDOWN = {"program": "jit_step", "steps": [3], "devices": 1, "total": 1.0, "without_pauses": 1.0, "busy": 0.75,
              "idle": 0.25, "cells": [{"phase": "forward", "component": "mlp", "seconds": 0.75}],
              "host": [{"name": "wait_for_data", "seconds": 0.5, "device_idle_seconds": 0.25, "count": 1}],
@@ -67,7 +67,8 @@ def test_the_page_shows_the_run(folder):
                      "steps 4 of 4", "held-out loss 1.0000 the best of the run",
                      "train loss 2.0000 at step 4", "tokens/s 250 500 ms per update, medians",
                      "measured memory 6.00 GiB of the process; predicted 7.50 GiB", "the full report of the step",
-                     "logits are alive chunk the loss", "jit_step · update 3 · 1 device", "device idle 25.0 %",
+                     "logits are alive chunk the loss --config.loss.kind=chunked",
+                     "jit_step · update 3 · 1 device", "device idle 25.0 %",
                      "model d_ff 48", "remat save none", "bytescope diff memory.json"):
         assert expected in words, expected
     data = one_file(text, ["memory.html"]).data
@@ -166,7 +167,7 @@ def test_no_name_can_break_the_page(tmp_path):
     name = HOSTILE.replace("/", "|")
     place = make_run(tmp_path / name, config={HOSTILE: HOSTILE, "train.steps": HOSTILE})
     Report(1, 1, {}, target={"name": HOSTILE}, versions={HOSTILE: HOSTILE},
-           findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE),)).save(place / "memory.json")
+           findings=(Finding(HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE),)).save(place / "memory.json")
     hostile = json.loads(json.dumps(BREAKDOWN).replace('"mlp"', json.dumps(HOSTILE)))
     (place / "profile.json").write_text(json.dumps(hostile))
     (place / "memory.html").touch()
