@@ -1,43 +1,20 @@
 """Our peak against XProf's memory viewer, from the same protos. Needs `pip install xprof`."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from bytescope.memory.analyze import report_of
-from bytescope.memory.commands import xprof_export as xprof_export_command
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.config import load, override
 from bytescope.train.program import build
 from support import programs
-from support.oracles import require
+from support.oracles import memory_viewer, require
 
 pytestmark = pytest.mark.oracle("xprof")
 
-# In a process of its own: xprof brings protobuf and logging settings along.
-ASK = """
-import sys
-from xprof.convert import raw_to_tool_data
-data, _ = raw_to_tool_data.xspace_to_tool_data([sys.argv[1]], "memory_viewer", {"module_name": "m"})
-print(data.decode() if isinstance(data, bytes) else data)
-"""
-
-
-def viewer(proto, folder):
-    """XProf's (peak, total allocated) in bytes."""
-    xprof_export_command.export(folder, hlo_proto=proto)
-    done = subprocess.run([sys.executable, "-c", ASK, str(folder / "h.xplane.pb")], capture_output=True, text=True,
-                          check=True)
-    found = json.loads(done.stdout)
-    return found["peakHeapMib"] * 2**20, found["totalBufferAllocationMib"] * 2**20
-
-
 def check_viewer(compilation, folder):
     report = report_of(compilation)
-    peak, allocated = viewer(compilation.proto, folder)
+    [(peak, allocated)] = memory_viewer([compilation.proto], folder)
     assert report.peak_bytes == pytest.approx(peak, rel=1e-3)
     assert report.allocated_bytes == pytest.approx(allocated, rel=1e-3)
     assert sum(report.breakdown.values()) == report.allocated_bytes

@@ -5,8 +5,12 @@ failure.
 """
 
 import importlib.util
+import json
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -33,6 +37,33 @@ ORACLES = {
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py
+
+# In a process of its own: xprof brings protobuf and logging settings along.
+_ASK = """
+import sys
+from xprof.convert import raw_to_tool_data
+for path in sys.argv[1:]:
+    data, _ = raw_to_tool_data.xspace_to_tool_data([path], "memory_viewer", {"module_name": "m"})
+    print(data.decode() if isinstance(data, bytes) else data)
+"""
+
+
+def memory_viewer(protos: Sequence[bytes], folder: Path) -> list[tuple[float, float]]:
+    """What XProf's memory viewer shows of each serialized HloProto: (peak, total allocated) in bytes.
+
+    `folder`: where the files that it reads are put.
+    """
+    from bytescope.memory.commands import xprof_export
+
+    traces = []
+    for number, proto in enumerate(protos):
+        xprof_export.export(folder / str(number), hlo_proto=proto)
+        traces.append(str(folder / str(number) / "h.xplane.pb"))
+    if not traces:
+        return []
+    done = subprocess.run([sys.executable, "-c", _ASK, *traces], capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [(one["peakHeapMib"] * 2**20, one["totalBufferAllocationMib"] * 2**20) for one in found]
 
 
 def require(*names: str) -> None:
