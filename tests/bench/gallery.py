@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from interleave import versions
 
-
 HERE = Path(__file__).resolve().parent
 # Program -> whether it is one for several devices: those are compiled for eight too.
 PROGRAMS = {
@@ -192,7 +191,7 @@ def collect(target: str, names: Sequence[str], folder: Path, limit: float) -> It
             process.kill()
             out, err = process.communicate()
             why = f"not finished after {limit * len(left):.0f} s"
-        (folder / "errors.log").open("a").write(err)
+        sys.stderr.write(err)
         for line in out.splitlines():
             if line.startswith('{"program"'):
                 row = Row(**json.loads(line))

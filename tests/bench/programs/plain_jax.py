@@ -54,7 +54,7 @@ def rnn():
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, VOCAB = 8, 2048, 16, 4, 128, 5632, 32000
 
 
-def llama_weights():
+def _llama_weights():
     layer = {"q": (WIDTH, HEADS, HEAD), "k": (WIDTH, KV_HEADS, HEAD), "v": (WIDTH, KV_HEADS, HEAD),
              "o": (HEADS, HEAD, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
              "attn_norm": (WIDTH,), "mlp_norm": (WIDTH,)}
@@ -94,7 +94,7 @@ def decode_step(weights, token, cache, at):
 
 def decode_arguments(batch=64, length=2048):
     cache = [tuple(spec((batch, length, KV_HEADS, HEAD), bf16) for _ in range(2)) for _ in range(LAYERS)]
-    return llama_weights(), spec((batch,), i32), cache, spec((), i32)
+    return _llama_weights(), spec((batch,), i32), cache, spec((), i32)
 
 
 def decode():
