@@ -1,22 +1,75 @@
 """Reads any compiled JAX program, down to the buffer: what every byte of its device memory is.
 
     from bytescope import memory
-    report = memory.analyze(jax.jit(step).lower(state, batch))
-    memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")
+    report = memory.analyze(step, state, batch, target="h200", donate_argnums=0)
+    report                                                    # in a notebook or at a prompt: what it holds
+    memory.assert_fits(step, state, batch, target="h200", donate_argnums=0)
 
-`bytescope report --help` is the same as a command. Importing this package imports neither jax nor what draws.
+`bytescope report --help` is the same as a command. Importing this package imports nothing else; each name is fetched at
+its first use, and none of them brings jax or what draws before it needs them.
 
 Rooms, each importing only the ones before it: hlo (protos to records), formulas (published arithmetic), devices (what a
 program is compiled for), attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the
-least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text, pages, commands.
+least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text, pages, tables
+(what users hold besides the report), report (the object that they hold), commands.
 Start at `analyze.py`: a program in, a `records.Report` out.
 """
 
-from bytescope.memory.analyze import analyze
-from bytescope.memory.errors import GuardError, ReportError
-from bytescope.memory.guard import assert_fits
-from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.records import Buffer, Finding, LedgerRow, Report, TimelinePoint, XlaStats, load
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Buffer", "Collective", "Communication", "Finding", "GuardError", "LedgerRow", "Report", "ReportError",
-           "TimelinePoint", "XlaStats", "ZeroRow", "analyze", "assert_fits", "load"]
+if TYPE_CHECKING:
+    from bytescope.memory.devices.live import LiveMemory
+    from bytescope.memory.devices.targets import Target
+    from bytescope.memory.errors import GuardError, ReportError
+    from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
+    from bytescope.memory.records import Buffer, Finding, LedgerRow, TimelinePoint, XlaStats
+    from bytescope.memory.report import Report, analyze, assert_fits, load
+    from bytescope.memory.tables.devices import live, target, targets
+    from bytescope.memory.tables.difference import Difference, diff
+    from bytescope.memory.tables.table import Table
+
+# Public name -> the module of this package that it comes from.
+_HOMES = {
+    **dict.fromkeys(("Report", "analyze", "assert_fits", "load"), "report"),
+    **dict.fromkeys(("live", "target", "targets"), "tables.devices"),
+    **dict.fromkeys(("Difference", "diff"), "tables.difference"),
+    "Table": "tables.table",
+    "Target": "devices.targets", "LiveMemory": "devices.live",
+    **dict.fromkeys(("GuardError", "ReportError"), "errors"),
+    **dict.fromkeys(("Buffer", "Finding", "LedgerRow", "TimelinePoint", "XlaStats"), "records"),
+    **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "parallel_records"),
+}
+
+__all__ = ["Buffer", "Collective", "Communication", "Difference", "Finding", "GuardError", "LedgerRow", "LiveMemory",
+           "Report", "ReportError", "Table", "Target", "TimelinePoint", "XlaStats", "ZeroRow", "analyze", "assert_fits",
+           "diff", "live", "load", "target", "targets"]
+
+
+class _Package(ModuleType):
+    """A package whose functions keep their names: Python would put a module `analyze` in the place of the function
+    `analyze` as soon as anyone imports something from it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name at its first use (PEP 562)."""
+    package = sys.modules[__name__]
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=package)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    setattr(package, name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    """What an editor or a prompt completes."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+sys.modules[__name__].__class__ = _Package

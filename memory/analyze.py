@@ -15,7 +15,7 @@ from bytescope.memory.attribution import assemble, ledger, runtime_overheads
 from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
-from bytescope.memory.costs import collectives, flops, host_transfers, kernels, step_work
+from bytescope.memory.costs import collectives, flops, host_transfers, kernels, roofline, step_work
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.retarget import OPTIONS
@@ -163,6 +163,12 @@ def judge(report: Report, limit: int | None) -> Report:
     elif predicted > TIGHT * limit:
         verdict = "tight"
     return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
+
+
+def with_roofline(report: Report) -> Report:
+    """The report with the roofline's prediction, where enough is known of program and target."""
+    predicted = roofline.of_answer({"work": report.work, "target": report.target})
+    return dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
 
 
 def _needs_no_trace(program: hlo_buffers.Program) -> bool:

@@ -100,7 +100,7 @@ def _as_target(target: Any) -> Target | None:
         return target
     if isinstance(target, str):
         return targets.parse(target)
-    raise ReportError(f"target={target!r:.60}: give a name such as \"h200:8\", or memory.targets.parse of one")
+    raise ReportError(f"target={target!r:.60}: give a name such as \"h200:8\", or memory.target of one")
 
 
 def _is_compiled(program: Any) -> bool:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bytescope.memory.guard import assert_fits
-from bytescope.memory.records import Report
+from bytescope.memory.report import Report, assert_fits
 
 
 @pytest.fixture

@@ -51,6 +51,8 @@ from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.report_json import is_count, one_line, parse, plain, read_item
 
 SCHEMA = 1
+# What a run directory calls the report of its step.
+IN_RUN = "memory.json"
 
 # What a byte at the peak can be, in the order in which reports show it.
 ROWS = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace", "logits_loss",
@@ -301,9 +303,15 @@ _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline")
 
 
 def load(path: str | Path) -> Report:
-    """Reads a report's JSON. Raises ReportError for a missing, damaged or foreign file."""
+    """Reads a report's JSON, or the one in a run directory.
+
+    Raises ReportError for a missing, damaged or foreign file.
+    """
+    path = Path(path)
+    if os.path.isfile(path / IN_RUN):
+        path = path / IN_RUN
     try:
-        return Report.from_json(parse(Path(path).read_bytes()))
+        return Report.from_json(parse(path.read_bytes()))
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from error
     except ReportError as error:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bytescope import memory
+
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[1]
@@ -25,9 +27,11 @@ FLOORS = (
     ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
     ("memory.analyze",),
     ("memory.plan", "memory.guard"),
-    ("memory.pytest_guard", "memory"),
     ("memory.text",),
     ("memory.pages",),
+    ("memory.tables",),
+    ("memory.report",),
+    ("memory.pytest_guard", "memory"),
     ("memory.commands",),
     ("memory.__main__",),
 )
@@ -64,6 +68,8 @@ def imports(name: str) -> frozenset[str]:
             assert not node.level, f"{name} imports relatively"
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {full if full.removeprefix("bytescope.") in modules() else node.module for full in whole}
+    if name == "memory":  # its names are fetched at their first use
+        found |= {f"bytescope.memory.{home}" for home in memory._HOMES.values()}
     ours = {module.removeprefix("bytescope.") for module in found if module.startswith("bytescope.")}
     assert ours <= set(modules()), f"{name} imports {ours - set(modules())}, which does not exist"
     assert not {module for module in found if module.split(".")[0] in PACKAGES}, f"{name} imports outside bytescope"

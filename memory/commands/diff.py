@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     if overrides:
         raise ReportError(f"diff takes no --config.{overrides[0][0]}: it reads two JSON files")
     check_files(args)
-    before, after = (records.load(_file(name)) for name in (args.before, args.after))
+    before, after = (records.load(name) for name in (args.before, args.after))
     changes = diff.diff(before, after)
     put(diff_text.render(before, after, changes))
     if args.html:
@@ -56,12 +55,6 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))
     return 1 if failed else 0
-
-
-def _file(name: str) -> Path:
-    """The file of a report; of a run directory the one that its run wrote."""
-    inside = Path(name) / "memory.json"
-    return inside if os.path.isfile(inside) else Path(name)
 
 
 def _names(before: str, after: str) -> tuple[str, str]:

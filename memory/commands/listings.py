@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan.trainer import Trainer
-from bytescope.memory.units import GIB
-
-if TYPE_CHECKING:
-    from bytescope.memory.devices.chips import Chip
 
 Rows = Iterable[Sequence[str]]
 
@@ -55,24 +51,10 @@ def targets(trainer: Trainer) -> tuple[Sequence[str], Rows]:
 
     Memory in GiB, bandwidth in TB/s and the compute rate in TFLOP/s are of one device.
     """
-    from bytescope.memory.devices.chips import CHIPS
+    from bytescope.memory.tables import devices
 
-    own = [("local", "the devices of this machine", "", "", "", ""),
-           ("cpu:8", "eight simulated CPU devices", "", "", "", "")]
-    described = [(chip.name, chip.kind, f"{chip.device_memory_bytes / GIB:.1f}", f"{chip.hbm / 1e12:.2f}",
-                  f"{chip.peak_flops['bf16'] / 1e12:,.0f}" if "bf16" in chip.peak_flops else "", _limits_of(chip))
-                 for chip in CHIPS.values()]
-    return ("target", "device", "GiB", "TB/s", "bf16 TFLOP/s", "note"), [*own, *described]
-
-
-def _limits_of(chip: Chip) -> str:
-    """What a chip lacks, in words."""
-    from bytescope.memory.devices.chips import CUDA_13_FROM
-
-    if chip.gpu is None or "bf16" in chip.peak_flops:
-        return ""
-    rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / 1e12:,.0f} TFLOP/s"
-    return f"{rate}; needs CUDA 12: bytescope[cuda12]" if chip.gpu.capability < CUDA_13_FROM else rate
+    table = devices.targets()
+    return [column.title for column in table.columns], table.cells()
 
 
 LISTINGS: Mapping[str, Callable[[Trainer], tuple[Sequence[str], Rows]]] = {

@@ -65,7 +65,7 @@ def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> No
 
 def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> Report:
     """Reports on the step of a config, compiled by the trainer; the report."""
-    from bytescope.memory.analyze import report_of
+    from bytescope.memory.analyze import report_of, with_roofline
 
     program = trainer.program(args.config, overrides, target)
     try:
@@ -75,8 +75,8 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
             raise
         raise ReportError(" ".join(str(error).split())) from error
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
-    report = _with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
-                                      loop=trainer.loop_overhead(program)))
+    report = with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
+                                     loop=trainer.loop_overhead(program)))
     report = dataclasses.replace(report, subject=subject(args.config, overrides, program, settled, compilation.jaxpr))
     _show(report, trainer.choices(program))
     more: dict[str, Any] = {"batch": settled["batch"]}
@@ -103,11 +103,11 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
 
 def _of_file(args: argparse.Namespace, target: Any) -> Report:
     """Reports on a program that XLA dumped; the report."""
-    from bytescope.memory.analyze import report_of
+    from bytescope.memory.analyze import report_of, with_roofline
     from bytescope.memory.program import compiled_for
 
     compilation, target = compiled_for(args.hlo, target=target)
-    report = _with_roofline(report_of(compilation, target=target))
+    report = with_roofline(report_of(compilation, target=target))
     _show(report)
     _write(args, report, compilation.proto, {})
     return report
@@ -130,14 +130,6 @@ def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[
         if command := advice.fit_command(args.config, args.target, overrides, report):
             parts += [Text("the fastest that fits, found by compiling:", style="bold"), Command(command)]
     put(Group(*parts))
-
-
-def _with_roofline(report: Report) -> Report:
-    """The report with the roofline's prediction, where enough is known of program and target."""
-    from bytescope.memory.costs import roofline
-
-    predicted = roofline.of_answer({"work": report.work, "target": report.target})
-    return dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
 
 
 def _show(report: Report, choices: str = "") -> None:

@@ -225,3 +225,11 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
             f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 }}\n'
             f"runtime_version {{ major: {runtime[0]} minor: {runtime[1]} }}\n"
             f'device_description_str: "{chip.kind}"\n')
+
+
+def lacks(chip: Chip) -> str:
+    """What a chip lacks, in words; "" for nothing."""
+    if chip.gpu is None or "bf16" in chip.peak_flops:
+        return ""
+    rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"
+    return f"{rate}; needs CUDA 12: bytescope[cuda12]" if chip.gpu.capability < CUDA_13_FROM else rate

@@ -91,6 +91,15 @@ class Target:
                               "change the mesh or the target")
         return np.array(self.devices()).reshape(sizes)
 
+    def mesh(self, **axes: int) -> Any:
+        """A `jax.sharding.Mesh` of all devices by its axes and their sizes, in this order: `mesh(data=2, model=4)`.
+
+        Raises ReportError when the sizes do not multiply to the number of devices.
+        """
+        import jax
+
+        return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
+
     def to_json(self) -> dict[str, Any]:
         """Every field and the limit as plain JSON values."""
         return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes}

@@ -49,7 +49,7 @@ def environment() -> Environment:
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
     found.policies |= {"json.dumps_kwargs": {"separators": (",", ":")}, "json.dumps_function": written}
     found.filters |= {"human": human, "flags": lambda command: re.split(r" (?='?--)", command)}
-    found.globals |= {"static": _static, "library": _library}
+    found.globals |= {"static": static, "library": _library}
     return found
 
 
@@ -61,7 +61,8 @@ def written(value: Any, **options: Any) -> str:
         return json.dumps(finite(value), allow_nan=False, **options)
 
 
-def _static(name: str) -> Markup:
+def static(name: str) -> Markup:
+    """A file of `static/`, as it is."""
     file = resources.files("bytescope.memory.pages") / "static" / name
     return Markup(file.read_text(encoding="utf-8"))
 
@@ -69,4 +70,4 @@ def _static(name: str) -> Markup:
 def _library(name: str) -> Markup:
     """What draws the charts of the page NAME."""
     # In a block, so that `charts` alone is seen outside.
-    return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(_static, (*CHARTS, *MORE.get(name, ())))))
+    return Markup('"use strict";\n{{\n{}}}').format(Markup("\n").join(map(static, (*CHARTS, *MORE.get(name, ())))))

@@ -60,8 +60,8 @@ def render(report: Report) -> str:
     target = report.target.get("name")
     return page(
         "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,
-        where=where(report.target), versions=versions(report.versions), verdict=_verdict(report),
-        figures=_figures(report), facts=program_facts(report), extra_lines=_extra_lines(report),
+        where=where(report.target), versions=versions(report.versions), verdict=verdict(report),
+        figures=figures(report), facts=program_facts(report), extra_lines=_extra_lines(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.allocated_bytes / limit if limit else None,
         communication=communication.kinds(report), collectives=communication.each(report.collectives),
@@ -72,13 +72,15 @@ def render(report: Report) -> str:
         notes=[METHODS.get(report.method, report.method), *report.notes])
 
 
-def _verdict(report: Report) -> dict[str, str]:
+def verdict(report: Report) -> dict[str, str]:
+    """The verdict's class, mark and words."""
     kind = report.verdict if report.verdict in VERDICTS else "unknown"
     mark, words = VERDICTS[kind]
     return {"kind": kind, "mark": mark, "words": words}
 
 
-def _figures(report: Report) -> list[Figure]:
+def figures(report: Report) -> list[Figure]:
+    """Peak, allocated bytes and limit, and what the roofline allows."""
     note = ""
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.allocated_bytes

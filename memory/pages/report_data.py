@@ -11,6 +11,7 @@ from typing import Any
 
 from bytescope.memory.pages.elements import row_name
 from bytescope.memory.records import CATEGORIES, PHASES, ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.text.buffers import array_type, what
 from bytescope.memory.units import column_unit
 
 # What stays fluid in a browser. Beyond it the largest are kept, and the page says so.
@@ -123,26 +124,6 @@ def _columns(buffers: Sequence[Buffer], strings: Strings) -> dict[str, list[int]
     columns["end"] = [b.end for b in buffers]
     columns["at_peak"] = [int(b.at_peak) for b in buffers]
     return columns
-
-
-def what(buffer: Buffer) -> str:
-    """What a buffer is to its reader: an argument's path, a gradient's parameter, else scopes and operation, else its
-    name.
-
-    Instructions are called `while.3` or `fusion.12`; `blocks/mlp · mul` says where that is in the model.
-    """
-    if buffer.phase == "argument":
-        return buffer.name
-    if buffer.category == "gradients" and buffer.parameter:
-        return f"gradient of {buffer.parameter}"
-    operation = buffer.op_name.rsplit("/", 1)[-1]
-    parts = [part for part in (buffer.module or buffer.component, operation) if part]
-    return " · ".join(dict.fromkeys(parts)) or buffer.name
-
-
-def array_type(buffer: Buffer) -> str:
-    """`bf16[8,4096,1024]`, or "" for what is no array."""
-    return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
 
 
 def tiles(report: Report, buffers: Iterable[Buffer], rows: Mapping[int, int], most: int = MAX_TILES) -> list[Tile]:

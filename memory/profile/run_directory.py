@@ -16,7 +16,7 @@ from bytescope.memory.config_keys import TRAIN_STEPS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.report_json import one_line
 
-CONFIG, METRICS, MEMORY, PROFILE, PAGE = "config.json", "metrics.jsonl", "memory.json", "profile.json", "index.html"
+CONFIG, METRICS, MEMORY, PROFILE, PAGE = "config.json", "metrics.jsonl", records.IN_RUN, "profile.json", "index.html"
 # What a breakdown must have for its page, with the types: memory.profile.breakdown.Breakdown.to_json writes it.
 _BREAKDOWN = {"program": str, "steps": list, "devices": int, "total": float, "without_pauses": float, "busy": float,
               "idle": float, "cells": list, "host": list, "instructions": list}

@@ -11,8 +11,10 @@ name cannot move the cursor, control characters become a replacement character.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import IO, Any
@@ -21,7 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-DEFAULT_WIDTH = 100
+DEFAULT_WIDTH, PROMPT_WIDTH = 100, 80
 # From here on two blocks stand beside each other.
 TWO_COLUMNS = 100
 # C0 and C1 controls except for the end of a line, marks that turn the direction of writing, and lone surrogates.
@@ -86,6 +88,19 @@ def put(renderable: RenderableType, console: Console | None = None) -> None:
     """Prints one view, to stdout where no console is given. Nothing is cropped: a line that is too long on a very
     narrow terminal wraps there, with its figures."""
     (console or make_console()).print(renderable, crop=False)
+
+
+def plain_text(renderable: RenderableType | None, width: int) -> str:
+    """A view as text of so many columns, without colours and without an end of line at its end; "" for None."""
+    file = io.StringIO()
+    if renderable is not None:
+        put(renderable, make_console(file=file, width=width, color_system=None))
+    return file.getvalue().rstrip("\n")
+
+
+def prompt_width() -> int:
+    """The width of what a prompt shows of an object: the terminal's, else COLUMNS, else 80, as in a notebook's cell."""
+    return max(shutil.get_terminal_size((PROMPT_WIDTH, 24)).columns, 20)
 
 
 def columns() -> int:

@@ -16,15 +16,16 @@ from bytescope.memory.units import human
 _SHOWN = 20
 
 
-def render(before: Report, after: Report, changes: Iterable[Change]) -> RenderableType:
-    """The tables: totals, changed categories and residuals, and the 20 buffers that changed most; then versions."""
+def render(before: Report, after: Report, changes: Iterable[Change], shown: int = _SHOWN) -> RenderableType:
+    """The tables: totals, changed categories and residuals, and the `shown` buffers that changed most; then
+    versions."""
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
-    more = len(buffers) - _SHOWN
+    more = len(buffers) - shown
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
     return blocks(
-        _table("", sizes), Group(_table("buffers that changed most", buffers[:_SHOWN]), *rest) if buffers else None,
+        _table("", sizes), Group(_table("buffers that changed most", buffers[:shown]), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None) or Text("nothing to compare")
 
 

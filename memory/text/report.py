@@ -9,6 +9,7 @@ from rich.text import Text
 
 from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
+from bytescope.memory.text import buffers
 from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Pair, Prose, blocks, ignoring
 from bytescope.memory.text.table import Column, FigureTable, figure, fixed, label, words
@@ -35,8 +36,9 @@ def show(report: Report, console: Console | None = None, choices: str = "") -> N
 def render(report: Report, choices: str = "") -> RenderableType:
     """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
     return blocks(
-        _head(report, choices), _composition(report), _timeline(report), _ledger(report), _zero(report),
-        _communication(report), _largest(report), _transfers(report), _findings(report), _remarks(report))
+        _head(report, choices), _composition(report), _timeline(report), buffers.render(report), _ledger(report),
+        _zero(report), _communication(report), _largest(report), _transfers(report), _findings(report),
+        _remarks(report))
 
 
 def _head(report: Report, choices: str) -> RenderableType:
@@ -45,11 +47,6 @@ def _head(report: Report, choices: str) -> RenderableType:
     title = Text.assemble((one_line(of.name or report.program or "program"), "bold"),
                           f" on {one_line(str(target.get('name', 'an unnamed target')))}{kind}")
     named = [title, *([f"remat {of.policy}"] if of.policy else []), Text(versions_text(report.versions), style="dim")]
-    limit = report.limit_bytes
-    share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
-    peak = (Text.assemble("peak ", (human(report.peak_bytes), "bold")),
-            Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
-            Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold")))
     xla = report.xla
     stats = (("arguments", xla.argument_bytes), ("outputs", xla.output_bytes), ("aliased", xla.alias_bytes),
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
@@ -57,9 +54,18 @@ def _head(report: Report, choices: str) -> RenderableType:
     changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
     plain = [line for line in (at_least(report), of.batch, changes) if line]
     faint = [line for line in (*choices.splitlines(), overheads(report)) if line]
-    return Group(Items(filter(None, named)), Items(peak, gap=3), *map(Prose, plain),
+    return Group(Items(filter(None, named)), peak_line(report), *map(Prose, plain),
                  Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
                  *(Prose(line, "dim") for line in faint))
+
+
+def peak_line(report: Report) -> RenderableType:
+    """Peak, allocated bytes with their share of the limit, and the verdict, in one line where there is room."""
+    limit = report.limit_bytes
+    share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
+    return Items((Text.assemble("peak ", (human(report.peak_bytes), "bold")),
+                  Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
+                  Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))), gap=3)
 
 
 def at_least(report: Report) -> str:
@@ -97,13 +103,14 @@ def _items(report: Report, where: str) -> str:
 
 def _composition(report: Report) -> RenderableType | None:
     """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
-    left = _breakdown(report)
+    left = breakdown(report)
     right = blocks(_names("residuals by checkpoint name", report.residuals_by_name),
                    _names("workspace by phase and component", report.workspace_by_scope))
     return Pair(left, right) if left or right else None
 
 
-def _breakdown(report: Report) -> RenderableType | None:
+def breakdown(report: Report) -> RenderableType | None:
+    """The rows at the peak that hold bytes, with their shares and bars; None where all are empty."""
     if not any(report.breakdown.values()):
         return None
     table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))

@@ -49,6 +49,17 @@ def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> 
     return Column(title, style, least=least, shrink=shrink)
 
 
+def place(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
+    """A file and its line: shortened at its beginning where the table is too wide."""
+    def shrink(text: Text, width: int, console: Console) -> list[Text]:
+        kept = text.plain
+        while cell_len(kept) > width - 1:
+            kept = kept[1:]
+        return [Text(f"…{kept}", style=text.style)]
+
+    return Column(title, style, least=least, shrink=shrink)
+
+
 def figure(title: str | Text = "", style: str = "") -> Column:
     """A number with its unit, to the right: never shortened."""
     return Column(title, style, right=True)

@@ -174,7 +174,7 @@ def test_the_guard_judges_as_the_verdict_does():
         memory.assert_fits(report, 120)
     with pytest.raises(memory.GuardError, match="more than 120 B"):
         memory.assert_fits(judge(report, 120))
-    assert memory.assert_fits(report, 130) is memory.assert_fits(report, size="130") is report
+    assert memory.assert_fits(report, 130) == memory.assert_fits(report, size="130") == report
 
 
 def test_the_guard_takes_a_step_with_its_arguments():

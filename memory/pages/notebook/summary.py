@@ -1,0 +1,44 @@
+"""A report in an output area: figures, the bar of the rows, the timeline, findings, the largest buffers.
+
+The names of a program are cut, so that the piece is small whatever the program.
+"""
+
+from __future__ import annotations
+
+from bytescope.memory.pages.elements import Figure, parts, where
+from bytescope.memory.pages.notebook import piece
+from bytescope.memory.pages.notebook.timeline import BAND, HIGH, WIDE, timeline
+from bytescope.memory.pages.report import figures, verdict
+from bytescope.memory.records import METHODS, Report
+from bytescope.memory.text.buffers import array_type, largest, line, of_all, what
+from bytescope.memory.text.console import shorten
+from bytescope.memory.text.report import versions_text
+from bytescope.memory.units import human
+
+FINDINGS, BUFFERS, NOTES = 5, 10, 10
+_NAME, _SENTENCE = 160, 600
+HEADS = (("what", False), ("bytes", True), ("type", False), ("row", False), ("line", False))
+
+
+def render(report: Report) -> str:
+    """The piece of a report; under 300 KB whatever the program."""
+    found = largest(report, BUFFERS)
+    cells = [[cut(what(b)), human(b.bytes), cut(array_type(b)), b.category, cut(line(b.source))] for b in found]
+    notes = [METHODS.get(report.method, report.method), *report.notes][:NOTES]
+    return piece.render(
+        "summary", name=cut(report.subject.name or report.program or "program"), where=cut(where(report.target)),
+        versions=cut(versions_text(report.versions)), verdict=verdict(report), figures=_figures(report),
+        breakdown=parts(report.breakdown, report.allocated_bytes), timeline=timeline(report), box=(WIDE, HIGH, BAND),
+        peak=human(report.peak_bytes), limit=human(report.limit_bytes), heads=HEADS, cells=cells,
+        of_all=of_all(report, found), findings=[(cut(each.message, _SENTENCE), cut(each.remedy, _SENTENCE))
+                                                for each in report.findings[:FINDINGS]],
+        findings_left=max(len(report.findings) - FINDINGS, 0), notes=[cut(note, _SENTENCE) for note in notes])
+
+
+def _figures(report: Report) -> list[Figure]:
+    return [Figure(*(cut(text) for text in each)) for each in figures(report)]
+
+
+def cut(text: str, most: int = _NAME) -> str:
+    """A text of at most so many characters, its middle left out."""
+    return shorten(text if len(text) <= 2 * most else f"{text[:most]}{text[-most:]}", most)

@@ -1,0 +1,33 @@
+"""The largest buffers of a report as a table."""
+
+from __future__ import annotations
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records import Buffer, Report
+from bytescope.memory.tables.table import Column, Table
+from bytescope.memory.text import buffers
+
+COLUMNS = (Column("what", "largest at the peak"), Column("bytes", "bytes", "bytes"), Column("type", "type"),
+           Column("row", "row", "text"), Column("line", "line", "place"))
+
+
+def largest(report: Report, n: int = 10) -> Table:
+    """The `n` largest buffers at the peak.
+
+    Keys of a row: what (path of an argument, else scopes and operation), bytes, dtype, shape, type (both as text), row
+    (of the breakdown), phase, scope (the named scopes), checkpoint_name, line ("file.py:line", from where this process
+    works), source (the same as the compiler has it), name (the compiler's).
+
+    Raises ReportError for an `n` that is not a whole number from 1 up.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ReportError(f"n={n!r}: the number of buffers to list, 1 or more")
+    found = buffers.largest(report, n)
+    return Table(COLUMNS, tuple(map(_row, found)), note=buffers.of_all(report, found))
+
+
+def _row(buffer: Buffer) -> dict:
+    return {"what": buffers.what(buffer), "bytes": buffer.bytes, "dtype": buffer.dtype, "shape": tuple(buffer.shape),
+            "type": buffers.array_type(buffer), "row": buffer.category, "phase": buffer.phase, "scope": buffer.module,
+            "checkpoint_name": buffer.checkpoint_name, "line": buffers.line(buffer.source),
+            "source": buffer.source, "name": buffer.name}

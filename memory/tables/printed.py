@@ -1,0 +1,34 @@
+"""A table at a prompt: plain text as wide as the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
+
+from bytescope.memory.text.console import plain_text, prompt_width
+from bytescope.memory.text.layout import Prose
+from bytescope.memory.text.table import FigureTable, figure, fixed, label, place, words
+
+if TYPE_CHECKING:
+    from bytescope.memory.tables.table import Column, Table
+    from bytescope.memory.text import table as text_table
+
+# Kind of a column that is no figure -> the column of the printed table.
+_KINDS = {"name": label, "text": fixed, "words": words, "place": place}
+
+
+def plain(table: Table) -> str:
+    """The table as text; of one without rows its title, and that it is empty."""
+    if not table.rows:
+        return f"{table.title or 'a table'}: no rows"
+    printed = FigureTable(*map(_column, table.columns))
+    for cells in table.cells():
+        printed.add(*cells)
+    return plain_text(Group(*([Text(table.title)] if table.title else []), printed,
+                            *([Prose(table.note)] if table.note else [])), prompt_width())
+
+
+def _column(column: Column) -> text_table.Column:
+    return (figure if column.is_figure else _KINDS[column.kind])(column.title)

@@ -1,0 +1,82 @@
+"""A table whose rows are plain data, and which prints and shows itself.
+
+    table = report.table()
+    table                      # at a prompt or in a notebook
+    table.rows[0]["bytes"]     # an int; pandas.DataFrame(table) takes it as it is
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bytescope.memory.units import GIB, human
+
+# Kind of a column -> (what writes a value, None being left empty; whether it is a figure, to the right). Where there is
+# no room names are shortened in their middle, places at their beginning, text not at all, and words wrap.
+KINDS: Mapping[str, tuple[Callable[[Any], str], bool]] = {
+    "name": (str, False), "text": (str, False), "words": (str, False), "place": (str, False), "bytes": (human, True),
+    "gib": (lambda value: f"{value / GIB:.1f}", True), "tera": (lambda value: f"{value / 1e12:,.2f}", True),
+    "whole tera": (lambda value: f"{value / 1e12:,.0f}", True),
+    "share": (lambda value: f"{value:.1%}", True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column: the key of its values in the rows, its title, and a row of `KINDS`."""
+
+    key: str
+    title: str
+    kind: str = "name"
+
+    @property
+    def is_figure(self) -> bool:
+        """Whether it stands to the right and is never shortened."""
+        return KINDS[self.kind][1]
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """What it shows of a row; "" for None."""
+        value = row.get(self.key)
+        return "" if value is None else KINDS[self.kind][0](value)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Table:
+    """Rows as plain data, with the columns that are shown of them.
+
+    Fields:
+        columns: what is printed, the first names the row; the rows may hold more.
+        rows: a dict of plain values each, bytes as whole numbers.
+        title: what the rows are; note: a sentence below them.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    title: str = ""
+    note: str = ""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.rows[at]
+
+    def cells(self) -> list[list[str]]:
+        """The text of each row's columns."""
+        return [[column.cell(row) for column in self.columns] for row in self.rows]
+
+    def __repr__(self) -> str:
+        from bytescope.memory.tables import printed
+
+        return printed.plain(self)
+
+    def _repr_html_(self) -> str:
+        from bytescope.memory.pages.notebook import rows
+
+        heads = [(column.title, column.is_figure) for column in self.columns]
+        return rows.render(self.title, heads, self.cells(), self.note)

@@ -1,0 +1,84 @@
+"""The largest buffers at the peak on the terminal, and what a buffer is called wherever it is listed."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.records import Buffer, Report
+from bytescope.memory.text.console import one_line, shorten
+from bytescope.memory.text.layout import Prose
+from bytescope.memory.text.table import FigureTable, figure, fixed, label, place
+from bytescope.memory.units import human
+
+SHOWN = 10
+# Columns of what a buffer is: both ends tell it from others.
+_NAME = 44
+_KINDS = {"bfloat": "bf", "float": "f", "int": "s", "uint": "u", "complex": "c"}
+_DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
+
+
+def render(report: Report, shown: int = SHOWN) -> RenderableType | None:
+    """The largest buffers at the peak, one a line; None for a report without any."""
+    found = largest(report, shown)
+    if not found:
+        return None
+    table = FigureTable(label(Text("largest at the peak", style="bold")), figure("bytes"), label("type", least=20),
+                        fixed("row"), place("line", "dim"), heading="dim")
+    for buffer in found:
+        table.add(shorten(one_line(what(buffer)), _NAME), human(buffer.bytes), array_type(buffer), buffer.category,
+                  line(buffer.source))
+    return Group(table, Prose(of_all(report, found), "dim"))
+
+
+def largest(report: Report, n: int) -> tuple[Buffer, ...]:
+    """The `n` largest buffers of main memory that are alive at the peak."""
+    return report.alive_at(report.peak_index)[:n]
+
+
+def of_all(report: Report, found: tuple[Buffer, ...]) -> str:
+    """What share of the peak some buffers are, in words."""
+    count = len(report.alive_at(report.peak_index))
+    share = sum(buffer.bytes for buffer in found) / max(report.peak_bytes, 1)
+    return f"{len(found)} of {count:,} buffers, {share:.1%} of the peak"
+
+
+def what(buffer: Buffer) -> str:
+    """What a buffer is to its reader: an argument's path, a gradient's parameter, else scopes and operation, else its
+    name.
+
+    Instructions are called `while.3` or `fusion.12`; `blocks/mlp · mul` says where that is in the model.
+    """
+    if buffer.phase == "argument":
+        return buffer.name
+    if buffer.category == "gradients" and buffer.parameter:
+        return f"gradient of {buffer.parameter}"
+    operation = buffer.op_name.rsplit("/", 1)[-1]
+    parts = [part for part in (buffer.module or buffer.component, operation) if part]
+    return " · ".join(dict.fromkeys(parts)) or buffer.name
+
+
+def array_type(buffer: Buffer) -> str:
+    """`bf16[8,4096,1024]`, or "" for what is no array."""
+    if not buffer.dtype:
+        return ""
+    return f"{_DTYPE.sub(_short, buffer.dtype, count=1)}[{','.join(map(str, buffer.shape))}]"
+
+
+def _short(dtype: re.Match[str]) -> str:
+    """A dtype as jax writes it in its own types: bf16, f32, s8."""
+    return f"{_KINDS[dtype[1]]}{dtype[2]}"
+
+
+def line(source: str) -> str:
+    """`file.py:line` of a source: relative to where this process works, else the file in its folder."""
+    path, colon, number = source.rpartition(":")
+    if not colon or not os.path.isabs(path):
+        return source
+    inside = os.path.relpath(path)
+    if inside.startswith(os.pardir):
+        inside = os.path.join(*path.split(os.sep)[-2:])
+    return f"{inside}:{number}"

@@ -1,0 +1,51 @@
+"""The report in one short screen of plain text: what a prompt shows of the object."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.records import Report
+from bytescope.memory.text.console import one_line, plain_text, prompt_width, shorten
+from bytescope.memory.text.layout import Items, Prose, blocks
+from bytescope.memory.text.report import breakdown, peak_line
+
+# Under 2,000 characters whatever the program: so many columns, findings, and characters of a name and of a finding.
+_WIDTH, _FINDINGS, _NAME, _MESSAGE = 80, 3, 36, 150
+_WAYS = ".show()  .table()  .to_html(path)  .save(path)  .diff(other)"
+
+
+def plain(report: Report) -> str:
+    """The summary as text without colours, of at most 80 columns and 2,000 characters."""
+    return plain_text(render(report), min(prompt_width(), _WIDTH))
+
+
+def render(report: Report) -> RenderableType | None:
+    """The summary as rich prints it: what it is of, the figures, the rows at the peak, the first findings."""
+    return blocks(_head(report), breakdown(report), _findings(report), Prose(_WAYS, "dim"))
+
+
+def _head(report: Report) -> RenderableType:
+    target = report.target
+    name = _short(report.subject.name or report.program or "program")
+    kind = f" ({_short(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
+    title = f"Report of {name} on {_short(str(target.get('name', 'an unnamed target')))}{kind}"
+    jax = f"jax {_short(report.versions['jax'])}" if "jax" in report.versions else ""
+    return Group(Items(filter(None, (title, jax))), peak_line(report))
+
+
+def _findings(report: Report) -> RenderableType | None:
+    found = [f"! {_cut(one_line(finding.message))}" for finding in report.findings[:_FINDINGS]]
+    if len(report.findings) > _FINDINGS:
+        found.append(f"  and {len(report.findings) - _FINDINGS} more findings")
+    if report.method != "heap_trace":
+        found.append("  lifetimes are derived from the schedule, see notes")
+    return Prose(Text("\n").join(map(Text, found))) if found else None
+
+
+def _short(name: str) -> str:
+    return shorten(one_line(name)[-4 * _NAME:], _NAME)
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _MESSAGE else f"{message[:_MESSAGE - 1].rstrip()}…"
