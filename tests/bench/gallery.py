@@ -11,7 +11,7 @@ Libraries that a program needs and that are not installed make its row say so.
 Each program is traced and compiled in a process with as many CPU devices as the target has devices, so that meshes
 over `jax.devices()` have the target's size. The columns: `adds up`: the rows are the peak, and with fragmentation the
 allocated bytes, to the byte; `XProf`: its memory viewer has the same two figures for the same proto; `placed`: share of
-the peak's bytes, arguments left out, that have a scope or a source line; findings by their kinds, in full under
+the peak's bytes, arguments left out, that have a line of source to open; findings by their kinds, in full under
 --details. Exit code 1 where a figure differs or a program failed.
 """
 
@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ PROGRAMS = {
     "plain_jax:dqn": False, "plain_jax:gan": False, "plain_jax:accumulate": False, "plain_jax:solver": False,
     "parallel:pmap": True, "parallel:tensor_parallel": True, "parallel:ring": True, "parallel:data_parallel": True,
     "parallel:tensor_parallel_decode": True,
-    "pallas_kernels:softmax": False,
+    "pallas_kernels:softmax": False, "pallas_kernels:gated": False,
     "numpyro_models:svi": False, "numpyro_models:nuts": False, "numpyro_models:chains": False,
     "mctx_search:muzero": False,
     "graph_networks:interaction": False,
@@ -57,6 +58,8 @@ TARGETS, SHARDED = ("cpu", "h200"), ("h100:8",)
 # The compiler's own figures come as MiB with a few digits.
 EQUAL = 1e-3
 MIB = 2**20
+# A line of this package is no place of a program.
+OURS = "/memory/"
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,7 +147,7 @@ def fill(row: Row, report: Any) -> None:
     row.adds_up = (sum(own.values()) == report.peak_bytes and sum(rows.values()) == report.allocated_bytes
                    and own == {name: size for name, size in held.items() if size})
     made = [b for b in live if b.phase != "argument"]
-    lost = [b for b in made if not (b.module or b.source)]
+    lost = [b for b in made if not b.source or OURS in b.source]
     row.placed = 1 - sum(b.bytes for b in lost) / max(sum(b.bytes for b in made), 1)
     row.findings = [dataclasses.asdict(finding) for finding in report.findings]
     roles = defaultdict(list)
@@ -237,13 +240,19 @@ def details(row: Row) -> str:
     """What a person reads to judge a row: findings in full, roles of the arguments, what has no place."""
     lines = [f"\n{row.program} on {row.target}  peak {size(row.peak)}"]
     lines += [f"  {one['kind']}: {one['message']}. {one['remedy']}" for one in row.findings]
-    lines += [f"  {role}: {', '.join(names[:6])}{f' ... {len(names)}' if len(names) > 6 else ''}"
-              for role, names in row.roles.items()]
+    lines += [f"  {role}: {', '.join(folded(names))}" for role, names in row.roles.items()]
     lines += [f"  at peak {size(b['bytes']):>11} {b['dtype']}{b['shape']} {b['category']} {b['phase']} "
-              f"{b['module'] or b['component']} {b['name']} {b['source']}" for b in row.largest[:6]]
+              f"{b['module'] or b['component']} {b['name']} {'/'.join(b['source'].split('/')[-2:])}"
+              for b in row.largest[:6]]
     lines += [f"  without a place {size(b['bytes'])} {b['dtype']}{b['shape']} {b['name']} {b['op_name']}"
               for b in row.unplaced]
     return "\n".join([*lines, *(f"  note: {note}" for note in row.notes)])
+
+
+def folded(paths: Iterable[str]) -> list[str]:
+    """Paths of arguments by their first two steps: `state.params[...] x 12`."""
+    heads = Counter("".join(re.findall(r"^\w+|\.\w+|\[[^]]*\]", path)[:2]) for path in paths)
+    return [f"{head} x {count}" if count > 1 else head for head, count in heads.items()]
 
 
 def main() -> int:
