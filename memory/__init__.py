@@ -11,7 +11,7 @@ its first use, and none of them brings jax or what draws before it needs them.
 Rooms, each importing only the ones before it: hlo (protos to records), formulas (published arithmetic), devices (what a
 program is compiled for), attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the
 least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text, pages, tables
-(what users hold besides the report), report (the object that they hold), commands.
+(what users hold besides the report), report (the object that they hold), execution (steps that run), commands.
 Start at `analyze.py`: a program in, a `records.Report` out.
 """
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.live import LiveMemory
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.errors import GuardError, ReportError
+    from bytescope.memory.execution.executable import Executable, compile
+    from bytescope.memory.execution.watched import Watched, watch
     from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records import Buffer, Finding, LedgerRow, TimelinePoint, XlaStats
     from bytescope.memory.report import Report, analyze, assert_fits, load
@@ -36,6 +38,8 @@ _HOMES = {
     **dict.fromkeys(("Report", "analyze", "assert_fits", "load"), "report"),
     **dict.fromkeys(("live", "target", "targets"), "tables.devices"),
     **dict.fromkeys(("Difference", "diff"), "tables.difference"),
+    **dict.fromkeys(("Executable", "compile"), "execution.executable"),
+    **dict.fromkeys(("Watched", "watch"), "execution.watched"),
     "Table": "tables.table",
     "Target": "devices.targets", "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
@@ -43,9 +47,9 @@ _HOMES = {
     **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "parallel_records"),
 }
 
-__all__ = ["Buffer", "Collective", "Communication", "Difference", "Finding", "GuardError", "LedgerRow", "LiveMemory",
-           "Report", "ReportError", "Table", "Target", "TimelinePoint", "XlaStats", "ZeroRow", "analyze", "assert_fits",
-           "diff", "live", "load", "target", "targets"]
+__all__ = ["Buffer", "Collective", "Communication", "Difference", "Executable", "Finding", "GuardError", "LedgerRow",
+           "LiveMemory", "Report", "ReportError", "Table", "Target", "TimelinePoint", "Watched", "XlaStats", "ZeroRow",
+           "analyze", "assert_fits", "compile", "diff", "live", "load", "target", "targets", "watch"]
 
 
 class _Package(ModuleType):

@@ -31,6 +31,7 @@ FLOORS = (
     ("memory.pages",),
     ("memory.tables",),
     ("memory.report",),
+    ("memory.execution",),
     ("memory.pytest_guard", "memory"),
     ("memory.commands",),
     ("memory.__main__",),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.costs.roofline import at_best
+from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.pages import communication
 from bytescope.memory.pages.elements import (
     Figure,
@@ -27,6 +28,7 @@ from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report_data import page_data
 from bytescope.memory.records import METHODS, Report
 from bytescope.memory.text.fit import seconds as duration
+from bytescope.memory.text.post_mortem import sum_of
 from bytescope.memory.text.report import overheads, roofline
 from bytescope.memory.units import human
 
@@ -51,15 +53,17 @@ class Bar(NamedTuple):
     width: float
 
 
-def render(report: Report) -> str:
+def render(report: Report, post_mortem: PostMortem | None = None) -> str:
     """The page of a report, as text: one file that asks the network for nothing.
 
-    A report with empty lists gives a page with empty sections.
+    A report with empty lists gives a page with empty sections. `post_mortem`: of the step, where it ran out of memory:
+    a section at the top.
     """
     name, limit = report.subject.name or report.program or "program", report.limit_bytes
     target = report.target.get("name")
     return page(
         "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,
+        failure=_failure(post_mortem) if post_mortem else None,
         where=where(report.target), versions=versions(report.versions), verdict=verdict(report),
         figures=figures(report), facts=program_facts(report), extra_lines=_extra_lines(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
@@ -70,6 +74,23 @@ def render(report: Report) -> str:
         ledger=_ledger(report), zero=_zero(report), residuals=_bars(report.residuals_by_name, "(no name)"),
         workspace=_bars(report.workspace_by_scope, "(no scope)"), about=_about(report),
         notes=[METHODS.get(report.method, report.method), *report.notes])
+
+
+def _failure(found: PostMortem) -> dict[str, Any]:
+    """What a page says of a step that ran out of memory."""
+    columns = (
+        ("live arrays", "name", lambda group: group.name),
+        ("arrays", "num", lambda group: f"{group.arrays:,}"),
+        ("bytes", "num", lambda group: size(group.bytes)),
+        ("no arguments of the step", "num", lambda group: f"{group.others:,}" if group.others else ""),
+        ("their bytes", "num", lambda group: size(group.other_bytes) if group.others else ""),
+    )
+    allocator = [(name.replace("_", " "), human(value) if "bytes" in name or "size" in name else f"{value:,}")
+                 for name, value in found.allocator.items()]
+    return {"title": f"{found.step} ran out of memory at call {found.call:,}", "error": found.error,
+            "sum": sum_of(found), "ways": found.ways_out, "held": table(columns, found.held[:MAX_BARS]),
+            "left": max(len(found.held) - MAX_BARS, 0),
+            "allocator": _section(f"The allocator of {found.device or 'the device'}", allocator)}
 
 
 def verdict(report: Report) -> dict[str, str]:

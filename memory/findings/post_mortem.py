@@ -1,0 +1,178 @@
+"""What is known where a step ran out of device memory, and the cheapest ways out. Pure: records in, records out.
+
+In: the report of the step, the arrays that a device held and what its allocator said (`execution.failure` asks them).
+A program of the trainer's has the levers of its config left to try (`open_levers`); for any other the ways out are,
+from the cheapest on: a larger pool, arrays that the step does not need, what the findings of its report say,
+recomputing what the backward pass keeps most of, computing the largest array in parts, a smaller batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.devices.platform import MEMORY_FRACTION
+from bytescope.memory.findings.open_levers import open_levers
+from bytescope.memory.records import Report
+from bytescope.memory.report_json import plain
+
+# Ways out that are told; the share of the peak from which arrays, findings and residuals are worth one; that from which
+# a buffer is worth being computed in parts; and the share of a card below which a pool could be larger.
+WAYS, WORTH, WORTH_PARTS, FRACTION_IS_LOW = 3, 0.01, 0.10, 0.85
+_BATCH = "make the batch smaller, or accumulate gradients over parts of it"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldArrays:
+    """Live arrays of one shape and dtype: how many, and their bytes on one device; `others` of them, with their bytes,
+    are no arguments of the step."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    arrays: int
+    bytes: int
+    others: int = 0
+    other_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """As jax writes a type: "float32[1024,1024]"."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class WayOut:
+    """Something that makes the step smaller: the bytes of one device that it concerns, what to do, and that as flags of
+    the command line for a config of the trainer's."""
+
+    bytes: int
+    words: str
+    flags: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PostMortem:
+    """What is known of a step that ran out of memory, all bytes of one device.
+
+    Fields:
+        step: its name. call: which call of it failed, from 1. error: the first line of what was raised.
+        device: jax' device_kind. held: live arrays, the largest group first.
+        allocator: its figures by jax' names (`memory_stats`), and of a CPU, which has none, those of the process.
+        report: of the executable that failed; None where it was the compiler that had no memory.
+    """
+
+    step: str
+    call: int
+    error: str
+    device: str = ""
+    held: tuple[HeldArrays, ...] = ()
+    allocator: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    report: Report | None = None
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of live arrays that are no arguments of the step."""
+        return sum(group.other_bytes for group in self.held)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the step takes by its report, and what other arrays hold besides."""
+        return (self.report.predicted_bytes if self.report else 0) + self.other_bytes
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What is available: by the allocator's own word, else by the report."""
+        return self.allocator.get("bytes_limit") or (self.report.limit_bytes if self.report else None)
+
+    @property
+    def ways_out(self) -> tuple[WayOut, ...]:
+        """The cheapest ways out, at most `WAYS`."""
+        return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's JSON, which `memory.load` and `bytescope diff` read, with all else under `post_mortem`."""
+        own = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "report"}
+        own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": plain(self.ways_out)}
+        return {**(self.report.to_json() if self.report else {}), "post_mortem": own}
+
+
+def ways_out(report: Report | None, held: Sequence[HeldArrays] = (), pool: int = 0) -> tuple[WayOut, ...]:
+    """The cheapest ways out of a step that does not fit, at most `WAYS`, the cheapest first.
+
+    Args:
+        report: of the step, with the config where it is the trainer's; None where it could not be compiled.
+        held: what its device held, with what the step does not need of that.
+        pool: bytes that the device's allocator may take in all; 0 where nobody knows.
+    """
+    found = [*_pool(report, pool), *_unneeded(report, held)]
+    if report is not None:
+        found += list(_levers(report)) or [*_of_findings(report), *_recomputed(report), *_in_parts(report)]
+        size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch"))
+        found += [WayOut(size // 2, _BATCH)] if not any(way.flags for way in found) else []
+    return tuple(found[:WAYS])
+
+
+def _pool(report: Report | None, pool: int) -> Iterator[WayOut]:
+    """The part of the card that nobody may use: jax takes three quarters of a GPU where nobody says otherwise."""
+    card = int(report.target.get("device_memory_bytes") or 0) if report else 0
+    if 0 < pool < FRACTION_IS_LOW * card:
+        yield WayOut(int(MEMORY_FRACTION * card) - pool, f"XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before jax "
+                     f"starts: its pool is {pool / card:.0%} of the card")
+
+
+def _unneeded(report: Report | None, held: Sequence[HeldArrays]) -> Iterator[WayOut]:
+    """Arrays on the device that no argument of the step is."""
+    others = [group for group in held if group.others]
+    size = sum(group.other_bytes for group in others)
+    if not others or (report is not None and size < WORTH * report.peak_bytes):
+        return
+    largest = max(others, key=lambda group: group.other_bytes)
+    count = sum(group.others for group in others)
+    arrays, them = f"{count} live arrays that are no arguments of the step, {largest.others} of them", "them"
+    if count == 1:
+        arrays, them = "a live array that is no argument of the step,", "it"
+    yield WayOut(size, f"delete {arrays} {largest.name}: a name, a list of metrics or a closure still refers to {them}")
+
+
+def _levers(report: Report) -> Iterator[WayOut]:
+    """What the config of a program of the trainer's has left, that frees something."""
+    for lever in open_levers(report):
+        if (most := lever.most(report)) > 0:
+            yield WayOut(most, lever.costs, lever.flags)
+
+
+def _of_findings(report: Report) -> Iterator[WayOut]:
+    """What the findings of a report say to do, those of most bytes first."""
+    for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
+        if finding.bytes >= WORTH * report.peak_bytes:
+            yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})")
+
+
+def _in_parts(report: Report) -> Iterator[WayOut]:
+    """The largest array of the workspace at the peak, with the line that makes it."""
+    found = [b for b in report.buffers if b.at_peak and b.memory == "device" and b.source
+             and b.category in ("workspace", "logits_loss")]
+    largest = max(found, key=lambda b: b.bytes, default=None)
+    if largest is not None and largest.bytes >= WORTH_PARTS * report.peak_bytes:
+        shape = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
+        yield WayOut(largest.bytes, f"compute {shape} of {largest.source} in parts: jax.lax.map with batch_size, or a "
+                                    "scan over one of its axes")
+
+
+def _recomputed(report: Report) -> Iterator[WayOut]:
+    """The module that the backward pass keeps most of, with the line that makes the largest part of it."""
+    sizes: Counter[str] = Counter()
+    for buffer in report.buffers:
+        if buffer.at_peak and buffer.memory == "device" and buffer.category == "residuals":
+            sizes[buffer.module or buffer.component or buffer.source] += buffer.bytes
+    for module, size in sizes.most_common(1):
+        if size < WORTH * report.peak_bytes:
+            return
+        lines = [b for b in report.buffers if b.at_peak and b.category == "residuals"
+                 and module in (b.module, b.component, b.source) and b.source]
+        where = max(lines, key=lambda b: b.bytes).source if lines else ""
+        line = f", most of it from {where}" if where and where != module else ""
+        yield WayOut(size, f"jax.checkpoint around {module or 'the layer'}, which keeps this for the backward "
+                           f"pass{line}")
