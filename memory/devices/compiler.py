@@ -1,7 +1,7 @@
 """Compiling with the buffer assignment kept: the one place of the package that makes jax compile.
 
-XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only when it really compiles: an
-executable from the persistent cache has none. The dump goes to a folder that is gone afterwards.
+XLA writes its HloProto (module, buffers, heap trace) only as a dump, and only when it really compiles. The dump goes to
+a folder that is gone afterwards, and a copy beside the entry of the persistent cache (`compile_cache`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytescope.memory.devices import compile_cache
+from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
@@ -23,6 +24,22 @@ from bytescope.memory.records import XlaStats
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
              "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+
+class Retry(NamedTuple):
+    """A failure of XLA, by words of its error, the compiler's options that avoid it, and what a report says then."""
+
+    error: str
+    options: Mapping[str, Any]
+    note: str
+
+
+RETRIES = (
+    # Fusions of matrix products with reshapes that no tile divides, in jax 0.10: bf16 attention of length 196.
+    Retry("Couldn't find output tile sizes", {"xla_gpu_enable_triton_gemm": False},
+          "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False, as the run "
+          "may have to be: jax.jit(step, compiler_options={\"xla_gpu_enable_triton_gemm\": False})"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +72,23 @@ def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True
                     options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles a `jax.stages.Lowered`; the executable is the one that runs.
 
-    With `exact`, an executable that comes out of the persistent cache is compiled again without it, since
-    a cached one has no heap trace; without `exact` its lifetimes are derived from the schedule.
+    An executable that comes out of the persistent cache has no heap trace: its proto is kept beside it. Where none is,
+    with `exact` it is compiled again, which replaces the entry; without, lifetimes are derived from the schedule.
     `described`: for devices that are not here, whose programs the cache cannot give back. `options`: of the
     compiler, as `Lowered.compile(compiler_options=)` takes them.
     """
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = signature_of(lowered)
     with contextlib.ExitStack() as settings:
+        settings.enter_context(kept_back())
         if described:
             settings.enter_context(_no_cache())
-            settings.enter_context(kept_back())
-        compiled, proto = _compile(lowered, options or {})
-    if not proto and exact and not described:
-        with _no_cache():
-            compiled, proto = _compile(lowered, options or {})
-    if not proto:
-        return dataclasses.replace(read_compiled(compiled), local=not described, signature=signature)
-    return Compilation(proto=proto, compiled=compiled, stats=stats_of(compiled), signature=signature,
-                       local=not described, versions=versions())
+        made = _made(lowered, options or {}, exact and not described)
+    if not made.proto:
+        found = read_compiled(made.compiled)
+    else:
+        found = Compilation(proto=made.proto, compiled=made.compiled, stats=made.stats, versions=versions())
+    return dataclasses.replace(found, signature=signature, local=not described, notes=made.notes)
 
 
 def read_compiled(compiled: Any) -> Compilation:
@@ -118,15 +133,59 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, bytes]:
-    """(executable, HloProto); b"" when the compiler wrote none with buffers in it."""
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """What one compile gave: the executable, the proto that XLA wrote (b"" for one out of the cache), its entry."""
+
+    compiled: Any
+    proto: bytes = b""
+    stats: XlaStats | None = None
+    notes: tuple[str, ...] = ()
+    entry: Entry | None = None
+
+
+def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
+    """A program compiled, or out of the cache with the proto that was kept of it; then again, if it has to be exact."""
+    program = compile_cache.digest(lowered)
+    made = _compile(lowered, options)
+    if not made.proto and made.entry is not None and (
+            kept := made.entry.kept(program, renamed=not exact)):
+        proto, told = kept
+        stats = XlaStats(**told["stats"]) if told["stats"] else None
+        return dataclasses.replace(made, proto=proto, stats=stats, notes=tuple(told["notes"]))
+    if not made.proto and made.entry is not None and exact:
+        with made.entry.absent() as gone:
+            made = _compile(lowered, options) if gone else made
+    if not made.proto and exact:
+        with _no_cache():
+            return _compile(lowered, options)
+    if made.proto and made.entry is not None:
+        stats = dataclasses.asdict(made.stats) if made.stats else None
+        made.entry.keep(program, made.proto, {"stats": stats, "notes": made.notes})
+    return made
+
+
+def _compile(lowered: Any, options: Mapping[str, Any]) -> _Made:
+    """One compile, or two where XLA fails at what a flag avoids; without a proto where it wrote none with buffers."""
+    try:
+        return _compile_once(lowered, options)
+    except Exception as error:  # XLA's own kinds
+        known = next((each for each in RETRIES if each.error in str(error)), None)
+        if known is None or set(known.options) & set(options):
+            raise
+        made = _compile_once(lowered, {**options, **known.options})
+        return dataclasses.replace(made, notes=(known.note,))
+
+
+def _compile_once(lowered: Any, options: Mapping[str, Any]) -> _Made:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, compile_cache.mended():
+    with folders as folder, compile_cache.mended(), compile_cache.watched() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda p: p.stat().st_size)
         proto = protos[-1].read_bytes() if protos else b""
-    return compiled, proto if _has_buffers(proto) else b""
+    return _Made(compiled, proto if _has_buffers(proto) else b"", stats_of(compiled),
+                 entry=entries[-1] if entries else None)
 
 
 def _has_buffers(proto: bytes) -> bool:
