@@ -72,6 +72,30 @@ def test_what_a_row_says(gallery):
     assert not row.held and "**differs**" in gallery.table([row])
 
 
+def test_findings_are_those_that_a_person_read(gallery):
+    row = gallery.Row("plain_jax:decode_kept", "h200")
+    gallery.fill(row, report())
+    assert row.held and not row.unread and not row.missed
+    row.findings.append({"kind": "full_logits", "bytes": 1, "message": "", "remedy": ""})
+    assert row.unread == ["full_logits"] and not row.held and "**unread**" in gallery.table([row])
+    row.findings.clear()
+    assert row.missed == ["not_donated"] and not row.held and "**missed** not_donated" in gallery.table([row])
+    row.program = "mine.py:step"
+    assert row.held
+
+
+def test_what_was_read_is_of_programs_and_targets_there_are(gallery):
+    import gallery_findings
+
+    from bytescope.memory.findings.rules import RULES
+
+    kinds = {rule.__name__ for rule in RULES}
+    for program, targets in gallery_findings.READ.items():
+        assert program in gallery.PROGRAMS
+        assert set(targets) <= {"*", *gallery.TARGETS, *(gallery.SHARDED if gallery.PROGRAMS[program] else ())}
+        assert all(set(found) <= kinds for found in targets.values())
+
+
 @pytest.mark.parametrize("changes", [
     {"peak_bytes": 99}, {"allocated_bytes": 105}, {"breakdown": {"params": 61, "workspace": 39, "fragmentation": 4}}])
 def test_rows_add_up_to_the_byte(gallery, changes):

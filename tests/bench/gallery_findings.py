@@ -1,0 +1,44 @@
+"""What a person who read the gallery's programs says should be found in them, and why it is true.
+
+Written from the programs, not from what the rules answer: `expected` tells a program's findings on a target by their
+kinds. A finding that is not here is one that nobody has read, or a false one; one that is here and is not found was
+missed.
+"""
+
+from collections.abc import Mapping
+
+_STATE = "the step returns new state, and jit was not told to donate the old"
+_LOGITS = "the loss takes all logits of a batch at once, in float32"
+_SCORES = "attention's scores are kept in float32, the rest of the model computes in bfloat16"
+_WIDE_CPU = "the CPU computes bfloat16 in float32, and keeps what it computed"
+
+# Program -> target, or "*" for all -> kind -> why.
+READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "linen_models:mnist": {"*": {"not_donated": _STATE}},
+    "linen_models:resnet50": {"cpu": {"wide_activations": _WIDE_CPU}},
+    "linen_models:gpt": {"*": {"full_logits": _LOGITS}},
+    "linen_models:seq2seq": {"*": {"not_donated": _STATE}},
+    "linen_models:vae": {"*": {"not_donated": _STATE}},
+    "linen_sharded:fsdp": {"*": {"full_logits": _LOGITS}},
+    "nnx_models:transformer": {"*": {"full_logits": _LOGITS, "not_donated": _STATE},
+                               "h200": {"wide_activations": _SCORES}, "cpu": {"wide_activations": _WIDE_CPU}},
+    "nnx_models:functional": {"*": {"full_logits": _LOGITS}, "h200": {"wide_activations": _SCORES},
+                              "cpu": {"wide_activations": _WIDE_CPU}},
+    "equinox_models:mlp": {"*": {"not_donated": _STATE}},
+    "equinox_models:gpt": {"*": {"full_logits": _LOGITS}},
+    "haiku_models:transformer": {"*": {"full_logits": _LOGITS, "not_donated": _STATE}},
+    "plain_jax:linear": {"*": {"not_donated": _STATE}},
+    "plain_jax:rnn": {"*": {"not_donated": _STATE}},
+    "plain_jax:decode_kept": {"*": {"not_donated": "the cache comes back, and jit was not told to donate the old one"}},
+    "plain_jax:gan": {"*": {"not_donated": _STATE}},
+    "parallel:tensor_parallel": {
+        "*": {"not_donated": _STATE}, "cpu": {"wide_activations": _WIDE_CPU},
+        "h100:8": {"large_collective": "one psum sums the whole activation, an eighth of the peak"}},
+    "parallel:data_parallel": {"*": {"not_donated": _STATE}},
+}
+
+
+def expected(program: str, target: str) -> Mapping[str, str]:
+    """Kind of a finding -> why it is true of a program of the gallery's list on a target."""
+    own = READ.get(program, {})
+    return {**own.get("*", {}), **own.get(target, {})}
