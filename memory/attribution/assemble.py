@@ -9,11 +9,12 @@ from bytescope.memory.attribution import lifetimes, roles
 from bytescope.memory.attribution.checkpoint_names import MARK, Names
 from bytescope.memory.attribution.ledger import rows as ledger_rows
 from bytescope.memory.attribution.lifetimes import Curve, Life, Value
-from bytescope.memory.attribution.rules import Attribution, buffer_of, categorize, source_line
+from bytescope.memory.attribution.rules import Attribution, buffer_of, categorize
 from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, Program
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.scopes import CONTAINERS, NOISE, Scope
+from bytescope.memory.hlo.scopes import CONTAINERS, NOISE, Scope, parse
+from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records import CATEGORIES, Buffer, Report, TimelinePoint
 
 
@@ -87,8 +88,8 @@ def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 def _operation(buffer: Buffer) -> str:
     """The operation that made a residual; what a loop or a block hands on is its carry."""
-    words = [word for word in buffer.op_name.split("/") if word != MARK] or [""]
-    return "carry" if words[-1] in NOISE else words[-1]
+    operation = parse(buffer.op_name.removesuffix(f"/{MARK}")).operation
+    return "carry" if operation in NOISE - {"transpose", ""} else operation
 
 
 def _memory(color: int) -> str:

@@ -177,6 +177,29 @@ class Flow:
                 yield origin.stack
             yield instruction
 
+    def ancestors(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
+        """Instructions that a value is computed from, nearest first, out of fusions but not around loops."""
+        pending, seen = [instruction], {instruction.id}
+        while pending and len(seen) < limit:
+            for operand in self._inputs(pending.pop(0)):
+                if operand.id not in seen:
+                    seen.add(operand.id)
+                    pending.append(operand)
+                    yield operand
+
+    def _inputs(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction reads; of a tuple nobody knows which element is meant."""
+        if instruction.opcode in ("tuple", "while", "conditional"):
+            return []
+        if instruction.opcode == "parameter":
+            callers = [caller for caller in self.callers.get(instruction.computation, ()) if caller.opcode in _CALLING]
+            found = [self.module.operand(caller, instruction.parameter) for caller in callers[:1]]
+        else:
+            found = [self.module.instructions.get(id) for id in instruction.operands]
+            if instruction.opcode in _CALLING and instruction.called:
+                found.insert(0, self.module.root(instruction.called[0]))
+        return [one for one in found if one is not None]
+
     def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
         """Instructions that read a value, nearest first, on through what they make of it."""
         pending, seen = [instruction.id], {instruction.id}

@@ -2,6 +2,7 @@
 
 An op_name is a path like `jit(step)/transpose(jvp(blocks))/while/body/checkpoint/attention/dot_general`:
 transformations wrap scopes, control flow and calls add words of their own, the last word is the operation.
+Module libraries add the names of modules: `jit(step)/jvp(Transformer)/blocks_3/Attention_0/query/dot_general`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
-
-from bytescope.memory.hlo.module import Frame
 
 _WRAPPED = re.compile(r"^([A-Za-z_0-9]+)\((.*)\)$")
 
-# Words that tell how a thing is called, not what it is.
+# Words that tell how a thing is called, not what it is; the last rows are those of Equinox' loops.
 NOISE = frozenset((
     "while", "body", "cond", "scan", "closed_call", "checkpoint", "remat", "remat2", "remat3",
     "rematted_computation", "core_call", "pjit", "jit", "shard_map", "custom_jvp_call", "custom_vjp_call",
     "custom_jvp", "custom_vjp", "xla_call", "named_call", "vmap", "pmap", "jvp", "transpose", "main", "",
-    "empty2", "<lambda>", "call", "fun", "eval_jaxpr", "linearize", "switch"))
-# XLA writes a merged operation as "a/(b/c:d/e)": the first one stands for it.
-_MERGED = re.compile(r"(?<=/)\(([^():]*):[^()]*\)")
+    "empty2", "<lambda>", "call", "fun", "eval_jaxpr", "linearize", "switch", "body_pred", "cond_pred",
+    "outer-loop", "inner-loop", "checkpointed-fwd", "checkpointed-bwd", "checkpointed-no-vjp"))
 _BRANCH = re.compile(r"^branch_\d+(_fun)?$")
+# What JAX writes of functions and products: `attend.<locals>.body`, `Dropout.__call__`, the letters of an einsum.
+_WRITTEN = re.compile(r"<locals>|<lambda>|\.__\w+__$|->|,|\['")
+_EINSUM = re.compile(r"->|,")
 # Calls whose argument is a function's name, not a scope.
 _CALLS = frozenset(("jit", "pjit", "pmap", "xla_call", "custom_jvp", "custom_vjp", "named_call"))
 
@@ -31,7 +31,7 @@ _CALLS = frozenset(("jit", "pjit", "pmap", "xla_call", "custom_jvp", "custom_vjp
 COMPONENTS = {
     "attention": "attention", "attn": "attention", "self_attention": "attention",
     "selfattention": "attention", "multiheaddotproductattention": "attention",
-    "multiheadattention": "attention", "sdpa": "attention",
+    "multiheadattention": "attention", "multi_head_attention": "attention", "sdpa": "attention",
     "mlp": "mlp", "ffn": "mlp", "feed_forward": "mlp", "feedforward": "mlp", "mlpblock": "mlp",
     "moe": "moe", "router": "moe", "experts": "moe",
     "embed": "embed", "embedding": "embed", "embedder": "embed", "wte": "embed", "token_embedder": "embed",
@@ -39,18 +39,15 @@ COMPONENTS = {
     "loss": "loss", "cross_entropy": "loss", "xent": "loss", "loss_fn": "loss",
     "optimizer": "optimizer", "opt": "optimizer", "grad_norm": "grad_norm", "clip": "grad_norm",
 }
-_NORMS = re.compile(r"^(rms|layer|batch|group|ln|pre|post)?_?(norm|ln)(_?\w+)?$|norm_?\d*$")
+KNOWN = frozenset((*COMPONENTS.values(), "norm"))
+NORMS = re.compile(r"^(rms|layer|batch|group|ln|pre|post)?_?(norm(?!al(?!i[sz]))|ln)(_?\w+)?$|(norm|_ln)_?\d*$")
 CONTAINERS = frozenset(("blocks", "block", "layers", "layer", "transformer", "decoder", "encoder", "model",
                         "body", "stack", "trunk", "backbone"))
+# Single layers: what they belong to says more than they do.
+LAYERS = re.compile(
+    r"^(\w+_)?(dense|linear|conv|proj|projection|einsum|dropout)(_?general|_?transpose|_?\dd|\d+)?$"
+    r"|^(fc|w|wi|wo|w[qkvo])\d*$|^(q|k|v|o|qkv|kv|query|key|value|out|kernel|bias)$")
 LOSS_COMPONENTS = frozenset(("head", "loss"))
-# The same by function name, for programs without scopes.
-FUNCTIONS = (
-    (re.compile(r"cross_entropy|xent", re.I), "loss"),
-    (re.compile(r"attention|attn", re.I), "attention"),
-    (re.compile(r"\bmlp\b|ffn|feed_?forward", re.I), "mlp"),
-    (re.compile(r"embed", re.I), "embed"),
-)
-_OPTIMIZER_FILES = re.compile(r"/optax/(?!.*losses)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,12 +60,17 @@ class Scope:
     operation: str = ""
 
 
+def is_operation(op_name: str) -> bool:
+    """Whether an op_name is JAX's name of an operation; the compiler's own have no path, arguments have keys."""
+    return "/" in op_name and "['" not in op_name
+
+
 @functools.lru_cache(maxsize=65536)
 def parse(op_name: str) -> Scope:
     """Reads an op_name. Anything at all can be given; an empty one gives an empty Scope."""
     if not op_name:
         return Scope()
-    words = _split(_MERGED.sub(_first, op_name))
+    words = _words(op_name.partition(";")[0])  # XLA writes merged operations as "a/b;c/d": the first stands for all
     path: list[str] = []
     seen: set[str] = set()
     for word in words:
@@ -81,59 +83,83 @@ def parse(op_name: str) -> Scope:
         seen.add(word)
         if word not in NOISE and not _BRANCH.match(word):
             path.append(word)
-    operation = path.pop() if path and path[-1] == words[-1] else words[-1]
+    last = words[-1]
+    operation = path.pop() if path and path[-1] == last else last
+    scopes = tuple(word for word in path if not _WRITTEN.search(word))
+    return Scope(_phase(seen), scopes, component(scopes), "einsum" if _EINSUM.search(operation) else operation)
+
+
+def _phase(seen: set[str]) -> str:
+    """The phase that the transformations around an operation tell."""
     if "rematted_computation" in seen:
-        phase = "recompute"
-    elif "transpose" in seen and "jvp" in seen:
-        phase = "backward"
-    elif "jvp" in seen:
-        phase = "forward"
-    else:
-        phase = ""
-    return Scope(phase, tuple(path), component(tuple(path)), operation)
+        return "recompute"
+    if "jvp" not in seen:
+        return ""
+    return "backward" if "transpose" in seen else "forward"
 
 
 def component(path: tuple[str, ...]) -> str:
-    """The component that scopes name: a known one, else a norm, else the first scope that is not a container."""
-    words = [re.sub(r"[._]?\d+$", "", word).lower() for word in path]
-    for word in words:
-        if word in COMPONENTS:
-            return COMPONENTS[word]
-    if any(_NORMS.search(word) for word in words):
-        return "norm"
-    plain = [original for original, word in zip(path, words) if word not in CONTAINERS]
-    if plain:
-        return plain[0]
-    return path[0] if path else ""
+    """The component that scopes name; "" for none."""
+    return locate(path)[0]
 
 
-def component_of_code(frames: Iterable[Frame]) -> str:
-    """The component by the functions and files an operation was written in; "" when they tell nothing."""
-    for frame in frames:
-        for pattern, name in FUNCTIONS:
-            if pattern.search(frame.function.rsplit(".", 1)[-1]):
-                return name
-        if _OPTIMIZER_FILES.search(frame.file):
-            return "optimizer"
-    return ""
+@functools.lru_cache(maxsize=65536)
+def locate(path: tuple[str, ...]) -> tuple[str, int]:
+    """The component that scopes name, and how many of them tell which one of its kind it is.
+
+    A known component, the outmost first, but a loss that wraps others; else a norm; else the inmost module, single
+    layers and containers of blocks last. A number at the end is left out: `Attention_0` of every block is one.
+    """
+    words = [plain(word) for word in path]
+    bare = [re.sub(r"[._]?\d+$", "", word).lower() for word in words]
+    known = [at for at, word in enumerate(bare) if word in COMPONENTS]
+    if len(known) > 1 and COMPONENTS[bare[known[0]]] == "loss":
+        known = [at for at in known if COMPONENTS[bare[at]] not in LOSS_COMPONENTS] or known
+    if known:
+        return COMPONENTS[bare[known[0]]], known[0] + 1
+    norm = next((at for at, word in enumerate(bare) if NORMS.search(word)), None)
+    if norm is not None:
+        return "norm", norm + 1
+    inner = [at for at in range(len(path)) if at or len(path) == 1]  # the outmost module holds all others
+    modules = [at for at in inner if bare[at] not in CONTAINERS and not is_layer(words[at])]
+    layers = [at for at in inner if is_layer(words[at])]
+    found = (modules or layers or inner or [0])[-1]
+    return (re.sub(r"_\d+$", "", words[found]), found + 1) if path else ("", 0)
 
 
-def _first(match: re.Match[str]) -> str:
-    return match[1]
+def is_layer(word: str) -> bool:
+    """Whether a scope or a class is a single layer, such as `Dense_0`."""
+    return bool(LAYERS.match(re.sub(r"_\d+$", "", word).lower()))
 
 
-def _split(op_name: str) -> list[str]:
-    """The words between slashes that are in no parentheses."""
-    if "(" not in op_name:
-        return op_name.split("/")
+def plain(word: str) -> str:
+    """A scope without its library and its method: `eqx.nn.Linear` is Linear, `embed.attend` is embed."""
+    if word.startswith("eqx."):
+        return word.rpartition(".")[2]
+    return word.partition(".")[0] or word
+
+
+def _words(op_name: str) -> list[str]:
+    """The words of an op_name; of a merged part of it, "(b/c:d/e)", those of the first operation."""
+    words = []
+    for word in _split(op_name, "/"):
+        inside = _split(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()
+        words += _words(inside[0]) if len(inside) > 1 else [word]
+    return words
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The parts between separators that are in no parentheses."""
+    if "(" not in text:
+        return text.split(separator)
     words, depth, start = [], 0, 0
-    for at, char in enumerate(op_name):
+    for at, char in enumerate(text):
         if char == "(":
             depth += 1
         elif char == ")":
             depth -= 1
-        elif char == "/" and depth <= 0:
-            words.append(op_name[start:at])
+        elif char == separator and depth <= 0:
+            words.append(text[start:at])
             start = at + 1
-    words.append(op_name[start:])
+    words.append(text[start:])
     return words

@@ -276,7 +276,7 @@ def test_the_terminal_has_both_tables(talk):
                         for head in ("communication", "largest collectives"))
     assert lines[sums + 1].split() == ["all-reduce", "model", "4", "15", "60.00", "KiB", "90.00", "KiB", "100%"]
     assert lines[one_by_one + 2].split()[1:] == [
-        "model", "4", "15", "90.00", "KiB", "8.00", "KiB", "synchronous", "forward"]
+        "model", "4", "15", "90.00", "KiB", "8.00", "KiB", "synchronous", "forward/inner()"]
     assert not any("communication" in line for line in shown(Report(1, 1, {})))
 
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from bytescope.memory.attribution.checkpoint_names import NamedPlace, Names
 from bytescope.memory.attribution.roles import role
-from bytescope.memory.attribution.rules import source_line
 from bytescope.memory.hlo.module import Frame, Metadata
-from bytescope.memory.hlo.scopes import component_of_code, parse
+from bytescope.memory.hlo.scopes import is_operation, locate, parse
+from bytescope.memory.hlo.sources import component_of_code, modules_of_code, source_line
 
 pytestmark = pytest.mark.quick
 
@@ -38,11 +38,84 @@ def test_any_op_name(text):
     assert isinstance(parse(text).component, str)
 
 
-def test_components_from_code():
-    frames = (Frame("/x/optax/losses/_classification.py", 1, function="softmax_cross_entropy"),)
-    assert component_of_code(frames) == "loss"
-    assert component_of_code((Frame("/x/optax/_src/transform.py", 3, function="update_fn"),)) == "optimizer"
-    assert component_of_code((Frame("mine.py", 3, function="main"),)) == ""
+SITE = "/venv/lib/python3.11/site-packages/"
+
+
+def frames(*places):
+    """Frames of "file:line function", inmost first."""
+    return tuple(Frame(place.partition(":")[0], int(place.partition(":")[2].split()[0]), function=place.split()[1])
+                 for place in places)
+
+
+@pytest.mark.parametrize(("path", "expected", "depth"), [
+    (("TransformerDo", "blocks_3", "CausalAttn_0", "query"), "CausalAttn", 3),
+    (("TransformerDo", "blocks", "CausalAttn_0"), "CausalAttn", 3),
+    (("TransformerDo", "blocks_3", "attn", "query"), "attention", 3),
+    (("transformer", "multi_head_attention_2", "query"), "attention", 2),
+    (("TransformerDo", "blocks_3", "LayerNorm_1"), "norm", 3),
+    (("TransformerDo", "out_ln"), "norm", 2),
+    (("TransformerDo", "embed.attend"), "embed", 2),
+    (("M", "RNN_0", "LSTMCell_0.scan_fn", "LSTMCell_0"), "LSTMCell", 4),
+    (("TransformerDo", "blocks_3"), "blocks", 2),
+    (("CNN", "Conv_1"), "Conv", 2),
+    (("eqx.nn.Linear",), "Linear", 1),
+    (("eqx.nn.MultiheadAttention", "eqx.nn.Linear"), "attention", 1),
+    (("first",), "first", 1),
+    (("loss", "blocks", "mlp"), "mlp", 3),
+    (("loss", "logits"), "loss", 1),
+    (("guide", "Normal_0"), "Normal", 2),
+    ((), "", 0),
+])
+def test_the_inmost_module_that_means_something(path, expected, depth):
+    assert locate(path) == (expected, depth)
+
+
+def test_einsums_functions_and_merged_names_are_no_scopes():
+    assert parse("jit(f)/jvp(Net)/attn/bthd,bshd->bhts/dot_general").path == ("Net", "attn")
+    assert parse("jit(f)/jvp(vmap(BTNH,BSNH->BNTS))/dot_general").component == ""
+    assert parse("jit(f)/jvp(Net)/bld,df->blf").operation == "einsum"
+    assert parse("jit(f)/jit(_split)/hmc.<locals>.kernel/add").path == ()
+    assert parse("jit(f)/Dropout_0/Dropout.__call__/while/body/add").path == ("Dropout_0",)
+    merged = parse("jit(f)/transpose(jvp(Net))/mlp/mul;jit(f)/transpose(jvp(Net))/head/broadcast_in_dim")
+    assert (merged.phase, merged.path, merged.operation) == ("backward", ("Net", "mlp"), "mul")
+    assert parse("jit(f)/(transpose(jvp(a))/mlp/dot:jvp(b)/head/mul)").component == "mlp"
+    assert not is_operation("params['transformer/linear']['w']") and is_operation("jit(f)/mul")
+
+
+@pytest.mark.parametrize(("chain", "expected"), [
+    (("/x/optax/losses/_classification.py:1 softmax_cross_entropy",), "loss"),
+    (("/x/optax/_src/transform.py:3 update_fn", "mine.py:9 train_step"), "optimizer"),
+    (("mine.py:3 main",), "main()"),
+    (("mine.py:3 gpt.<locals>.attend", "mine.py:9 gpt.<locals>.layer", "mine.py:20 gpt.<locals>.loss"), "attend()"),
+    (("mine.py:3 gelu", "mine.py:9 Block.mlp", "mine.py:20 train"), "mlp"),
+    (("mine.py:3 ln", "mine.py:20 train"), "norm"),
+    # A loss, or a step, around a whole model is not what that model's operations are.
+    (("mine.py:3 predict", "mine.py:20 cross_entropy_loss"), "predict()"),
+    (("mine.py:3 predict", "mine.py:20 train_embedding_model"), "predict()"),
+    (("mine.py:20 cross_entropy_loss",), "loss"),
+    (("mine.py:4 run.<locals>.<lambda>", "mine.py:9 step"), "run()"),
+    (("mine.py:4 <lambda>",), ""),
+    # In a framework: a known part; what was called there; through single layers to the user's own class.
+    ((SITE + "flax/nnx/nn/attention.py:1 dot_product_attention", "mine.py:9 Block.__call__"), "attention"),
+    ((SITE + "mctx/_src/tree.py:1 update", SITE + "mctx/_src/policies.py:2 muzero_policy", "mine.py:9 act"),
+     "muzero_policy()"),
+    ((SITE + "numpyro/handlers.py:1 seed.__call__", SITE + "numpyro/infer/svi.py:2 SVI.update", "mine.py:9 act"),
+     "SVI.update()"),
+    ((SITE + "flax/nnx/nn/linear.py:1 Linear.__call__", "mine.py:9 gpt.<locals>.Block.__call__"), "Block"),
+    ((SITE + "haiku/_src/module.py:1 wrap_method.<locals>.wrapped", "mine.py:9 Torso.__call__"), "Torso"),
+    # What compiles a step is not of the step.
+    (("/usr/lib/python3.11/functools.py:3 wrapped", "/x/bytescope/memory/program.py:9 _lowered", "mine.py:1 report"),
+     ""),
+])
+def test_components_from_code(chain, expected):
+    assert component_of_code(frames(*chain)) == expected
+
+
+def test_modules_from_code():
+    chain = frames(SITE + "flax/nnx/nn/attention.py:7 MultiHeadAttention.__call__",
+                   "mine.py:3 gpt.<locals>.Block.__call__", "mine.py:9 GPT.__call__",
+                   SITE + "flax/nnx/graph.py:7 Context.__call__", "mine.py:12 step")
+    assert modules_of_code(chain) == ("GPT", "Block", "MultiHeadAttention")
 
 
 def test_names_by_vocabulary():
@@ -69,10 +142,23 @@ def test_names_by_place():
 
 
 def test_source_lines_skip_libraries():
-    inner = Frame("/venv/lib/python3.11/site-packages/optax/_src/base.py", 3)
+    inner = Frame(SITE + "optax/_src/base.py", 3)
     assert source_line(Metadata("a", (inner, Frame("train.py", 7)))) == "train.py:7"
     assert source_line(Metadata("a", (inner,))).endswith("base.py:3")
     assert source_line(Metadata()) == ""
+
+
+def test_source_lines_are_of_model_libraries_too_but_not_of_what_compiles():
+    """A model that is installed is code to open; the line that asks for the report comes last, jax's own never."""
+    asking = (Frame("/x/bytescope/memory/program.py", 9), Frame("report.py", 1, function="<module>"))
+    model = Frame(SITE + "maxtext/layers/attentions.py", 5, function="Attention.__call__")
+    framework = Frame(SITE + "numpyro/infer/svi.py", 5, function="SVI.update")
+    own = Frame("train.py", 7, function="train_step")
+    assert source_line(Metadata("a", (model, own, *asking))).endswith("attentions.py:5")
+    assert source_line(Metadata("a", (framework, own, *asking))) == "train.py:7"
+    assert source_line(Metadata("a", (framework, *asking))).endswith("svi.py:5")
+    assert source_line(Metadata("a", asking[1:])) == "report.py:1"
+    assert source_line(Metadata("a", (Frame(SITE + "jax/_src/core.py", 1), Frame("<string>", 1)))) == ""
 
 
 @pytest.mark.parametrize(("path", "expected"), [

@@ -1,0 +1,142 @@
+"""What the source frames of an operation say: the line a person can open, and the component by what was called.
+
+A frame is of the user's own code (and of model libraries: whatever is not known here), of a framework, or hidden.
+Frameworks are passed through on the way to the user's own line; what the user called there may still name the
+component.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from bytescope.memory.hlo.module import Frame, Metadata
+from bytescope.memory.hlo.scopes import COMPONENTS, CONTAINERS, NORMS, is_layer
+
+# To add a framework: the name of its package.
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "equinox", "haiku", "chex", "jaxtyping", "beartype", "diffrax", "lineax",
+             "optimistix", "quax", "numpyro", "mctx", "distrax", "rlax", "blackjax", "tensorflow_probability", "orbax",
+             "penzai", "tree", "jraph", "brax", "jmp", "kfac_jax")
+_FRAMEWORK = re.compile(
+    rf"/(site|dist)-packages/({'|'.join(_PACKAGES)})/|/optax/(_src|losses|contrib|transforms|tree_utils|projections)/"
+    r"|/flax/(linen|nnx|core|training)/|/haiku/_src/|/equinox/(nn/|internal/|_)")
+# Of frameworks, what only hands calls on.
+_PLUMBING = re.compile(
+    r"/flax/(core/|linen/(module|transforms|summary)|nnx/(transforms/|graph|extract|compat|module|object|spmd))"
+    r"|/haiku/_src/(module|transform|multi_transform|lift|stateful|base)\b|/equinox/(internal/|_(?!nn))|/jaxtyping/"
+    r"|/beartype/|/chex/|/tree/|/numpyro/(handlers|primitives|util)\b|/quax/")
+_HIDDEN = re.compile(
+    r"/jax/(_src|experimental)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<(frozen|string|attrs)")
+_OPTIMIZER = re.compile(r"/optax/(?!.*losses)|/flax/training/train_state|/flax/nnx/training/optimizer")
+# What compiles a step for a report is no part of the step, and what called it neither.
+_MEMORY = str(Path(__file__).parents[1]) + "/"
+
+# By function name: a word of it, and for frameworks a part of a word.
+_FUNCTIONS = (
+    (re.compile(r"attention|attn", re.I), "attention"),
+    (re.compile(r"\bmlp\b|ffn|feed_?forward", re.I), "mlp"),
+    (re.compile(r"embed", re.I), "embed"),
+)
+_LOSS = re.compile(r"cross_entropy|xent", re.I)
+_PARTS = frozenset(("attention", "mlp", "moe", "embed"))
+# A function that runs a whole step is not the part that it is named for.
+_WHOLE = re.compile(r"train|step|loss|model|update|main|run|fit|eval|test", re.I)
+_CALLING = frozenset(("__call__", "__init__", "call", "forward", "apply", "setup"))
+
+OWN, FRAMEWORK, PLUMBING, HIDDEN, OUTSIDE = "own", "framework", "plumbing", "hidden", "outside"
+
+
+@functools.lru_cache(maxsize=8192)
+def kind_of(file: str) -> str:
+    """Whose code a file is: OWN, FRAMEWORK, PLUMBING, HIDDEN, or OUTSIDE for what compiled the program."""
+    if not file or _HIDDEN.search(file):
+        return HIDDEN
+    if file.startswith(_MEMORY) or "/bytescope/memory/" in file:
+        return OUTSIDE
+    if not _FRAMEWORK.search(file):
+        return OWN
+    return PLUMBING if _PLUMBING.search(file) else FRAMEWORK
+
+
+def _visible(frames: Iterable[Frame]) -> Iterator[tuple[str, Frame]]:
+    """The frames within the program with their kinds, inmost first."""
+    for frame in frames:
+        kind = kind_of(frame.file)
+        if kind == OUTSIDE:
+            return
+        if kind != HIDDEN and frame.function != "<module>":
+            yield kind, frame
+
+
+def source_line(metadata: Metadata) -> str:
+    """"file:line" of the inmost frame in the user's own code, else in a framework's; "" where there is none.
+
+    A line at the top of a script, which only starts the program, comes last.
+    """
+    visible = list(_visible(metadata.frames))
+    ranked = [frame for wanted in (OWN, FRAMEWORK, PLUMBING) for kind, frame in visible if kind == wanted]
+    ranked += [frame for frame in metadata.frames if kind_of(frame.file) == OWN]
+    return f"{ranked[0].file}:{ranked[0].line}" if ranked else ""
+
+
+def component_of_code(frames: Iterable[Frame]) -> str:
+    """The component by the functions and classes an operation was written in; "" when they tell nothing.
+
+    A known part of a model or the optimizer; else what the user called in a framework; else the user's own class, or
+    function with "()" behind its name.
+    """
+    visible = list(_visible(frames))
+    called, own = "", ""
+    for kind, frame in visible:
+        known = _known(kind, frame, inmost=not own)
+        if known:
+            return known
+        name = _name(frame.function)
+        if kind == OWN:
+            own = own or name
+        elif kind == FRAMEWORK and not own and name and not is_layer(name) and name.lower() not in CONTAINERS:
+            called = frame.function.rpartition(".<locals>.")[2] + "()" if name.endswith("()") else name
+    return called or own
+
+
+def modules_of_code(frames: Iterable[Frame]) -> tuple[str, ...]:
+    """The classes of the modules that were called, from outside in, for libraries that name no scopes."""
+    found: list[str] = []
+    for kind, frame in _visible(frames):
+        parts = frame.function.split(".")
+        if kind != PLUMBING and parts[-1] == "__call__" and len(parts) > 1 and parts[-2][:1].isupper():
+            found.append(parts[-2])
+    return tuple(dict.fromkeys(reversed(found)))
+
+
+def _known(kind: str, frame: Frame, inmost: bool) -> str:
+    """The known component that a frame names; a loss only where it computes itself, not around a whole model."""
+    outer, _, function = frame.function.rpartition(".")
+    owner = outer.rpartition(".")[2]
+    if inmost and _LOSS.search(function):
+        return "loss"
+    if _OPTIMIZER.search(frame.file):
+        return "optimizer"
+    for word in (function, owner):
+        part = COMPONENTS.get(word.lower(), "")
+        if part in _PARTS:
+            return part
+        if NORMS.search(word.lower()):
+            return "norm"
+    if kind == OWN and _WHOLE.search(function):
+        return ""
+    return next((name for pattern, name in _FUNCTIONS if pattern.search(function)), "")
+
+
+def _name(function: str) -> str:
+    """The class of a module that is called, else the function with "()"; of a lambda the function around it."""
+    for part in reversed(function.split(".<locals>.")):
+        owner, _, name = part.rpartition(".")
+        if name.startswith("<"):
+            continue
+        if name in _CALLING and owner:
+            return owner.rpartition(".")[2]
+        return f"{name}()" if name else ""
+    return ""
