@@ -44,6 +44,8 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
     if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
         return _dumped(compilation_of(program), target)
     if args or kwargs:
+        if target is not None and target.is_described:
+            target.devices()  # a missing compiler is told before anything is traced
         program = _traced(program, args, kwargs or {}, options or {})
     stage, jaxpr = getattr(program, "lowered", program), None  # equinox puts its own class around a Lowered
     if _is_traced(stage):

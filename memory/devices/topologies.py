@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import os
@@ -54,7 +55,23 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
                           "pip install 'bytescope[cuda]' (it needs no GPU)")
     topology = f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
     config = target_config(chip, CUDA_PLUGINS[found[0]])
+    _register_without_gpu(f"jax_plugins.{found[0]}")
     return _topology(name, "cuda", topology=topology, target_config=config)
+
+
+def _register_without_gpu(plugin: str) -> None:
+    """Makes jax take a CUDA plugin on a machine without a GPU.
+
+    jax asks the libraries that need a driver for their versions, and leaves the plugin out when they do not answer,
+    unless JAX_PLATFORMS names other platforms alone. That has happened already where the program made arrays before.
+    """
+    if accelerator() == "cuda":
+        return
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from jax._src import xla_bridge  # nothing public tells which plugins jax took
+
+    if getattr(xla_bridge, "_plugins_registered", False) and "cuda" not in xla_bridge._backend_factories:
+        importlib.import_module(plugin).initialize()
 
 
 def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:

@@ -1,5 +1,9 @@
 """The trainer's own step compiled for GPUs that are not here: kernels, sharding and sizes as they will be."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -64,3 +68,19 @@ def test_xla_remat_pass_is_off_unless_a_key_turns_it_on():
         object.__setattr__(program, "lower", Recorder)
         program.compile()
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("before", ["", "jnp.ones(3).block_until_ready()"], ids=["first", "after an array"])
+def test_a_script_that_says_nothing_of_platforms_compiles_for_gpus(before):
+    script = f"""
+import jax, jax.numpy as jnp
+from bytescope import memory
+{before}
+report = memory.analyze(lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.float32), target="h200")
+print(report.target["name"], report.peak_bytes > 0, jax.devices()[0].platform)
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+    done = subprocess.run([sys.executable, "-c", script], env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+                          capture_output=True, text=True)
+    assert done.stdout == "h200 True cpu\n", done.stderr
+    assert before or not done.stderr, "jax looked for a driver"
