@@ -45,6 +45,7 @@ MODEL_N_KV_HEADS = "model.n_kv_heads"
 MODEL_N_LAYERS = "model.n_layers"
 MODEL_SCAN = "model.scan"
 MODEL_TIE_EMBEDDINGS = "model.tie_embeddings"
+MODEL_UNROLL = "model.unroll"
 MODEL_VOCAB_SIZE = "model.vocab_size"
 
 OFFLOAD_OPTIMIZER = "offload.optimizer"

@@ -25,6 +25,7 @@ class PlacedProgram:
         layouts: entry parameter number -> how it lies on the mesh, {} when unknown.
         replicated: numbers of the entry parameters that are replicated on every device; None when unknown.
         activations: the global arrays of the forward pass that carry the batch, None without a jaxpr.
+        jaxpr: the ClosedJaxpr of the whole program, None for one that was not traced.
     """
 
     program: Program
@@ -32,6 +33,7 @@ class PlacedProgram:
     layouts: Mapping[int, Layout] = dataclasses.field(default_factory=dict)
     replicated: frozenset[int] | None = None
     activations: tuple[Activation, ...] | None = None
+    jaxpr: Any = None
 
     @property
     def module(self) -> Module:
@@ -64,4 +66,4 @@ def place(program: Program, compilation: Compilation, config: Mapping[str, Any],
         batch = {layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
                  for number, layout in matched.items() if known[number] == "batch"}
         activations = activations_of(compilation.jaxpr, batch)
-    return PlacedProgram(program, mesh, matched, replicated, activations)
+    return PlacedProgram(program, mesh, matched, replicated, activations, compilation.jaxpr)

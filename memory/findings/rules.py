@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.activations import fragmentation, full_logits, wide_activations
+from bytescope.memory.findings.checkpointing import checkpoint_saves
 from bytescope.memory.findings.evidence import Found
 from bytescope.memory.findings.host import host_memory, idle_offload
 from bytescope.memory.findings.recompute import xla_remat
@@ -19,6 +20,7 @@ from bytescope.memory.findings.sharding import (
     replicated_activations,
     replicated_batch,
 )
+from bytescope.memory.findings.spare_memory import spare_memory
 from bytescope.memory.findings.state import not_donated
 from bytescope.memory.records import Finding, Report
 
@@ -46,6 +48,8 @@ RULES: Mapping[Rule, str] = {
     host_memory: "use a host with more memory per device, or smaller state: optimizer.name=adamw_8bit",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
                "jax_compiler_enable_remat_pass to False to compare policies",
+    spare_memory: "keep more for the backward pass",
+    checkpoint_saves: "wrap it in jax.checkpoint",
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",
     large_collective: "gather or reduce by layer under a scan, or lower XLA's combine threshold for it",
 }

@@ -83,6 +83,13 @@ LAYER = {
 UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
 # What jax.checkpoint's policies for products with weights keep.
 WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
+# What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
+SAVED = {
+    "full": (),
+    "selective": ("attn_norm", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm", "gate",
+                  "up", "act", "mlp_out_mask"),
+    "minimal": ("q", "k", "v", "context", "lse", "attn_out", "gate", "up"),
+}
 # Names inside an MLP in tiles: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
 # A fused kernel outside of the checkpoint keeps what its own gradient reads.

@@ -38,6 +38,8 @@ def test_policies():
         if row is not None:  # `custom` has the names of its config
             assert set(row.names) - set(policies.QUANTIZED) <= set(rematerialized.NAMED)
     assert not any(policies.POLICIES[name].names for name in PRODUCT_POLICIES)
+    for name, kept in rematerialized.SAVED.items():
+        assert kept == tuple(word for word in policies.POLICIES[name].names if word not in policies.QUANTIZED)
 
 
 @pytest.mark.parametrize("preset", precision.PRECISIONS)
