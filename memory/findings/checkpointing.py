@@ -1,4 +1,4 @@
-"""The function whose checkpointing frees most: by the residuals that are alive at the peak and the code they are from.
+"""Rules on recomputation: the function whose checkpointing frees most, and what XLA recomputes by itself.
 
 A function under `jax.checkpoint` keeps its inputs, and what it computes lives for one call of it at a time. So of the
 residuals of a function that is called `calls` times, those of all calls but one go, less an input for each call. A
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.attribution.rules import source_line
@@ -32,6 +33,8 @@ IDLE = 0.05
 _SUBSTANTIAL = 0.01
 _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
+_TRACED = re.compile(r"(?:p?jit|pmap)\(([^()]*)\)")
+_REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +69,17 @@ def checkpoint_saves(report: Report, program: PlacedProgram) -> Found | None:
     if best.freed < max((SHORT if tight else ROOMY) * report.peak_bytes, LEAST):
         return None
     share = best.kept / report.peak_bytes
-    message = (f"{best.call.function.title} keeps {human(best.kept)} for the backward pass, {share:.0%} of the peak, "
-               f"in {best.calls} calls")
+    message = f"{best.call.function.title} keeps {human(best.kept)} for the backward pass, {share:.0%} of the peak"
     return Found(best.freed, message, _remedy(best))
+
+
+def xla_remat(report: Report, program: PlacedProgram) -> Found | None:
+    """XLA's rematerialization pass recomputes values to fit the device."""
+    names = {i.name for i in program.module.instructions.values() if _REMAT.search(i.name)}
+    if not names:
+        return None
+    size = sum(b.bytes for b in report.buffers if b.name in names)
+    return Found(size, f"XLA's own rematerialization pass recomputes {len(names)} values, {min(names)} among them")
 
 
 def _remedy(best: Candidate) -> str:
@@ -85,37 +96,54 @@ def _remedy(best: Candidate) -> str:
 def candidates(report: Report, program: PlacedProgram) -> list[Candidate]:
     """The functions of the user's code that keep residuals at the peak, those whose checkpointing frees most first."""
     known = _Frames(program.module)
-    kept: dict[Function, list[tuple[Buffer, int]]] = defaultdict(list)
-    where: dict[Function, tuple[Call, int]] = {}
+    kept: dict[Function, list[_Residual]] = defaultdict(list)
+    first: dict[Function, tuple[int, Call]] = {}
     libraries: dict[Function, str] = {}
     for buffer in at_peak(report, "residuals"):
-        frames = known.of(buffer)
-        looped = known.loop(buffer)
-        inside = set(_functions(frames)) - set(_functions(looped[0])) if looped else set()
-        for depth, call in enumerate(functions.calls(frames)):
-            times = looped[1] if looped and call.function in inside else 1
-            kept[call.function].append((buffer, times))
-            where.setdefault(call.function, (call, depth))
+        frames, looped = known.of(buffer), known.loop(buffer)
+        outside = {call.function for call in known.calls(looped[0], buffer.op_name)} if looped else set()
+        for depth, call in enumerate(known.calls(frames, buffer.op_name)):
+            trips = looped[1] if looped and call.function not in outside else 1
+            kept[call.function].append(_Residual(buffer, call, trips))
+            first.setdefault(call.function, (depth, call))
             libraries[call.function] = libraries.get(call.function) or functions.wrapper(frames)
     recomputed = known.recomputed() if kept else frozenset()
-    found = [(_candidate(where[function][0], items, function in recomputed, libraries[function]), where[function][1])
+    found = [(first[function][0], _candidate(first[function][1], items, function in recomputed, libraries[function]))
              for function, items in kept.items()]
-    found.sort(key=lambda item: (-item[0].freed, item[0].call.function.nameless, item[1]))
-    return [candidate for candidate, _ in found if candidate.freed > 0]
+    found.sort(key=lambda item: (-item[1].freed, item[1].call.function.nameless, item[0]))
+    return [candidate for _, candidate in found if candidate.freed > 0]
 
 
-def _candidate(call: Call, items: Iterable[tuple[Buffer, int]], already: bool, library: str) -> Candidate:
-    """What checkpointing a function would free, of its residuals with how many calls each is of."""
-    groups: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
-    for buffer, times in items:
-        groups[_NUMBERS.sub("#", buffer.op_name), buffer.source, buffer.bytes].append((buffer.bytes, times))
-    kept = sum(size for group in groups.values() for size, _ in group)
-    calls = _most_common((sum(times for _, times in group), sum(size for size, _ in group))
-                         for group in groups.values())
-    each = [size // times for group in groups.values() for size, times in group
-            if sum(size for size, _ in group) >= _SUBSTANTIAL * kept]
+class _Residual(NamedTuple):
+    """A residual of a function: the buffer, the call that made it, and the trips of a compiled loop that it holds."""
+
+    buffer: Buffer
+    call: Call
+    trips: int
+
+
+def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: str) -> Candidate:
+    """What checkpointing a function would free, by its residuals."""
+    groups: dict[tuple, list[_Residual]] = defaultdict(list)
+    for item in items:
+        groups[_NUMBERS.sub("#", item.buffer.op_name), item.buffer.source, item.buffer.bytes].append(item)
+    sizes = [sum(item.buffer.bytes for item in group) for group in groups.values()]
+    kept = sum(sizes)
+    calls = _most_common(zip(map(_runs, groups.values()), sizes))
+    each = [item.buffer.bytes // item.trips for group, size in zip(groups.values(), sizes) for item in group
+            if size >= _SUBSTANTIAL * kept]
     inputs = calls * min(each, default=0)
     return Candidate(call, calls, kept, max(kept - kept // calls - inputs, 0), already, library)
+
+
+def _runs(group: list[_Residual]) -> int:
+    """How often a function made one of its residuals: by the places that call it, by the number of residuals alike
+    where such a place is in a loop, and by the trips of a compiled loop."""
+    places: dict[tuple, int] = defaultdict(int)
+    for item in group:
+        place = item.call.around
+        places[place] = places[place] + item.trips if item.call.repeated else max(places[place], item.trips)
+    return sum(places.values())
 
 
 def _most_common(counts: Iterable[tuple[int, int]]) -> int:
@@ -151,16 +179,17 @@ class _Frames:
         known = self._loops.get(f"{before}/while") if inside else None
         return known if known and known[1] > 1 and buffer.shape[:1] == (known[1],) else None
 
+    def calls(self, frames: tuple[Frame, ...], op_name: str) -> list[Call]:
+        """The user's functions in a chain of frames, within the function that was traced."""
+        found = _TRACED.match(op_name)
+        return functions.calls(frames, found[1] if found else "")
+
     def recomputed(self) -> frozenset[Function]:
         """The functions of which a part is recomputed."""
         found: set[Function] = set()
         for (name, _), frames in self._places.items():
             if scopes.parse(name).phase == "recompute":
-                found |= set(_functions(frames))
+                found |= {call.function for call in self.calls(frames, name)}
         return frozenset(found)
-
-
-def _functions(frames: Iterable[Frame]) -> Iterator[Function]:
-    return (call.function for call in functions.calls(frames))
 
 

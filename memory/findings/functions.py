@@ -6,6 +6,9 @@ model.
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +21,7 @@ _LIBRARIES = re.compile(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|equinox|hai
                         r"beartype|numpy|diffrax|lineax|optimistix|numpyro|distrax|mctx|penzai)/"
                         r"|/lib/python3\.\d+/(?!site-packages|dist-packages)|^<")
 _OURS = f"{Path(__file__).parents[1]}/"
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Folder of a library -> how it wraps a module or a function in jax.checkpoint.
 _WRAPPERS = {"/flax/linen/": "nn.remat", "/flax/nnx/": "nnx.remat", "/equinox/": "eqx.filter_checkpoint",
              "/haiku/": "hk.remat"}
@@ -41,22 +45,81 @@ class Function(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function with the place that calls it, "model.py:31"; "" where that is not known."""
+    """A function in the chain of calls around an operation.
+
+    Fields:
+        function: which. caller: the place that calls it, "model.py:31"; "" where that is not known.
+        around: file and line of every frame outside of it. repeated: whether one of them is inside a loop, so that the
+        function may run more than once from there.
+    """
 
     function: Function
     caller: str
+    around: tuple[tuple[str, int], ...] = ()
+    repeated: bool = False
 
 
-def calls(frames: Iterable[Frame]) -> list[Call]:
-    """The user's functions around an operation, the inmost first, each where it is called."""
-    own = [frame for frame in frames if frame.function and not _foreign(frame.file)]
+def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
+    """The user's functions around an operation, the inmost first.
+
+    `traced`: the name of the function that was given to jax.jit; what is outside of it ran once, to trace it.
+    """
+    chain = _within(tuple(frames), traced)
     found: dict[Function, Call] = {}
-    for at, frame in enumerate(own):
+    for at, frame in enumerate(chain):
         function = Function(frame.function, frame.file)
-        if function not in found:
-            after = own[at + 1] if at + 1 < len(own) else None
-            found[function] = Call(function, place(after) if after else "")
+        if not frame.function or _foreign(frame.file) or function in found:
+            continue
+        outer = chain[at + 1:]
+        caller = next((place(each) for each in outer if not _foreign(each.file)), "")
+        found[function] = Call(function, caller, tuple((each.file, each.line) for each in outer),
+                               any(in_loop(each) for each in outer))
     return list(found.values())
+
+
+def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
+    """The frames inside a traced function, itself among them; without its name, those inside this package's."""
+    names = [frame.function.rsplit(".", 1)[-1] for frame in frames]
+    if traced in names:
+        return frames[:len(names) - names[::-1].index(traced)]
+    return frames[:next((at for at, frame in enumerate(frames) if frame.file.startswith(_OURS)), len(frames))]
+
+
+def in_loop(frame: Frame) -> bool:
+    """Whether the line of a frame is inside a loop or a comprehension of its own function, by its source; False where
+    that cannot be read."""
+    return any(start <= frame.line <= end for start, end in _loops(frame.file).get(_enclosing(frame), ()))
+
+
+def _enclosing(frame: Frame) -> int:
+    """The first line of the inmost function around a frame's line, 0 for none."""
+    return max((start for start, end in _bodies(frame.file) if start <= frame.line <= end), default=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=256)
+def _bodies(file: str) -> tuple[tuple[int, int], ...]:
+    """(first, last line) of every function of a file."""
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in ast.walk(_tree(file))
+                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(file: str) -> dict[int, list[tuple[int, int]]]:
+    """First line of a function, 0 for none -> (first, last line) of the loops of its own."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, _LOOPS):
+            owner = _enclosing(Frame(file, node.lineno))
+            found.setdefault(owner, []).append((node.lineno, node.end_lineno or node.lineno))
+    return found
 
 
 def place(frame: Frame) -> str:

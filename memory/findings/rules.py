@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.activations import fragmentation, full_logits, wide_activations
-from bytescope.memory.findings.checkpointing import checkpoint_saves
+from bytescope.memory.findings.checkpointing import checkpoint_saves, xla_remat
 from bytescope.memory.findings.evidence import Found
 from bytescope.memory.findings.host import host_memory, idle_offload
-from bytescope.memory.findings.recompute import xla_remat
 from bytescope.memory.findings.sharding import (
     large_collective,
     lasting_gathers,
