@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.attribution.rules import source_line
 from bytescope.memory.findings import functions
 from bytescope.memory.findings.evidence import Found, at_peak
 from bytescope.memory.findings.functions import Call, Function
@@ -22,6 +21,7 @@ from bytescope.memory.findings.open_levers import case_of
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Frame, Module
+from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.units import MIB, human
 
@@ -161,17 +161,20 @@ class _Frames:
     def __init__(self, module: Module):
         self._module = module
         self._places: dict[tuple[str, str], tuple[Frame, ...]] = {}
+        self._lines: dict[str, tuple[Frame, ...]] = {}
         self._loops: dict[str, tuple[tuple[Frame, ...], int]] = {}
         for instruction in module.instructions.values():
             metadata = module.metadata(instruction)
             if metadata.frames:
-                self._places.setdefault((metadata.op_name, source_line(metadata)), metadata.frames)
+                line = source_line(metadata)
+                self._places.setdefault((metadata.op_name, line), metadata.frames)
+                self._lines.setdefault(line, metadata.frames)
             if instruction.opcode == "while":
                 self._loops[metadata.op_name] = metadata.frames, trip_count(module, instruction) or 1
 
     def of(self, buffer: Buffer) -> tuple[Frame, ...]:
         """The frames of what computed a buffer, () where nothing tells."""
-        return self._places.get((buffer.op_name, buffer.source), ())
+        return self._places.get((buffer.op_name, buffer.source)) or self._lines.get(buffer.source, ())
 
     def loop(self, buffer: Buffer) -> tuple[tuple[Frame, ...], int] | None:
         """(frames, trips) of the inmost loop that a buffer holds every trip of; None for none."""

@@ -1,7 +1,6 @@
 """Functions of the user's own code, by the source frames of what they computed: their names, and where they are called.
 
-Frames of JAX, of the libraries above it and of this package are passed over: what a person can wrap or change is their
-model.
+Frames of JAX and of the frameworks above it are passed over: what a person can wrap or change is their model.
 """
 
 from __future__ import annotations
@@ -9,18 +8,12 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from bytescope.memory.hlo.module import Frame
+from bytescope.memory.hlo.sources import OUTSIDE, OWN, kind_of
 
-# Packages whose functions nobody edits, by their folder.
-_LIBRARIES = re.compile(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax|equinox|haiku|optax|chex|einops|jaxtyping|"
-                        r"beartype|numpy|diffrax|lineax|optimistix|numpyro|distrax|mctx|penzai)/"
-                        r"|/lib/python3\.\d+/(?!site-packages|dist-packages)|^<")
-_OURS = f"{Path(__file__).parents[1]}/"
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Folder of a library -> how it wraps a module or a function in jax.checkpoint.
 _WRAPPERS = {"/flax/linen/": "nn.remat", "/flax/nnx/": "nnx.remat", "/equinox/": "eqx.filter_checkpoint",
@@ -68,10 +61,10 @@ def calls(frames: Iterable[Frame], traced: str = "") -> list[Call]:
     found: dict[Function, Call] = {}
     for at, frame in enumerate(chain):
         function = Function(frame.function, frame.file)
-        if not frame.function or _foreign(frame.file) or function in found:
+        if not frame.function or kind_of(frame.file) != OWN or function in found:
             continue
         outer = chain[at + 1:]
-        caller = next((place(each) for each in outer if not _foreign(each.file)), "")
+        caller = next((place(each) for each in outer if kind_of(each.file) == OWN), "")
         found[function] = Call(function, caller, tuple((each.file, each.line) for each in outer),
                                any(in_loop(each) for each in outer))
     return list(found.values())
@@ -82,7 +75,7 @@ def _within(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
     names = [frame.function.rsplit(".", 1)[-1] for frame in frames]
     if traced in names:
         return frames[:len(names) - names[::-1].index(traced)]
-    return frames[:next((at for at, frame in enumerate(frames) if frame.file.startswith(_OURS)), len(frames))]
+    return frames[:next((at for at, frame in enumerate(frames) if kind_of(frame.file) == OUTSIDE), len(frames))]
 
 
 def in_loop(frame: Frame) -> bool:
@@ -131,7 +124,3 @@ def wrapper(frames: Iterable[Frame]) -> str:
     """How the library that a program is written with wraps a part of it in jax.checkpoint; "" for plain JAX."""
     files = {frame.file for frame in frames}
     return next((name for folder, name in _WRAPPERS.items() if any(folder in file for file in files)), "")
-
-
-def _foreign(file: str) -> bool:
-    return file.startswith(_OURS) or bool(_LIBRARIES.search(file))
