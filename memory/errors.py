@@ -7,6 +7,7 @@ Every unknown name, of a config, a key, a policy, a target or a row of any table
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,11 +29,30 @@ class ReportError(ValueError):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it in the place of a traceback: the message, and the line of the user's that led to it.
+
+        A mistake that the user can mend is not mended inside this package.
+        """
+        return [f"\x1b[31m{type(self).__name__}\x1b[0m: {self}", *_called_from(self)]
+
 
 class GuardError(ReportError, AssertionError):
     """A program needs more memory than its guard allows: pytest shows it as a failed assertion."""
 
     exit_code = 1
+
+
+def _called_from(error: BaseException) -> list[str]:
+    """The last line of code before this package was called, where the traceback knows one."""
+    import traceback
+
+    own = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((at for at, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(own)), 0)
+    if not first or not frames[first - 1].line:
+        return []
+    return [f"  line {frames[first - 1].lineno}: {frames[first - 1].line}"]
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:

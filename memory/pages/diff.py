@@ -181,4 +181,4 @@ def _change(change: Change) -> Cell:
 def _percent(change: Change) -> Cell:
     if not change.before:
         return Cell("new", value=1e9)
-    return Cell(f"{change.percent:+.1f}", value=round(change.percent, 2))
+    return Cell(change.percent_text, value=round(change.percent, 2))

@@ -29,6 +29,13 @@ class Change:
             return float("inf") if self.after else 0.0
         return 100.0 * self.growth / self.before
 
+    @property
+    def percent_text(self) -> str:
+        """The growth in per cent as text: "+6.1"; "new" for what was not there, ">999" for what was next to nothing."""
+        if self.percent == float("inf"):
+            return "new"
+        return f"{self.percent:+.1f}" if self.percent < 1000 else ">999"
+
 
 def diff(before: Report, after: Report) -> tuple[Change, ...]:
     """The totals, then what changed: categories, residuals by name, workspace by scope, buffers at the peak; of

@@ -35,7 +35,8 @@ def targets() -> Table:
                   "device_memory_bytes": chip.device_memory_bytes, "hbm_bytes_per_s": chip.hbm,
                   "bf16_flops": chip.peak_flops.get("bf16"), "peak_flops": dict(chip.peak_flops), "note": lacks(chip)}
                  for chip in CHIPS.values()]
-    return Table(TARGETS, ({"note": "", "peak_flops": {}, **row} for row in (*own, *described)),
+    rows = tuple({"note": "", "peak_flops": {}, **row} for row in (*own, *described))
+    return Table(TARGETS, rows,
                  note="A count or a shape follows a colon: h100:8, h100:2x8 (hosts x devices), v5e:4x4.")
 
 

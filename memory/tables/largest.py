@@ -7,8 +7,8 @@ from bytescope.memory.records import Buffer, Report
 from bytescope.memory.tables.table import Column, Table
 from bytescope.memory.text import buffers
 
-COLUMNS = (Column("what", "largest at the peak"), Column("bytes", "bytes", "bytes"), Column("type", "type"),
-           Column("row", "row", "text"), Column("line", "line", "place"))
+COLUMNS = (Column("what", "largest at the peak", "path"), Column("bytes", "bytes", "bytes"),
+           Column("type", "type", "text"), Column("row", "row", "text"), Column("line", "line", "place"))
 
 
 def largest(report: Report, n: int = 10) -> Table:

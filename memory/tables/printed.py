@@ -9,14 +9,14 @@ from rich.text import Text
 
 from bytescope.memory.text.console import plain_text, prompt_width
 from bytescope.memory.text.layout import Prose
-from bytescope.memory.text.table import FigureTable, figure, fixed, label, place, words
+from bytescope.memory.text.table import FigureTable, figure, fixed, label, path, place, words
 
 if TYPE_CHECKING:
     from bytescope.memory.tables.table import Column, Table
     from bytescope.memory.text import table as text_table
 
 # Kind of a column that is no figure -> the column of the printed table.
-_KINDS = {"name": label, "text": fixed, "words": words, "place": place}
+_KINDS = {"path": path, "name": label, "text": fixed, "words": words, "place": place}
 
 
 def plain(table: Table) -> str:

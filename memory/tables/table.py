@@ -14,9 +14,9 @@ from typing import Any
 from bytescope.memory.units import GIB, human
 
 # Kind of a column -> (what writes a value, None being left empty; whether it is a figure, to the right). Where there is
-# no room names are shortened in their middle, places at their beginning, text not at all, and words wrap.
+# no room paths and words wrap, names are shortened in their middle, places at their beginning, text not at all.
 KINDS: Mapping[str, tuple[Callable[[Any], str], bool]] = {
-    "name": (str, False), "text": (str, False), "words": (str, False), "place": (str, False), "bytes": (human, True),
+    **dict.fromkeys(("path", "name", "text", "words", "place"), (str, False)), "bytes": (human, True),
     "gib": (lambda value: f"{value / GIB:.1f}", True), "tera": (lambda value: f"{value / 1e12:,.2f}", True),
     "whole tera": (lambda value: f"{value / 1e12:,.0f}", True),
     "share": (lambda value: f"{value:.1%}", True),
@@ -78,5 +78,6 @@ class Table:
     def _repr_html_(self) -> str:
         from bytescope.memory.pages.notebook import rows
 
-        heads = [(column.title, column.is_figure) for column in self.columns]
-        return rows.render(self.title, heads, self.cells(), self.note)
+        used = [at for at, column in enumerate(self.columns) if any(map(column.cell, self.rows))]
+        heads = [(self.columns[at].title, self.columns[at].is_figure) for at in used]
+        return rows.render(self.title, heads, [[cells[at] for at in used] for cells in self.cells()], self.note)

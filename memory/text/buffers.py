@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,13 +12,15 @@ from rich.text import Text
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.text.console import one_line, shorten
 from bytescope.memory.text.layout import Prose
-from bytescope.memory.text.table import FigureTable, figure, fixed, label, place
+from bytescope.memory.text.table import FigureTable, figure, fixed, path, place
 from bytescope.memory.units import human
 
 SHOWN = 10
-# Columns of what a buffer is: both ends tell it from others.
-_NAME = 44
-_KINDS = {"bfloat": "bf", "float": "f", "int": "s", "uint": "u", "complex": "c"}
+# Columns of what a buffer is and of its type, at most.
+_NAME, _TYPE = 60, 28
+_KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
+# What a notebook's kernel calls the file of a cell.
+_CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 
 
@@ -26,11 +29,11 @@ def render(report: Report, shown: int = SHOWN) -> RenderableType | None:
     found = largest(report, shown)
     if not found:
         return None
-    table = FigureTable(label(Text("largest at the peak", style="bold")), figure("bytes"), label("type", least=20),
+    table = FigureTable(path(Text("largest at the peak", style="bold")), figure("bytes"), fixed("type"),
                         fixed("row"), place("line", "dim"), heading="dim")
     for buffer in found:
-        table.add(shorten(one_line(what(buffer)), _NAME), human(buffer.bytes), array_type(buffer), buffer.category,
-                  line(buffer.source))
+        name, kind = shorten(one_line(what(buffer)), _NAME), shorten(one_line(array_type(buffer)), _TYPE)
+        table.add(name, human(buffer.bytes), kind, buffer.category, line(buffer.source))
     return Group(table, Prose(of_all(report, found), "dim"))
 
 
@@ -69,16 +72,27 @@ def array_type(buffer: Buffer) -> str:
 
 
 def _short(dtype: re.Match[str]) -> str:
-    """A dtype as jax writes it in its own types: bf16, f32, s8."""
+    """A dtype as jax writes it in its own types: bf16, f32, i8."""
     return f"{_KINDS[dtype[1]]}{dtype[2]}"
 
 
 def line(source: str) -> str:
-    """`file.py:line` of a source: relative to where this process works, else the file in its folder."""
+    """`file.py:line` of a source: relative to where this process works, else the file in its folder; `In[3]:line` of a
+    notebook's cell."""
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source
+    if _CELL.search(path):
+        return f"{_cell(path)}:{number}"
     inside = os.path.relpath(path)
     if inside.startswith(os.pardir):
         inside = os.path.join(*path.split(os.sep)[-2:])
     return f"{inside}:{number}"
+
+
+def _cell(path: str) -> str:
+    """The number of a cell where this process is its notebook, as the notebook writes it."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(path) if shell is not None else None
+    return named[1] if named else "cell"

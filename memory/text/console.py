@@ -76,7 +76,8 @@ class SafeConsole(Console):
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:
     """A console of stdout, of stderr or of `file`; `options`: of rich's Console, such as quiet=True."""
     stream = file or (sys.stderr if stderr else sys.stdout)
-    options = {"markup": False, "emoji": False, "highlight": False, **options}
+    # In a notebook rich would write HTML to the output area, wherever the text was to go.
+    options = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False, **options}
     if is_terminal(stream):
         # COLUMNS may be that of a terminal which has been resized since; without it rich asks the terminal.
         environ = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}

@@ -34,9 +34,8 @@ def _table(title: str, changes: Sequence[Change]) -> FigureTable | None:
         return None
     table = FigureTable(path(title), figure("before"), figure("after"), figure("change"), figure("%"))
     for change in changes:
-        percent = "new" if change.percent == float("inf") else f"{change.percent:+.1f}"
         name = change.name if title else f"{change.kind} {change.name}"
-        table.add(name, human(change.before), human(change.after), _growth(change.growth), percent)
+        table.add(name, human(change.before), human(change.after), _growth(change.growth), change.percent_text)
     return table
 
 

@@ -19,7 +19,7 @@ from bytescope.memory.text.console import one_line, shorten
 from bytescope.memory.text.layout import Prose, as_text, ignoring, wrap
 
 # Columns that a label keeps, and that words need beside their row; with less they go under it.
-LEAST_LABEL, LEAST_WORDS = 10, 24
+LEAST_LABEL, LEAST_PLACE, LEAST_WORDS = 10, 14, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +49,15 @@ def label(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> 
     return Column(title, style, least=least, shrink=shrink)
 
 
-def place(title: str | Text = "", style: str = "", least: int = LEAST_LABEL) -> Column:
-    """A file and its line: shortened at its beginning where the table is too wide."""
+def place(title: str | Text = "", style: str = "", least: int = LEAST_PLACE) -> Column:
+    """A file and its line: shortened at its beginning where the table is too wide, then it goes under its row."""
     def shrink(text: Text, width: int, console: Console) -> list[Text]:
         kept = text.plain
         while cell_len(kept) > width - 1:
             kept = kept[1:]
         return [Text(f"…{kept}", style=text.style)]
 
-    return Column(title, style, least=least, shrink=shrink)
+    return Column(title, style, least=least, shrink=shrink, under=True)
 
 
 def figure(title: str | Text = "", style: str = "") -> Column:

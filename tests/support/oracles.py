@@ -34,6 +34,8 @@ ORACLES = {
     "cuda": (_plugin("jax_plugins.xla_cuda13"), "no compiler for GPUs: pip install 'bytescope[cuda]'"),
     "tpu": (_plugin("libtpu"), "no compiler for TPUs: pip install 'bytescope[tpu]'"),
     "xprof": (_plugin("xprof"), "xprof is not installed: pip install 'bytescope[test]'"),
+    "notebook": (lambda: all(_plugin(name)() for name in ("nbclient", "ipykernel")),
+                 "nbclient or ipykernel is not installed: pip install 'bytescope[test]'"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from bytescope.memory.pages.elements import row_name
@@ -33,7 +32,7 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int)
 
 def _lines(changes: Sequence[Change]) -> list[tuple[list[str], str]]:
     """The cells of each change, and the class that colours its growth."""
-    return [([_name(change), human(change.before), human(change.after), _growth(change.growth), _percent(change)],
+    return [([_name(change), human(change.before), human(change.after), _growth(change.growth), change.percent_text],
              _kind(change.growth)) for change in changes]
 
 
@@ -47,10 +46,6 @@ def _name(change: Change) -> str:
 
 def _growth(size: int) -> str:
     return f"{'+' if size > 0 else '-' if size < 0 else ''}{human(abs(size))}"
-
-
-def _percent(change: Change) -> str:
-    return "new" if math.isinf(change.percent) else f"{change.percent:+.1f}"
 
 
 def _kind(size: int) -> str:

@@ -11,7 +11,6 @@ from bytescope.memory.pages.notebook.timeline import BAND, HIGH, WIDE, timeline
 from bytescope.memory.pages.report import figures, verdict
 from bytescope.memory.records import METHODS, Report
 from bytescope.memory.text.buffers import array_type, largest, line, of_all, what
-from bytescope.memory.text.console import shorten
 from bytescope.memory.text.report import versions_text
 from bytescope.memory.units import human
 
@@ -40,5 +39,6 @@ def _figures(report: Report) -> list[Figure]:
 
 
 def cut(text: str, most: int = _NAME) -> str:
-    """A text of at most so many characters, its middle left out."""
-    return shorten(text if len(text) <= 2 * most else f"{text[:most]}{text[-most:]}", most)
+    """A text of about so many characters at most, its middle left out."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"

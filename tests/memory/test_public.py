@@ -1,0 +1,87 @@
+"""The names of `bytescope.memory`: what importing it costs, what each of them is, and that they stay what they are."""
+
+import ast
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bytescope import memory
+from bytescope.memory import records
+
+pytestmark = pytest.mark.quick
+
+# All that importing the package may import: itself, and what Python has loaded by then or nearly.
+OURS = {"bytescope", "bytescope.memory"}
+
+
+def in_python(code):
+    """What a fresh Python prints, as JSON."""
+    command = [sys.executable, "-c", f"import json, sys; {code}"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_importing_the_package_imports_nothing_else():
+    before, after = in_python("before = list(sys.modules); import importlib, typing; between = list(sys.modules); "
+                              "import bytescope.memory; print(json.dumps([between, list(sys.modules)]))")
+    assert {name for name in set(after) - set(before) if not name.startswith("__")} == OURS
+
+
+def test_importing_the_package_takes_little_longer_than_python_itself():
+    def seconds(code):
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    assert seconds("import bytescope.memory") < 4 * seconds("pass")
+
+
+def test_every_public_name_is_what_type_checkers_are_told():
+    tree = ast.parse(Path(memory.__file__).read_text())
+    told, = (node for node in tree.body if isinstance(node, ast.If))
+    found = {alias.name: node.module.removeprefix("bytescope.memory.") for node in told.body for alias in node.names}
+    assert found == memory._HOMES
+    assert sorted(found) == memory.__all__
+    for name in memory.__all__:
+        assert getattr(memory, name).__doc__, name
+        assert getattr(memory, name).__module__ == f"bytescope.memory.{found[name]}"
+    assert set(memory.__all__) <= set(dir(memory)) and "__doc__" in dir(memory)
+
+
+def test_an_unknown_name_is_an_attribute_error_that_knows_the_names():
+    with pytest.raises(AttributeError, match="'bytescope.memory' has no attribute 'analyse'") as caught:
+        memory.analyse  # noqa: B018
+    assert caught.value.name == "analyse" and "analyze" in dir(caught.value.obj)
+
+
+@pytest.mark.parametrize("first", ["import bytescope.memory.analyze", "from bytescope.memory.analyze import report_of",
+                                   "from bytescope.memory import guard"])
+def test_a_function_is_not_replaced_by_the_module_of_its_name(first):
+    assert in_python(f"{first}; from bytescope import memory; before = callable(memory.analyze); "
+                     "import bytescope.memory.analyze; from bytescope.memory import analyze; "
+                     "print(json.dumps([before, callable(memory.analyze), callable(analyze), "
+                     "'analyze' in memory.__all__]))") == [True] * 4
+
+
+def test_the_public_functions_say_what_they_take():
+    for function in (memory.analyze, memory.assert_fits):
+        assert "Args:" in function.__doc__ and "Raises" in function.__doc__
+
+
+def test_what_pickled_a_report_finds_it_again():
+    """A pickle names the class by its module; the lazy package has to lead there in a fresh process."""
+    report = memory.Report(90, 100, {"params": 90, "fragmentation": 10})
+    text = pickle.dumps(report).hex()
+    assert in_python(f"import pickle; found = pickle.loads(bytes.fromhex('{text}')); "
+                     "print(json.dumps([found.peak_bytes, type(found).__name__]))") == [90, "Report"]
+
+
+def test_records_are_the_ones_of_the_record():
+    assert issubclass(memory.Report, records.Report) and memory.Buffer is records.Buffer
