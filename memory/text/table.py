@@ -19,7 +19,7 @@ from bytescope.memory.text.console import one_line, shorten
 from bytescope.memory.text.layout import Prose, as_text, ignoring, wrap
 
 # Columns that a label keeps, and that words need beside their row; with less they go under it.
-LEAST_LABEL, LEAST_PLACE, LEAST_WORDS = 10, 14, 24
+LEAST_LABEL, LEAST_PLACE, LEAST_WORDS = 10, 20, 24
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     python tests/bench/picture.py                          # writes memory/report.png
     python tests/bench/picture.py --out=FILE --config=llama_70b --target=h100:8x8
+    python tests/bench/picture.py --notebook --size=900,460 --out=memory/notebook.png    # what a notebook shows of it
 
 Needs the `cuda` extra and Chromium on the path; no GPU. Where Pillow is installed the PNG gets a palette of 256
 colours, a third of the size. Run it when the report's page or its figures change. Exit code 1 where a step of it
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from bytescope import memory
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PICTURE = Path(__file__).parents[2] / "memory" / "report.png"
@@ -28,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="h100:8", help="what to compile for (default: h100:8)")
     parser.add_argument("--out", type=Path, default=PICTURE, help="the PNG to write (default: memory/report.png)")
     parser.add_argument("--size", default="1180,1060", metavar="W,H", help="of the window, in pixels")
+    parser.add_argument("--notebook", action="store_true", help="the piece for a notebook in the place of the page")
     parser.add_argument("--limit", type=int, default=150_000, metavar="BYTES", help="of the file (default: 150000)")
     return parser.parse_args()
 
@@ -42,6 +46,15 @@ def report(config: str, target: str, page: Path) -> None:
     """Writes the HTML page of a config's report. Raises CalledProcessError when it cannot be compiled."""
     subprocess.run([sys.executable, "-m", "bytescope.memory", "report", f"--config={config}", f"--target={target}",
                     f"--html={page}"], check=True, stdout=subprocess.DEVNULL)
+
+
+def piece(config: str, target: str, page: Path) -> None:
+    """Writes a page with what a notebook shows of a config's report. Raises CalledProcessError as `report` does."""
+    saved = page.with_suffix(".json")
+    subprocess.run([sys.executable, "-m", "bytescope.memory", "report", f"--config={config}", f"--target={target}",
+                    f"--json={saved}"], check=True, stdout=subprocess.DEVNULL)
+    text = memory.load(saved)._repr_html_()
+    page.write_text(f'<!doctype html><meta charset="utf-8"><body data-jp-theme-light="true">{text}</body>')
 
 
 def screenshot(program: str, page: Path, size: str, out: Path, profile: Path) -> None:
@@ -70,7 +83,7 @@ def main() -> int:
     program = browser()
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        report(args.config, args.target, page)
+        (piece if args.notebook else report)(args.config, args.target, page)
         screenshot(program, page, args.size, args.out, Path(folder) / "profile")
     reduce_colours(args.out)
     size = args.out.stat().st_size
