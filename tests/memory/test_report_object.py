@@ -16,7 +16,7 @@ from bytescope.memory import records
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.units import human
 from support.browser import HOSTILE, Page, literally
-from support.reports import make_report
+from support.rows import make_report
 from support.screen import seen, terminal
 
 pytestmark = pytest.mark.quick

@@ -10,7 +10,7 @@ import pytest
 from bytescope import memory
 from support.browser import Page, body, browse
 from support.oracles import require
-from support.reports import make_report
+from support.rows import make_report
 
 CELLS = {
     "report": """

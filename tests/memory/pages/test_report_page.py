@@ -24,7 +24,7 @@ from bytescope.memory.records import (
     ZeroRow,
 )
 from support.browser import HOSTILE, Page, body, browse, literally, one_file
-from support.reports import make_report
+from support.rows import make_report
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.records import Buffer
 from bytescope.memory.text import buffers
 from support.browser import Page
-from support.reports import MIB, make_report
+from support.rows import MIB, make_report
 
 pytestmark = pytest.mark.quick
 
@@ -41,8 +41,7 @@ def test_the_table_prints_within_80_columns_and_shows_itself(report, monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     table = report.table()
     lines = repr(table).splitlines()
-    assert max(map(len, lines)) <= 80 and lines[0].split() == [
-        "largest", "at", "the", "peak", "bytes", "type", "row", "line"]
+    assert max(map(len, lines)) <= 80 and lines[0].split() == ["largest", "at", "the", "peak", "bytes", "type", "row"]
     for row in table:
         assert row["type"] in repr(table)  # a shape is never cut
     words = " ".join(Page(table._repr_html_()).words)
