@@ -136,6 +136,7 @@ class _Place:
 
         self.target = target
         self.one_device = jax.sharding.SingleDeviceSharding(target.devices()[0])
+        self.kind = jax.sharding.Mesh(target.devices()[:1], ("one",)).abstract_mesh.abstract_device
         self._meshes: dict[Any, Any] = {}
         self._jaxprs: dict[int, Any] = {}
         self._contexts: dict[Any, Any] = {}
@@ -207,41 +208,64 @@ class _Place:
             own: dict[Any, Any] = {}
 
             def variables(found: Sequence[Any]) -> list[Any]:
-                return [own.setdefault(v, self.variable(v)) if isinstance(v, core.Var) else v for v in found]
+                return [own.setdefault(v, self.variable(v)) if isinstance(v, core.Var) else self.literal(v)
+                        for v in found]
 
             from jax.extend import core
 
             equations = [equation.replace(invars=variables(equation.invars), outvars=variables(equation.outvars),
                                           params={key: self.moved(value) for key, value in equation.params.items()},
-                                          ctx=self.traced_under(equation.ctx))
+                                          ctx=self.traced_under(equation))
                          for equation in jaxpr.eqns]
             moved = jaxpr.replace(invars=variables(jaxpr.invars), constvars=variables(jaxpr.constvars), eqns=equations,
                                   outvars=variables(jaxpr.outvars))
             self._jaxprs[id(jaxpr)] = jaxpr, moved  # the old one is kept: its id must not come again
         return self._jaxprs[id(jaxpr)][1]
 
-    def traced_under(self, context: Any) -> Any:
+    def traced_under(self, equation: Any) -> Any:
         """What an equation was traced under, with the target's kind of device in its mesh."""
-        moved = self.abstract(context.cur_abstract_mesh)
-        if moved is context.cur_abstract_mesh:
+        import jax
+
+        context, kernel = equation.ctx, equation.primitive.name == "pallas_call"
+        mesh = moved = context.cur_abstract_mesh
+        if not mesh.empty:
+            moved = self.abstract(mesh)
+        elif kernel and self.target.platform == "cuda":  # from jax 0.11 on Pallas asks which GPU a kernel is for
+            moved = jax.sharding.AbstractMesh((), (), abstract_device=self.kind)
+        if moved is mesh:
             return context
-        if context not in self._contexts:
+        key = context, kernel
+        if key not in self._contexts:
             # jax makes these from the settings of the moment alone; a copy differs in the mesh.
-            self._contexts[context] = other = object.__new__(type(context))
+            self._contexts[key] = other = object.__new__(type(context))
             for name in type(context).__slots__:
                 if name != "__weakref__" and hasattr(context, name):
                     object.__setattr__(other, name, getattr(context, name))
             object.__setattr__(other, "cur_abstract_mesh", moved)
-        return self._contexts[context]
+        return self._contexts[key]
 
     def variable(self, variable: Any) -> Any:
         """A variable whose type names the target's kind of device in the place of another."""
-        aval = variable.aval
+        aval = self.type(variable.aval)
+        return variable if aval is variable.aval else type(variable)(aval)
+
+    def literal(self, literal: Any) -> Any:
+        """A literal, as `variable`; its value has the type a second time."""
+        aval = self.type(literal.aval)
+        if aval is literal.aval:
+            return literal
+        value = literal.val
+        if hasattr(value, "aval"):  # a scalar or an array of jax's own; a new one has no mesh in its type
+            value = value.copy() if hasattr(value, "copy") else type(value)(value, value.dtype)
+        return type(literal)(value, aval)
+
+    def type(self, aval: Any) -> Any:
+        """A type that names the target's kind of device; the same object if nothing changes."""
         sharding = getattr(aval, "sharding", None)
         mesh = getattr(sharding, "mesh", None)
         if mesh is None or mesh is (moved := self.abstract(mesh)):
-            return variable
-        return type(variable)(aval.update(sharding=sharding.update(mesh=moved)))
+            return aval
+        return aval.update(sharding=sharding.update(mesh=moved))
 
     def abstract(self, mesh: Any) -> Any:
         """An abstract mesh with the target's kind of device, where it names one; the same object if nothing changes."""
@@ -249,8 +273,7 @@ class _Place:
 
         if not isinstance(mesh, jax.sharding.AbstractMesh) or mesh.empty or mesh.abstract_device is None:
             return mesh
-        kind = jax.sharding.Mesh(self.target.devices()[:1], ("one",)).abstract_mesh.abstract_device
-        return mesh if mesh.abstract_device == kind else mesh.update(abstract_device=kind)
+        return mesh if mesh.abstract_device == self.kind else mesh.update(abstract_device=self.kind)
 
     def moved(self, value: Any) -> Any:
         """A parameter of an equation with every mesh, sharding and jaxpr in it moved."""
