@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bytescope.memory.attribution import assemble, ledger, runtime_overheads
+from bytescope.memory.attribution import arguments, assemble, ledger, runtime_overheads
 from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
@@ -25,6 +25,7 @@ from bytescope.memory.findings import rules
 from bytescope.memory.formulas import communication
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import mesh as hlo_mesh
+from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
@@ -51,7 +52,7 @@ def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs
             of the arguments' shardings, else those at hand. A proto without one is not judged.
         config: goes into the report as it is.
         roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
-            roles are params, optimizer, accumulator, gradients and batch.
+            roles are params, optimizer, accumulator, cache, rng, gradients and batch.
         names: the program's checkpoint names, for programs that put them into named scopes too.
         options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
             static_argnums, static_argnames.
@@ -86,8 +87,10 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     derived = not program.traces and not (program.allocations and (compilation.proto or _needs_no_trace(program)))
     source = derive(program.module) if derived else program
     try:
-        placed = place(source, compilation, config or {}, roles)
-        look = assemble.attribution_of(source, roles, known)
+        flow = Flow(source.module)
+        inputs = arguments.read(source, flow, compilation.signature, roles)
+        placed = place(source, compilation, config or {}, inputs)
+        look = assemble.attribution_of(source, inputs, known, flow)
         report = assemble.report(look, "schedule" if derived else "heap_trace")
         report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh), work=kernels.find(look))
     except RecursionError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from bytescope.memory.attribution import lifetimes, roles
+from bytescope.memory.attribution import arguments, lifetimes
+from bytescope.memory.attribution.arguments import Arguments
 from bytescope.memory.attribution.checkpoint_names import MARK, Names
 from bytescope.memory.attribution.ledger import rows as ledger_rows
 from bytescope.memory.attribution.lifetimes import Curve, Life, Value
@@ -26,15 +27,14 @@ class _HeldBuffer:
     elements: int
 
 
-def attribution_of(program: Program, extra: Iterable[tuple[str, str]] = (), names: Names | None = None) -> Attribution:
+def attribution_of(program: Program, known: Arguments | None = None, names: Names | None = None,
+                   flow: Flow | None = None) -> Attribution:
     """The attribution of a program's buffers and operations.
 
-    `extra` are (pattern, role) pairs tried before the default table of argument paths; `names`: checkpoint names.
-
-    Raises ValueError for a role or a pattern that is not valid.
+    `known`: its arguments, where they are read already; `names`: checkpoint names; `flow`: of its module.
     """
-    numbers = roles.of_parameters(program, tuple(extra))
-    return Attribution(program, Flow(program.module), flatten(program.module), numbers, names or Names())
+    flow = flow or Flow(program.module)
+    return Attribution(program, flow, flatten(program.module), known or arguments.read(program, flow), names or Names())
 
 
 def report(look: Attribution, method: str = "heap_trace") -> Report:
@@ -115,10 +115,10 @@ def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
         parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1)) if entry else None
         if parameter is not None:
             shape = module.shape(parameter).leaf(allocation.parameter_index)
-            path = module.metadata(parameter).op_name or parameter.name
-            return _HeldBuffer(Buffer(name=path, shape=shape.dims, dtype=shape.dtype, phase="argument",
-                                      category=look.roles.get(allocation.parameter, "batch"),
-                                      module=path, **common), shape.elements)
+            known = look.arguments.by_number[allocation.parameter]
+            return _HeldBuffer(Buffer(name=known.path, shape=shape.dims, dtype=shape.dtype, phase="argument",
+                                      category=known.role, module=known.path, parameter=known.owner, **common),
+                               shape.elements)
         return _HeldBuffer(Buffer(name=f"argument {allocation.parameter}", category="batch", phase="argument",
                                   **common), 0)
     if not values:
@@ -127,7 +127,8 @@ def _held(look: Attribution, allocation: Allocation, last: int) -> _HeldBuffer:
     logical, instruction = values[0]
     description = _describe(look, instruction, logical.index)
     if allocation.live_out:
-        description.update(category="outputs", phase="output", checkpoint_name="")
+        description.update(category="outputs", phase="output", checkpoint_name="",
+                           parameter=look.gradient_of(instruction, logical.index))
     elif allocation.constant:
         description.update(category="workspace", component="constants", checkpoint_name="")
     shape = look.flow.shape(instruction, logical.index)
@@ -159,8 +160,8 @@ def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...
     component = "param_copy" if fact.of_parameter else scope.component
     return {"name": instruction.name, "shape": fact.shape.dims, "dtype": fact.shape.dtype,
             "category": category, "phase": phase, "component": component, "module": "/".join(scope.path),
-            "op_name": metadata.op_name, "source": source_line(metadata),
-            "checkpoint_name": name}
+            "op_name": metadata.op_name, "source": source_line(metadata), "checkpoint_name": name,
+            "parameter": look.gradient_of(instruction, index) if category == "gradients" else ""}
 
 
 def _container(scope: Scope) -> str:

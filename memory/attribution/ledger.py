@@ -193,7 +193,7 @@ def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping
     for number, layout in program.layouts.items():
         if roles.get(number) in ("params", "optimizer") and layout.elements > 1 and not _is_sharded(layout, shard):
             parameter = module.instructions[entry.parameters[number]]
-            found[module.metadata(parameter).op_name or parameter.name] = module.shape(parameter).bytes
+            found[program.arguments.path(number)] = module.shape(parameter).bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.attribution import roles
+from bytescope.memory.attribution.arguments import Arguments
 from bytescope.memory.attribution.batch_axes import Activation, activations_of
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.hlo import mesh as hlo_mesh
@@ -26,6 +26,7 @@ class PlacedProgram:
         replicated: numbers of the entry parameters that are replicated on every device; None when unknown.
         activations: the global arrays of the forward pass that carry the batch, None without a jaxpr.
         jaxpr: the ClosedJaxpr of the whole program, None for one that was not traced.
+        arguments: what its entry parameters are.
     """
 
     program: Program
@@ -34,6 +35,7 @@ class PlacedProgram:
     replicated: frozenset[int] | None = None
     activations: tuple[Activation, ...] | None = None
     jaxpr: Any = None
+    arguments: Arguments = dataclasses.field(default_factory=Arguments)
 
     @property
     def module(self) -> Module:
@@ -47,13 +49,13 @@ class PlacedProgram:
 
 
 def place(program: Program, compilation: Compilation, config: Mapping[str, Any],
-          extra: tuple[tuple[str, str], ...] = ()) -> PlacedProgram:
+          arguments: Arguments) -> PlacedProgram:
     """A program with the mesh of its arguments, else the config's, and the activations of its jaxpr.
 
     Args:
         compilation: where the program is from; its executable tells layouts, its jaxpr activations.
         config: dotted keys; `mesh.*` tell the mesh of a program whose arguments do not.
-        extra: (pattern, role) pairs of argument paths, tried before the table of `roles`.
+        arguments: what its entry parameters are.
     """
     module = program.module
     axes, layouts = hlo_mesh.of_compiled(compilation.compiled) if compilation.compiled is not None else ((), ())
@@ -62,8 +64,8 @@ def place(program: Program, compilation: Compilation, config: Mapping[str, Any],
     if layouts:
         replicated = frozenset(number for number, layout in matched.items() if layout.local == layout.dims)
     if compilation.jaxpr is not None and module.devices > 1:
-        known = roles.of_parameters(program, extra)
+        known = arguments.roles
         batch = {layout.position: {dim: axes for dim, axes in enumerate(layout.spec) if axes}
                  for number, layout in matched.items() if known[number] == "batch"}
         activations = activations_of(compilation.jaxpr, batch)
-    return PlacedProgram(program, mesh, matched, replicated, activations, compilation.jaxpr)
+    return PlacedProgram(program, mesh, matched, replicated, activations, compilation.jaxpr, arguments)

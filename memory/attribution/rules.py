@@ -1,7 +1,7 @@
 """What every buffer is: its category, phase, component, module path, checkpoint name and source line.
 
 The rules, in the order in which they are asked, are the table `RULES`; each looks at one `Fact`, the evidence
-gathered for one value. Arguments are classified by their pytree path alone (`memory.attribution.roles`).
+gathered for one value. What arguments are is for `memory.attribution.arguments` to say.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from bytescope.memory.attribution.arguments import Arguments
 from bytescope.memory.attribution.checkpoint_names import Names
 from bytescope.memory.hlo import scopes, sources
 from bytescope.memory.hlo.buffers import LogicalBuffer, Program
@@ -79,15 +80,14 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
 class Attribution:
     """Classifies the values of one program.
 
-    `order` is the flattened schedule, `roles` the role of each entry parameter by number, `names` the
+    `order` is the flattened schedule, `arguments` the entry parameters with their roles, `names` the
     checkpoint names. What carries no transformation's mark is of the optimizer when it depends on a gradient,
     else of the forward pass.
     """
 
-    def __init__(self, program: Program, flow: Flow, order: Mapping[int, int], roles: Mapping[int, str],
-                 names: Names):
+    def __init__(self, program: Program, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
         self.program, self.module, self.flow = program, program.module, flow
-        self.order, self.roles, self.names = order, roles, names
+        self.order, self.arguments, self.roles, self.names = order, arguments, arguments.roles, names
         self._scopes: dict[int, Scope] = {}
         self._best: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -280,6 +280,12 @@ class Attribution:
             return []
         shape = self.module.shape(user)
         return [(user, at) for at, leaf in leaves(shape) if any_shape or _without_ones(leaf.dims) in self.weights]
+
+    def gradient_of(self, instruction: Instruction, index: Index) -> str:
+        """The path of the parameter whose gradient a value is, or whose update it goes into; "" for none."""
+        owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
+        made = [(one.id, ()) for one in (origin.instruction, *origin.chain, origin.stack) if one is not None]
+        return next((owners[value] for value in ((instruction.id, index), *made) if value in owners), "")
 
     def is_parameter(self, origin: Origin) -> bool:
         """Whether a value is a parameter of the model but for casts, moves, slices and gathers."""

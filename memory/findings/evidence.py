@@ -34,10 +34,8 @@ def batch(report: Report, program: PlacedProgram) -> dict[int, Instruction]:
     """The entry parameters that are the batch, by number."""
     module = program.module
     entry = module.computations.get(module.entry)
-    names = {b.name for b in report.buffers if b.phase == "argument" and b.category == "batch"}
-    parameters = {number: module.instructions[id] for number, id in (entry.parameters if entry else {}).items()}
-    return {number: parameter for number, parameter in parameters.items()
-            if module.metadata(parameter).op_name in names}
+    parameters = entry.parameters if entry else {}
+    return {number: module.instructions[parameters[number]] for number in program.arguments.of_role("batch")}
 
 
 def start_of_backward(report: Report) -> int:

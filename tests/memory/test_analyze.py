@@ -179,11 +179,11 @@ def test_host_memory_is_apart(gpu):
 
 
 def test_roles_of_ones_own(devices):
-    lowered = jax.jit(lambda theta, kv: theta @ kv).lower(*[jax.ShapeDtypeStruct((8, 8), np.float32)] * 2)
+    lowered = jax.jit(lambda one, two: one @ two).lower(*[jax.ShapeDtypeStruct((8, 8), np.float32)] * 2)
     assert memory.analyze(lowered).breakdown["batch"] == 2 * 256
-    assert memory.analyze(lowered, roles=[("theta", "params")]).breakdown["params"] == 256
+    assert memory.analyze(lowered, roles=[("one", "params")]).breakdown["params"] == 256
     with pytest.raises(ValueError, match="choose among"):
-        memory.analyze(lowered, roles=[("theta", "weights")])
+        memory.analyze(lowered, roles=[("one", "weights")])
 
 
 def test_proto_by_path_and_bytes(subject, tmp_path):

@@ -173,7 +173,7 @@ def test_source_lines_are_of_model_libraries_too_but_not_of_what_compiles():
     ("opt_state[0].trace['w']", "optimizer"),
     ("batch['inputs']", "batch"),
     ("variables['params']['Dense_0']['kernel']", "params"),
-    ("kv_cache[0]", "batch"),
+    ("kv_cache[0]", "cache"),
     ("x", "batch"),
     ("", "batch"),
     ("something_else", "batch"),

@@ -1,0 +1,264 @@
+"""How state goes through a compiled step: what a result is an update of, what it depends on, what reads an argument.
+
+Values are followed one by one, an element of a loop's state or of a fusion's results being a value of its own: what
+the batch statistics of a loop over micro-batches come from is not what its gradients come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from bytescope.memory.hlo import scopes
+from bytescope.memory.hlo.dataflow import Flow, is_collective
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.shapes import Index
+
+Value = tuple[int, Index]
+
+# Operations that hand a value on as it is, perhaps elsewhere, seen otherwise, or in another dtype.
+_HANDING = frozenset(("parameter", "get-tuple-element", "tuple", "while", "fusion", "call", "conditional", "bitcast",
+                      "copy", "copy-start", "copy-done", "opt-barrier", "optimization-barrier", "domain", "reshape",
+                      "transpose", "async-start", "async-update", "async-done", "add-dependency"))
+_CASTING = frozenset(("convert", "reduce-precision", "slice", "dynamic-slice", "bitcast-convert", "concatenate", "pad",
+                      "broadcast", "all-gather", "all-gather-start", "all-gather-done"))
+# Operations each of whose results is made of the values at its own place.
+_ELEMENTWISE = frozenset((
+    "add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "select", "clamp", "negate", "abs", "sign",
+    "sqrt", "rsqrt", "cbrt", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh",
+    "convert", "reduce-precision", "bitcast-convert", "and", "or", "xor", "not", "remainder", "floor", "ceil",
+    "round-nearest-afz", "round-nearest-even", "is-finite"))
+# Operations that write a part of their first operand anew.
+_WRITING = frozenset(("dynamic-update-slice", "scatter"))
+# Collectives that bring a whole together, and those that also add what other devices have.
+_GATHERING = frozenset(("all-gather", "all-gather-start", "all-gather-done"))
+_PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call", "gather"))
+_RANDOM = ("threefry", "random_bits", "random_split", "random_fold_in", "random_unwrap", "rng_bit_generator")
+_MOST = 4000
+
+# How a result comes from an argument: as it is, element by element, or with a part of it written anew.
+SAME, ELEMENTWISE, WRITTEN = "same", "elementwise", "written"
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What a result is made of, place by place.
+
+    Fields:
+        arguments: number of an entry parameter -> how the result comes from it (SAME, ELEMENTWISE, WRITTEN).
+        values: everything on the way: gradients, moments, what is added to them.
+        phase: of the operation that makes it: "backward" for what is itself a gradient.
+    """
+
+    arguments: dict[int, str] = dataclasses.field(default_factory=dict)
+    values: tuple[Value, ...] = ()
+    phase: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What reads an argument, casts and slices of it included.
+
+    Fields:
+        phases: of the operations. products: whether one is a matrix product, a convolution or a lookup; unnamed:
+        whether such a one has lost its name. random: whether one draws random bits.
+    """
+
+    phases: frozenset[str] = frozenset()
+    products: bool = False
+    unnamed: bool = False
+    random: bool = False
+
+    @property
+    def by_model(self) -> bool:
+        """Whether the forward or the backward pass reads it."""
+        return not self.phases.isdisjoint(("forward", "recompute", "backward"))
+
+
+class StateFlow:
+    """Walks through the values of one module."""
+
+    def __init__(self, flow: Flow):
+        self.flow, self.module = flow, flow.module
+        self._clean: set[Value] = set()
+        self.trained = any(self._phase(i) == "backward" for i in self.module.instructions.values())
+
+    def _phase(self, instruction: Instruction) -> str:
+        return scopes.parse(self.module.metadata(instruction).op_name).phase
+
+    def results(self) -> list[tuple[Instruction, Index]]:
+        """The values that the program returns, in their order."""
+        root = self.module.root(self.module.entry)
+        if root is None:
+            return []
+        parts = self.module.shape(root).parts
+        return [(root, ())] if parts is None else [(root, (i,)) for i in range(len(parts))]
+
+    # ---- from a result back ------------------------------------------------------------------------------------
+
+    def update(self, result: Instruction, index: Index) -> Update:
+        """What a result is made of by operations that keep every element in its place."""
+        found: dict[int, str] = {}
+        seen: dict[Value, None] = {}
+        phase = None
+        # (value, how it comes so far, within the part that is written anew, summed over devices)
+        pending = [(result, index, SAME, False, False)]
+        while pending and len(seen) < _MOST:
+            instruction, index, how, inside, summed = pending.pop()
+            if (instruction.id, index) in seen:
+                continue
+            seen[instruction.id, index] = None
+            opcode = instruction.opcode
+            if opcode == "parameter" and instruction.computation == self.module.entry:
+                if not summed and not inside:
+                    found.setdefault(instruction.parameter, how)
+                continue
+            if phase is None and opcode not in _HANDING and self.module.metadata(instruction).op_name:
+                phase = self._phase(instruction)
+            if opcode in _HANDING:
+                pending += [(made, at, how, inside, summed) for made, at in self._made_of(instruction, index)]
+            elif opcode in _WRITING:
+                pending += self._written(instruction, summed)
+            elif opcode == "dynamic-slice" and inside:  # of the stack that the loop goes through
+                pending += [(operand, (), WRITTEN, False, summed) for operand in self._operands(instruction)[:1]]
+            elif is_collective(opcode):
+                shared = summed or opcode not in _GATHERING
+                pending += [(made, at, how, inside, shared) for made, at in self._made_of(instruction, index)]
+            elif opcode in _ELEMENTWISE:
+                least = self.flow.shape(instruction, index).elements
+                after = how if opcode == "convert" else max(how, ELEMENTWISE, key=(SAME, ELEMENTWISE, WRITTEN).index)
+                pending += [(operand, (), after, inside, summed) for operand in self._operands(instruction)
+                            if self.module.shape(operand).elements == least]
+        return Update(found, tuple(seen), phase or "")
+
+    def _written(self, instruction: Instruction, summed: bool) -> list[tuple]:
+        """What an operation writes into, and, inside of a loop over layers, what it writes."""
+        operands = self._operands(instruction)
+        within = [(operands[1], (), WRITTEN, True, summed)] if instruction.opcode == "dynamic-update-slice" \
+            and len(operands) > 1 else []
+        return [*((operand, (), WRITTEN, False, summed) for operand in operands[:1]), *within]
+
+    def from_backward(self, result: Instruction, index: Index) -> bool:
+        """Whether a value depends on a gradient, conditions of a selection left out."""
+        seen: set[Value] = set()
+        pending = [(result, index)]
+        while pending:
+            instruction, index = pending.pop()
+            if (instruction.id, index) in seen or (instruction.id, index) in self._clean:
+                continue
+            seen.add((instruction.id, index))
+            if instruction.opcode not in _HANDING and self._phase(instruction) == "backward":
+                return True
+            pending += self._made_of(instruction, index)
+        self._clean |= seen
+        return False
+
+    def _made_of(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
+        """The values that a value is made of."""
+        module, opcode = self.module, instruction.opcode
+        if opcode == "parameter":
+            yield from self._passed(instruction, index)
+        elif opcode in ("while", "conditional", "fusion", "call") or (opcode == "async-start" and index[:1] != (0,)):
+            inner = index[1:] if opcode == "async-start" else index
+            for computation in instruction.called[:1] if opcode == "while" else instruction.called:
+                root = module.root(computation)
+                if root is not None:
+                    yield root, inner
+            if opcode == "while" and instruction.operands:
+                yield self._operands(instruction)[0], index
+        else:
+            yield from self._from_operands(instruction, index)
+
+    def _from_operands(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
+        opcode, operands = instruction.opcode, self._operands(instruction)
+        if opcode == "get-tuple-element":
+            yield from ((operand, (instruction.tuple_index, *index)) for operand in operands)
+        elif opcode in ("async-done", "async-update"):
+            yield from ((operand, (1, *index)) for operand in operands[:1])
+        elif opcode in ("opt-barrier", "optimization-barrier", "domain"):
+            yield from ((operand, index) for operand in operands[:1])
+        elif index and index[0] < len(operands) and (opcode in ("tuple", "sort") or is_collective(opcode)):
+            yield operands[index[0]], index[1:] if opcode == "tuple" else ()
+        else:
+            skipped = 1 if opcode == "select" else 0
+            yield from ((operand, ()) for operand in operands[skipped:])
+
+    def _passed(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
+        """What is passed for a computation's parameter; nothing for the entry's."""
+        for caller in self.flow.callers.get(parameter.computation, ()):
+            operands = self._operands(caller)
+            if caller.opcode == "while":
+                yield from ((operand, index) for operand in operands[:1])
+                root = self.module.root(caller.called[0])
+                if root is not None and parameter.computation == caller.called[0]:
+                    yield root, index
+            elif caller.opcode == "conditional":
+                at = caller.called.index(parameter.computation) + 1
+                yield from ((operand, index) for operand in operands[at:at + 1])
+            else:
+                yield from ((operand, index) for operand in operands[parameter.parameter:parameter.parameter + 1])
+
+    def _operands(self, instruction: Instruction) -> list[Instruction]:
+        known = self.module.instructions
+        return [known[id] for id in instruction.operands if id in known]
+
+    # ---- from an argument on -----------------------------------------------------------------------------------
+
+    def reads(self, number: int) -> Reads:
+        """What reads the entry parameter of a number."""
+        entry = self.module.computations.get(self.module.entry)
+        first = self.module.instructions.get(entry.parameters.get(number, -1)) if entry else None
+        phases, products, unnamed, random = set(), False, False, False
+        pending, seen = [(first, ())] if first is not None else [], set()
+        while pending and len(seen) < _MOST:
+            instruction, index = pending.pop()
+            if (instruction.id, index) in seen:
+                continue
+            seen.add((instruction.id, index))
+            for user in self.flow.users.get(instruction.id, ()):
+                onward = list(self._onward(instruction, index, user))
+                pending += onward
+                name = self.module.metadata(user).op_name
+                if user.opcode in _HANDING:
+                    continue
+                random |= user.opcode == "rng-bit-generator" or any(word in name for word in _RANDOM)
+                products |= user.opcode in _PRODUCTS
+                unnamed |= user.opcode in _PRODUCTS and not name
+                phases.add(scopes.parse(name).phase)
+            pending += self._returned(instruction, index)
+        return Reads(frozenset(phases), products, unnamed, random)
+
+    def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
+        """Where a value goes on through one of its readers."""
+        if user.opcode == "get-tuple-element":
+            if index[:1] == (user.tuple_index,):
+                yield user, index[1:]
+        elif user.opcode == "tuple":
+            yield from ((user, (i, *index)) for i, operand in enumerate(user.operands) if operand == instruction.id)
+        elif user.opcode == "while":
+            yield user, index
+            yield from self._inner(user.called[:1], 0, index)
+        elif user.opcode in ("fusion", "call", "async-start"):
+            for at, operand in enumerate(user.operands):
+                if operand == instruction.id:
+                    yield from self._inner(user.called[:1], at, index)
+        elif user.opcode == "conditional":
+            for at, operand in enumerate(user.operands):
+                if operand == instruction.id and at:
+                    yield from self._inner(user.called[at - 1:at], 0, index)
+        elif user.opcode in _HANDING or user.opcode in _CASTING:
+            yield user, index if "barrier" in user.opcode else ()
+
+    def _inner(self, computations: list[int], number: int, index: Index) -> Iterator[tuple[Instruction, Index]]:
+        for id in computations:
+            found = self.module.computations.get(id)
+            inner = self.module.instructions.get(found.parameters.get(number, -1)) if found else None
+            if inner is not None:
+                yield inner, index
+
+    def _returned(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
+        """The calls whose result a value is."""
+        computation = self.module.computations.get(instruction.computation)
+        if computation is not None and computation.root == instruction.id:
+            yield from ((caller, index) for caller in self.flow.callers.get(computation.id, ())
+                        if caller.opcode in _HANDING)
