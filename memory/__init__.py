@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from bytescope.memory.tables.devices import live, target, targets
     from bytescope.memory.tables.difference import Difference, diff
     from bytescope.memory.tables.table import Table
+else:  # with it, no type checker would find a misspelt name
+    def __getattr__(name: str) -> Any:
+        """A public name at its first use (PEP 562)."""
+        package = sys.modules[__name__]
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=package)
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        setattr(package, name, value)
+        return value
 
 # Public name -> the module of this package that it comes from.
 _HOMES = {
@@ -59,16 +68,6 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
-
-
-def __getattr__(name: str) -> Any:
-    """A public name at its first use (PEP 562)."""
-    package = sys.modules[__name__]
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=package)
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    setattr(package, name, value)
-    return value
 
 
 def __dir__() -> list[str]:

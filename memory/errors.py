@@ -52,7 +52,10 @@ def _called_from(error: BaseException) -> list[str]:
     first = next((at for at, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(own)), 0)
     if not first or not frames[first - 1].line:
         return []
-    return [f"  line {frames[first - 1].lineno}: {frames[first - 1].line}"]
+    caller = frames[first - 1]
+    where = f"{os.path.basename(caller.filename)}:{caller.lineno}"
+    # A cell of a notebook is no file; the last line that was run is seen right above.
+    return [f"  {where if os.path.isfile(caller.filename) else f'line {caller.lineno}'}: {caller.line}"]
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:

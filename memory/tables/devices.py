@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.devices import live as live_memory
 from bytescope.memory.devices import targets as target_names
 from bytescope.memory.devices.chips import CHIPS, lacks
+from bytescope.memory.errors import ReportError
 from bytescope.memory.tables.table import Column, Table
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def target(name: str) -> Target:
 
     Raises ReportError for an unknown name, with the nearest one, and for a shape that does not exist.
     """
+    if not isinstance(name, str):
+        raise ReportError(f"target {name!r:.60}: give a name such as \"h200:8\"; memory.targets() lists them")
     return target_names.parse(name)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bytescope import memory
 from bytescope.memory.errors import MOST_NEAR, ReportError, did_you_mean, exit_code_of, in_one_line, nearest, remedy_for
 
 pytestmark = pytest.mark.quick
@@ -48,3 +49,12 @@ def test_errors_are_one_line_as_they_are(text, shown):
 def test_what_users_can_mend_is_told(error, code, text, capsys):
     assert exit_code_of(error) == code
     assert capsys.readouterr() == ("", text)
+
+
+def test_a_notebook_shows_the_message_and_the_line_that_led_to_it():
+    with pytest.raises(ReportError) as caught:
+        memory.load("no/such/report.json")
+    shown = caught.value._render_traceback_()
+    assert shown[0].endswith(": cannot read no/such/report.json: No such file or directory") and len(shown) == 2
+    assert shown[1].startswith("  test_errors.py:") and shown[1].endswith(': memory.load("no/such/report.json")')
+    assert len(ReportError("made by hand")._render_traceback_()) == 1

@@ -48,6 +48,7 @@ def test_every_public_name_is_what_type_checkers_are_told():
     told, = (node for node in tree.body if isinstance(node, ast.If))
     found = {alias.name: node.module.removeprefix("bytescope.memory.") for node in told.body for alias in node.names}
     assert found == memory._HOMES
+    assert [node.name for node in told.orelse] == ["__getattr__"]  # hidden from them, so that a misspelt name is found
     assert sorted(found) == memory.__all__
     for name in memory.__all__:
         assert getattr(memory, name).__doc__, name

@@ -100,6 +100,8 @@ def test_a_target_has_a_mesh(devices):
         target.mesh(data=3)
     with pytest.raises(memory.ReportError, match="did you mean h200"):
         memory.target("h20")
+    with pytest.raises(memory.ReportError, match="target 8: give a name"):
+        memory.target(8)
 
 
 def test_live_memory_of_the_simulated_devices_is_one_row(devices):
