@@ -137,6 +137,7 @@ def test_the_piece_for_a_notebook_says_the_same(report):
     piece = Page(report._repr_html_())
     text = " ".join(piece.words)
     assert "jit_train_step" in text and "✓ fits" in text and "the logits are alive" in text
+    assert report.findings[0].flags and report.findings[0].flags in text
     for size in (report.peak_bytes, report.allocated_bytes, report.limit_bytes,
                  *filter(None, report.breakdown.values())):
         assert human(size) in text

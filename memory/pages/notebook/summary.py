@@ -9,7 +9,7 @@ from bytescope.memory.pages.elements import Figure, parts, where
 from bytescope.memory.pages.notebook import piece
 from bytescope.memory.pages.notebook.timeline import BAND, HIGH, WIDE, timeline
 from bytescope.memory.pages.report import figures, verdict
-from bytescope.memory.records import METHODS, Report
+from bytescope.memory.records import METHODS, Finding, Report
 from bytescope.memory.text.buffers import array_type, largest, line, of_all, what
 from bytescope.memory.text.report import versions_text
 from bytescope.memory.units import human
@@ -29,9 +29,13 @@ def render(report: Report) -> str:
         versions=cut(versions_text(report.versions)), verdict=verdict(report), figures=_figures(report),
         breakdown=parts(report.breakdown, report.allocated_bytes), timeline=timeline(report), box=(WIDE, HIGH, BAND),
         peak=human(report.peak_bytes), limit=human(report.limit_bytes), heads=HEADS, cells=cells,
-        of_all=of_all(report, found), findings=[(cut(each.message, _SENTENCE), cut(each.remedy, _SENTENCE))
-                                                for each in report.findings[:FINDINGS]],
+        of_all=of_all(report, found), findings=[_finding(each) for each in report.findings[:FINDINGS]],
         findings_left=max(len(report.findings) - FINDINGS, 0), notes=[cut(note, _SENTENCE) for note in notes])
+
+
+def _finding(finding: Finding) -> tuple[str, str, str]:
+    """Message, remedy and the flags to copy."""
+    return tuple(cut(text, _SENTENCE) for text in (finding.message, finding.remedy, finding.flags))
 
 
 def _figures(report: Report) -> list[Figure]:
