@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 # So many near names are shown at most.
 MOST_NEAR = 3
@@ -38,9 +39,10 @@ class ReportError(ValueError):
 
 
 class GuardError(ReportError, AssertionError):
-    """A program needs more memory than its guard allows: pytest shows it as a failed assertion."""
+    """A program needs more memory than its guard allows: pytest shows it as a failed assertion. `report`: of it."""
 
     exit_code = 1
+    report: Any = None
 
 
 def _called_from(error: BaseException) -> list[str]:

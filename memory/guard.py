@@ -4,7 +4,7 @@
         memory.assert_fits(step, state, batch, target="h100:8", donate_argnums=0)       # what the target has
         memory.assert_fits(jax.jit(step).lower(state, batch), "72GiB")                  # or any size
 
-The same as a pytest fixture: memory/pytest_guard.py.
+The same as a fixture of pytest, which finds it by itself: memory/pytest_guard.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
       GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
       ReportError: there is neither a size nor a limit, or the size stands among the arguments of a step.
     """
+    __tracebackhide__ = True  # pytest's: the test is where a reader has to look
     if len(args) == 1 and size is None and not takes_arguments(program):
         (size,), args = args, ()
     if args and _is_size(args[-1]):
@@ -41,8 +42,10 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         raise ReportError("no size to compare with: give one as in assert_fits(program, \"72GiB\"), or a target")
     judged = judge(report, limit)
     if not judged.fits:
-        raise GuardError(f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
-                         f"{human(report.predicted_bytes - limit)} more than {human(limit)}: {_parts(report)}")
+        error = GuardError(f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
+                           f"{human(report.predicted_bytes - limit)} more than {human(limit)}: {_parts(report)}")
+        error.report = judged
+        raise error
     return report
 
 

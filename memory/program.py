@@ -79,8 +79,13 @@ def compilation_of(program: Any) -> Compilation:
 
 def takes_arguments(program: Any) -> bool:
     """Whether a program is a step, which `compiled_for` wants arguments with: no stage of jax, which may be called."""
+    return callable(program) and not is_stage(program)
+
+
+def is_stage(program: Any) -> bool:
+    """Whether a program is a `jax.stages.Traced`, `Lowered` or `Compiled`, or a wrapper of one."""
     stage = getattr(program, "lowered", program)
-    return callable(program) and not (_is_traced(stage) or _is_stage(stage))
+    return _is_traced(stage) or _is_stage(stage)
 
 
 def _dumped(compilation: Compilation, target: Target | None) -> tuple[Compilation, Target | None]:

@@ -108,6 +108,7 @@ def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
+    __tracebackhide__ = True
     return Report.of(guard.assert_fits(program, *args, size=size, **options))
 
 

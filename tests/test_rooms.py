@@ -26,7 +26,7 @@ FLOORS = (
     ("memory.costs",),
     ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
     ("memory.analyze",),
-    ("memory.plan", "memory.guard"),
+    ("memory.plan", "memory.guard", "memory.user_program"),
     ("memory.text",),
     ("memory.pages",),
     ("memory.tables",),

@@ -75,9 +75,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def settle_subject(args: argparse.Namespace) -> None:
     """Merges the config and the target by position with those by flag, into `config` and `target`.
 
+    With a program in the place of a config, what stands first is the target.
+
     Raises:
       ReportError: one of them is given twice.
     """
+    _settle_place(args)
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)
         if by_position is None:
@@ -88,6 +91,21 @@ def settle_subject(args: argparse.Namespace) -> None:
         setattr(args, name, by_position)
     if "target" in args and args.target is None:
         args.target = "local"
+
+
+def _settle_place(args: argparse.Namespace) -> None:
+    """Takes the only argument by position for the target, where --program or --hlo is what a report is of."""
+    from bytescope.memory.devices.targets import names
+
+    flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
+    first = vars(args).get("config_here")
+    if flag is None or first is None:
+        return
+    if vars(args).get("target_here") is not None or first.partition(":")[0].lower() not in names():
+        near = did_you_mean(first, names())
+        raise ReportError(f"{first} is not a target: {near}{' ' if near else ''}With --{flag} only a target may stand "
+                          f"there: give either a config or --{flag}")
+    args.config_here, args.target_here = None, first
 
 
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:

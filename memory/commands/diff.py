@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescope.memory import records
+from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import diff
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", metavar="AFTER.json", help="the report to compare, or a run directory")
     parser.add_argument("--fail-above", metavar="PERCENT", type=_percent, default=None,
                         help="exit with 1 if peak or allocated bytes grew by more than this")
+    parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the difference as a page that opens "
                         "offline: both timelines, and what grew")
 
@@ -51,6 +53,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
         write(args.html, diff_page.render(before, after, _names(args.before, args.after)))
     failed = diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
+    if args.github:
+        github.tell(github.of_difference(before, after, changes, failed, args.fail_above or 0.0))
+        github.add_summary(github.summary_of_difference(before, after, changes, _names(args.before, args.after)))
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import user_program
+from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, NO_CONFIG, add_subject, check_files, user_path, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import Report, Subject
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser)
+    parser.add_argument("--program", metavar="MODULE:FUNCTION", help="report on a step of your own instead of a "
+                        "config: a function of a module, or of path/to/file.py, that returns (step, (state, batch)), "
+                        "with options of jax.jit as a third, or jax.jit(step).trace(...)")
     parser.add_argument("--hlo", metavar="FILE", type=user_path, help="report on any program instead of a "
                         "config: XLA's dump of it, *after_optimizations.hlo.pb, also as .gz, or the dump's "
                         "folder, of which the largest program is taken")
@@ -27,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "by how much the compiler differs (needs a config)")
     parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
                         "evaluation and the final sample, and show their peaks (needs a config)")
+    parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
     parser.add_argument("--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof")
@@ -38,10 +44,18 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     _check(args, overrides)
-    choose_platform()  # before jax is imported
+    platform = choose_platform()  # before jax is imported
     simulate_devices([args.target])
-    target = targets.parse(args.target)
-    report = _of_config(args, overrides, trainer, target) if args.config else _of_file(args, target)
+    if args.program and platform == "cpu" and args.target.partition(":")[0] not in ("local", "cpu"):
+        simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for the mesh that the program makes itself
+    if args.program:
+        report = _of_program(args)
+    else:
+        target = targets.parse(args.target)
+        report = _of_config(args, overrides, trainer, target) if args.config else _of_file(args, target)
+    if args.github:
+        github.tell(github.of_report(report))
+        github.add_summary(github.summary_of_report(report))
     if report.fits is False:
         _advise(report, args, overrides)
         return DOES_NOT_FIT
@@ -52,15 +66,20 @@ def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> No
     """Raises ReportError unless there is either a config, or a program that no flag asks for a config, and the files
     can be written."""
     check_files(args)
-    if args.hlo and args.config:
-        raise ReportError("give either a config or --hlo")
-    if not args.hlo and not args.config:
-        raise ReportError(f"{NO_CONFIG}, or a program as --hlo=FILE")
-    if args.hlo and overrides:
-        raise ReportError(f"--config.{overrides[0][0]} with --hlo: there is no config to change")
+    given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
+    if given and args.config:
+        raise ReportError(f"give either a config or --{given[0]}")
+    if len(given) > 1:
+        raise ReportError("give either --program or --hlo")
+    if not given and not args.config:
+        raise ReportError(f"{NO_CONFIG}, or a program as --program=MODULE:FUNCTION or --hlo=FILE")
+    if given and overrides:
+        raise ReportError(f"--config.{overrides[0][0]} with --{given[0]}: there is no config to change")
     for flag in ("formulas", "run"):
-        if args.hlo and getattr(args, flag):
-            raise ReportError(f"--{flag} with --hlo: it needs a config; give one in the place of --hlo")
+        if given and getattr(args, flag):
+            raise ReportError(f"--{flag} with --{given[0]}: it needs a config; give one in the place of --{given[0]}")
+    if args.program is not None:
+        user_program.split(args.program)
 
 
 def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> Report:
@@ -113,18 +132,47 @@ def _of_file(args: argparse.Namespace, target: Any) -> Report:
     return report
 
 
+def _of_program(args: argparse.Namespace) -> Report:
+    """Reports on a step that a function of the user's makes; the report."""
+    from bytescope.memory.analyze import report_of, with_roofline
+    from bytescope.memory.devices.retarget import traced
+    from bytescope.memory.program import compiled_for, takes_arguments
+
+    found = user_program.load(args.program)
+    options = dict(found.options)
+    own = {key: options.pop(key, None) for key in user_program.OWN_OPTIONS}
+    target = args.target if args.target != "local" else own["target"]
+    try:
+        program, kwargs = found.program, own["kwargs"] or {}
+        if takes_arguments(program) and not (found.args or kwargs):  # what takes none
+            program = traced(program, (), {}, options)
+        compilation, judged = compiled_for(program, found.args, kwargs, target=target, options=options)
+    except ReportError:
+        raise
+    except Exception as error:  # of the step itself, which is traced here for the first time
+        raise ReportError(f"{found.name}: the step cannot be compiled: {user_program.told(error)}") from error
+    report = with_roofline(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
+                                     names=own["names"] or ()))
+    _show(report)
+    _write(args, report, compilation.proto, {})
+    return report
+
+
 def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
     """Prints by how much a program exceeds the target, the levers that its config has left, and the `fit` to copy."""
     from rich.console import Group
     from rich.text import Text
 
     from bytescope.memory.findings import advice
+    from bytescope.memory.findings.post_mortem import ways_out
     from bytescope.memory.text.console import put
     from bytescope.memory.text.layout import Command, Prose
     from bytescope.memory.units import human
 
     missing = human(report.predicted_bytes - (report.limit_bytes or 0))
     parts: list[Any] = [Text(), Prose(f"does not fit: {missing} too much", "bold red")]
+    if args.program:
+        parts += [Prose(f"{human(way.bytes)}  {way.words}", indent=2) for way in ways_out(report)]
     if args.config:
         parts += map(Prose, advice.lines(report, advice.open_levers(report), []))
         if command := advice.fit_command(args.config, args.target, overrides, report):

@@ -12,7 +12,7 @@ from typing import Any
 from bytescope.memory.pages.elements import Cell, Figure, Table, exact, row_name, size, subject, table
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report import flatten
-from bytescope.memory.plan.diff import Change, diff
+from bytescope.memory.plan.diff import Change, diff, warnings
 from bytescope.memory.records import STEP_PHASES, Report, TimelinePoint
 from bytescope.memory.units import column_unit, human
 
@@ -34,7 +34,7 @@ def render(before: Report, after: Report, names: tuple[str, str] = ("before", "a
     return page(
         "diff", f"{names[0]} and {names[1]} · difference", page_data(before, after, names), names=names,
         where=_both(subject(before), subject(after)), figures=_figures(before, after), versions="",
-        warnings=_warnings(before, after), programs=_programs(before, after, names),
+        warnings=warnings(before, after), programs=_programs(before, after, names),
         same=not _config(before, after), changes=_changes(parts[:MAX_CHANGES]),
         left=max(len(parts) - MAX_CHANGES, 0), phases=STEP_PHASES, notes=NOTES)
 
@@ -103,24 +103,6 @@ def _growth(before: int, after: int) -> str:
         return "unchanged"
     share = f" ({100 * change / before:+.1f} %)" if before else ""
     return f"{'+' if change > 0 else '-'}{human(abs(change))}{share}"
-
-
-def _warnings(before: Report, after: Report) -> list[str]:
-    """What makes the two programs hard to compare, a sentence each."""
-    found = []
-    targets = [str(report.target.get("name") or "no target") for report in (before, after)]
-    if targets[0] != targets[1]:
-        found.append(f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
-                     "kernels are part of this difference.")
-    jax = [str(report.versions.get("jax") or "an unknown version") for report in (before, after)]
-    if jax[0] != jax[1]:
-        found.append(f"Compiled by different versions of jax, {jax[0]} and {jax[1]}: the compiler is part of this "
-                     "difference.")
-    methods = {report.method for report in (before, after)}
-    if len(methods) > 1:
-        found.append("One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
-                     "differ by some per cent for the same program.")
-    return found
 
 
 # What names a program: the name of the row, and what it says of a report.

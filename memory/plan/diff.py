@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from bytescope.memory.records import ROWS, Report
+from bytescope.memory.records import ROWS, Buffer, Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,39 @@ def version_changes(before: Report, after: Report) -> tuple[tuple[str, str, str]
     return tuple(pair for pair in pairs if pair[1] != pair[2])
 
 
+def warnings(before: Report, after: Report) -> tuple[str, ...]:
+    """What makes two programs hard to compare, a sentence each: other targets, other versions of jax, other methods."""
+    found = []
+    targets = [str(report.target.get("name") or "no target") for report in (before, after)]
+    if targets[0] != targets[1]:
+        found.append(f"Compiled for different targets, {targets[0]} and {targets[1]}: other compilers and other "
+                     "kernels are part of this difference.")
+    for package in ("jax", "jaxlib"):
+        versions = [str(report.versions.get(package) or "an unknown version") for report in (before, after)]
+        if versions[0] != versions[1]:
+            found.append(f"Compiled by different versions of {package}, {versions[0]} and {versions[1]}: the compiler "
+                         "is part of this difference.")
+            break
+    if before.method != after.method:
+        found.append("One peak is of the compiler's own heap trace, the other is derived from the schedule: they may "
+                     "differ by some per cent for the same program.")
+    return tuple(found)
+
+
+def grown_buffers(changes: Iterable[Change]) -> list[Change]:
+    """The buffers at the peak that grew, the one that grew most first."""
+    return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
+
+
+def sources(report: Report) -> dict[str, str]:
+    """Name of a buffer's change -> "file.py:line" that makes the largest buffer of that name at the peak."""
+    found: dict[str, str] = {}
+    for b in report.alive_at(report.peak_index):  # the largest first
+        if b.source:
+            found.setdefault(_identity(b), b.source)
+    return found
+
+
 def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int],
              names: Iterable[str] = ()) -> list[Change]:
     keys = dict.fromkeys((*names, *before, *after))
@@ -77,11 +110,15 @@ def _by_identity(report: Report) -> dict[str, int]:
     """Bytes at the peak by what a buffer is."""
     out: dict[str, int] = {}
     for b in report.alive_at(report.peak_index):
-        if b.phase == "argument":
-            words = (b.category, b.name)
-        else:
-            what = b.checkpoint_name or b.op_name.rsplit("/", 1)[-1] or b.name
-            words = (b.category, b.phase, b.module, what)
-        key = f"{'/'.join(filter(None, words))} {b.dtype}{list(b.shape)}"
-        out[key] = out.get(key, 0) + b.bytes
+        out[_identity(b)] = out.get(_identity(b), 0) + b.bytes
     return out
+
+
+def _identity(b: Buffer) -> str:
+    """What a buffer is, in words that stay from one compile to the next."""
+    if b.phase == "argument":
+        words = (b.category, b.name)
+    else:
+        what = b.checkpoint_name or b.op_name.rsplit("/", 1)[-1] or b.name
+        words = (b.category, b.phase, b.module, what)
+    return f"{'/'.join(filter(None, words))} {b.dtype}{list(b.shape)}"

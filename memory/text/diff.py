@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.plan.diff import Change, version_changes
+from bytescope.memory.plan.diff import Change, version_changes, warnings
 from bytescope.memory.records import Report
-from bytescope.memory.text.layout import Items, blocks
+from bytescope.memory.text.layout import Items, Prose, blocks
 from bytescope.memory.text.table import FigureTable, figure, path
 from bytescope.memory.units import human
 
@@ -17,15 +17,17 @@ _SHOWN = 20
 
 
 def render(before: Report, after: Report, changes: Iterable[Change], shown: int = _SHOWN) -> RenderableType:
-    """The tables: totals, changed categories and residuals, and the `shown` buffers that changed most; then
-    versions."""
+    """What makes the two hard to compare; the tables: totals, changed categories and residuals, and the `shown` buffers
+    that changed most; then versions."""
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
     more = len(buffers) - shown
+    told = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
     rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
     return blocks(
-        _table("", sizes), Group(_table("buffers that changed most", buffers[:shown]), *rest) if buffers else None,
+        Group(*told) if told else None, _table("", sizes),
+        Group(_table("buffers that changed most", buffers[:shown]), *rest) if buffers else None,
         Items(versions, style="dim", separator=";", gap=1) if versions else None) or Text("nothing to compare")
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from bytescope.memory.text import report as report_text
 from bytescope.memory.units import parse_bytes
 from bytescope.train.planning.adapter import Adapter
 from support import programs
+from support.oracles import require
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,70 @@ def test_report_of_a_proto(step, capsys, tmp_path):
     assert written["breakdown"] == report.to_json()["breakdown"]
     assert written["fits"] is True and written["verdict"] == "fits" and written["limit_bytes"] > 0
     assert "<html" in page.read_text() and (folder / "m.hlo_proto.pb").read_bytes() == proto.read_bytes()
+
+
+STEPS = """
+import jax, jax.numpy as jnp
+
+def step(state, batch, *, scale):
+    loss, grad = jax.value_and_grad(lambda w: jnp.tanh(batch @ w).sum() * scale)(state["w"])
+    return {"w": state["w"] - grad}, loss
+
+def program():
+    return step, (shapes(64), jnp.ones((8, 64))), {"donate_argnums": 0, "kwargs": {"scale": 2.0},
+                                                   "roles": [("state", "optimizer")]}
+
+def mistaken():
+    return step, (shapes(63), jnp.ones((8, 64))), {"kwargs": {"scale": 2.0}}
+
+def bare():
+    return jax.jit(lambda: jnp.arange(8.0)), ()
+
+def described():
+    return jax.jit(step, donate_argnums=0).trace(shapes(256), jnp.ones((8, 256)), scale=1.0)
+
+def shapes(width):
+    return {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}
+"""
+
+
+@pytest.fixture
+def their_folder(tmp_path, monkeypatch):
+    """A folder with somebody's module, which is where the command runs."""
+    (tmp_path / "their_steps.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    yield tmp_path
+    sys.modules.pop("their_steps", None)
+
+
+def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
+    code, out, err = run(capsys, "report", "--program=their_steps:program", "--json=r.json", "--html=r.html",
+                         "--export=x", "--github")
+    assert (code, err) == (0, "") and out.startswith("jit_step on local (cpu)") and "FITS" in out
+    report = memory.load("r.json")
+    assert report.breakdown["optimizer"] >= 4 * 64 * 64 and report.xla.alias_bytes == 4 * 64 * 64, "roles, donation"
+    assert report.roofline["total"] > 0 and report.fits
+    assert "<html" in Path("r.html").read_text() and Path("x", "m.hlo_proto.pb").stat().st_size
+    assert "### Device memory: jit_step on local" in Path("summary.md").read_text()
+    code, out, err = run(capsys, "report", "--program=their_steps.py:bare")
+    assert (code, err) == (0, "") and "outputs" in out
+    code, out, err = run(capsys, "report", "--program=their_steps:mistaken")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "their_steps:mistaken: the step cannot be compiled: TypeError: dot_general" in err
+    assert "(their_steps.py:5)" in err
+
+
+def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
+    require("cuda")
+    code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
+    assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
+    ways = out[out.index("does not fit: "):]
+    assert "make the batch smaller" in ways
+    assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
+    assert memory.load("r.json").target["name"] == "h100"
 
 
 def test_report_of_a_config(capsys, tmp_path):
