@@ -32,7 +32,8 @@ FLOORS = (
     ("memory.tables",),
     ("memory.report",),
     ("memory.execution",),
-    ("memory.pytest_guard", "memory"),
+    ("memory",),
+    ("memory.pytest_guard",),
     ("memory.commands",),
     ("memory.__main__",),
 )

@@ -85,12 +85,12 @@ def _failure(found: PostMortem) -> dict[str, Any]:
         ("no arguments of the step", "num", lambda group: f"{group.others:,}" if group.others else ""),
         ("their bytes", "num", lambda group: size(group.other_bytes) if group.others else ""),
     )
-    allocator = [(name.replace("_", " "), human(value) if "bytes" in name or "size" in name else f"{value:,}")
+    allocator = [f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
                  for name, value in found.allocator.items()]
     return {"title": f"{found.step} ran out of memory at call {found.call:,}", "error": found.error,
             "sum": sum_of(found), "ways": found.ways_out, "held": table(columns, found.held[:MAX_BARS]),
             "left": max(len(found.held) - MAX_BARS, 0),
-            "allocator": _section(f"The allocator of {found.device or 'the device'}", allocator)}
+            "allocator": " · ".join(allocator)}
 
 
 def verdict(report: Report) -> dict[str, str]:

@@ -85,8 +85,10 @@ def _ways(found: PostMortem) -> RenderableType | None:
     ways = found.ways_out
     if not ways:
         return None
+    missing = found.needed_bytes - (found.limit_bytes or 0)
     lines: list[RenderableType] = [Text("the cheapest ways out, with the most that each can free", style="bold")]
     for number, way in enumerate(ways, 1):
+        enough = ", may be enough" if found.report and way.bytes >= missing > 0 else ""
         words = ": ".join(filter(None, (safe(way.flags), shorten(one_line(way.words[:2 * _WAY]), _WAY))))
-        lines.append(Prose(Text.assemble(f"{number}. ", (human(way.bytes), "bold"), f"  {words}")))
+        lines.append(Prose(Text.assemble(f"{number}. ", (human(way.bytes), "bold"), f"{enough}  {words}")))
     return Group(*lines)
