@@ -12,14 +12,14 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.costs import flops
 from bytescope.memory.errors import ReportError
 
 # Calls that are no more than their body.
-_INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call"))
 # The name of the block's input, which its loop hands on: it is kept whatever a policy says.
 CARRY = "block_in"
 # The most results of one equation whose FLOPs are counted apart, by looking at each set of them.
@@ -97,7 +97,7 @@ def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[
     Raises ReportError where no loop names a tensor.
     """
     loop = _loop(jaxpr)
-    body, carried = loop.params["jaxpr"].jaxpr, _carried(loop)
+    body, carried = loop.params["jaxpr"].jaxpr, carried_count(loop)
     numbers: dict[Any, int] = {}
     made = list(_flat(body.eqns))
     for _, outs, _ in made:
@@ -107,16 +107,17 @@ def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[
     for equation, outs, ins in made:
         name = equation.params["name"] if equation.primitive.name == "name" else ""
         near = parts(name) if name else near
-        steps.append(_step(equation, outs, ins, name, numbers, near))
+        operands = {numbers[v] for v in ins if v in numbers}
+        steps.append(step_of(equation, [numbers[v] for v in outs], operands, name, near))
     alias = _aliases(body, made)
     stacked = {alias.get(variable, variable) for variable in body.outvars[carried:] if not hasattr(variable, "val")}
     kept = [variable for variable in stacked if variable in numbers]
     # Before what it stacks a loop is given constants, then what it carries.
-    first = _alike(loop.invars, body.invars) - carried
-    carry = max((variable.aval for variable in body.invars[first:first + carried]), key=_size)
+    first = alike(loop.invars, body.invars) - carried
+    carry = max((variable.aval for variable in body.invars[first:first + carried]), key=size_of)
     share = parts(CARRY)
     return Block(loop.params["length"], tuple(steps), tuple(sorted(numbers[variable] for variable in kept)),
-                 _size(carry) // share, sum(_size(variable.aval) for variable in kept) // share, dict(bound or {}))
+                 size_of(carry) // share, sum(size_of(variable.aval) for variable in kept) // share, dict(bound or {}))
 
 
 def _loop(jaxpr: Any) -> Any:
@@ -124,15 +125,15 @@ def _loop(jaxpr: Any) -> Any:
     found = [equation for equation in _scans(jaxpr.jaxpr) if _names(equation)]
     if not found:
         raise ReportError("no loop over layers names a tensor: set model.scan=true")
-    return max(found, key=lambda equation: sum(_size(v.aval) for v in equation.outvars[_carried(equation):]))
+    return max(found, key=lambda equation: sum(size_of(v.aval) for v in equation.outvars[carried_count(equation):]))
 
 
-def _carried(loop: Any) -> int:
+def carried_count(loop: Any) -> int:
     """How many values a loop carries from one turn to the next: jax's own parameter for it changes between versions."""
-    return _alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
+    return alike(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
 
 
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """How many values have the same shape outside of a loop and in its body; what it stacks has one dimension more."""
     return sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(outside, inside))
 
@@ -141,7 +142,7 @@ def _scans(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             yield equation
-        elif equation.primitive.name in _INLINED:
+        elif equation.primitive.name in INLINED:
             yield from _scans(equation.params.get("jaxpr", equation.params.get("call_jaxpr")).jaxpr)
 
 
@@ -161,7 +162,7 @@ def _flat(equations: Sequence[Any], inside: Mapping[Any, Any] | None = None) -> 
     for equation in equations:
         ins = [outer(v) for v in equation.invars if not hasattr(v, "val")]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _INLINED and any(e.primitive.name == "name" for e, _, _ in
+        if equation.primitive.name in INLINED and any(e.primitive.name == "name" for e, _, _ in
                                                        _flat(inner.jaxpr.eqns)):
             body = inner.jaxpr
             passed = {own: outer(given) for own, given in zip(body.invars, equation.invars)
@@ -180,20 +181,21 @@ def _aliases(body: Any, made: Sequence[tuple[Any, list, list]]) -> dict[Any, Any
     out: dict[Any, Any] = {}
     for equation in body.eqns:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _INLINED and equation.outvars and equation.outvars[0] not in own:
+        if equation.primitive.name in INLINED and equation.outvars and equation.outvars[0] not in own:
             out |= {given: inside for given, inside in zip(equation.outvars, inner.jaxpr.outvars)
                     if not hasattr(inside, "val")}
     return out
 
 
-def _step(equation: Any, outs: Sequence[Any], ins: Sequence[Any], name: str, numbers: Mapping[Any, int],
-          near: int) -> Step:
+def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int) -> Step:
+    """The step of an equation, its results and operands given as numbers; `parts`: devices that its results are sharded
+    over."""
     counted = flops.of_equation(equation)
     every = counted.total
     each, shared = _by_result(equation, every)
     dtype = max(counted.by, key=counted.by.get)[1] if every else ""
-    return Step(tuple(numbers[v] for v in outs), tuple(sorted({numbers[v] for v in ins if v in numbers})), name,
-                each, every, dtype, tuple(_size(v.aval) // near for v in outs), shared)
+    return Step(tuple(outs), tuple(sorted(ins)), name, each, every, dtype,
+                tuple(size_of(v.aval) // parts for v in equation.outvars), shared)
 
 
 def _by_result(equation: Any, every: int) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], int], ...]]:
@@ -235,6 +237,6 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _size(aval: Any) -> int:
+def size_of(aval: Any) -> int:
     """Bytes of an array, over all devices."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)

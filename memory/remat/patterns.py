@@ -186,7 +186,10 @@ def _bound_makers(block: Block) -> dict[tuple[int, ...], str]:
 
 def _kept_bytes(block: Block) -> dict[str, int]:
     """Bytes on one device of keeping each name, with the other results of a bound name's kernel."""
-    out = {step.name: step.bytes[0] for step in block.steps if step.name}
+    out: dict[str, int] = {}
+    for step in block.steps:
+        if step.name:
+            out[step.name] = out.get(step.name, 0) + sum(step.bytes)
     for outs, name in _bound_makers(block).items():
         maker = next(step for step in block.steps if step.outs == outs)
         tag = next(step for step in block.steps if step.name == name)
