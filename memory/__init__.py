@@ -11,7 +11,8 @@ its first use, and none of them brings jax or what draws before it needs them.
 Rooms, each importing only the ones before it: hlo (protos to records), formulas (published arithmetic), devices (what a
 program is compiled for), attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the
 least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text, pages, tables
-(what users hold besides the report), report (the object that they hold), execution (steps that run), commands.
+(what users hold besides the report), report (the object that they hold), execution (steps that run),
+remat_plan (the remat policy of any model), commands.
 Start at `analyze.py`: a program in, a `records.Report` out.
 """
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from bytescope.memory.execution.watched import Watched, watch
     from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records import Buffer, Finding, LedgerRow, TimelinePoint, XlaStats
+    from bytescope.memory.remat.recognition import RematPolicy
+    from bytescope.memory.remat_plan.plan import RematPlan, plan_remat
     from bytescope.memory.report import Report, analyze, assert_fits, load
     from bytescope.memory.tables.devices import live, target, targets
     from bytescope.memory.tables.difference import Difference, diff
@@ -49,7 +52,8 @@ _HOMES = {
     **dict.fromkeys(("Difference", "diff"), "tables.difference"),
     **dict.fromkeys(("Executable", "compile"), "execution.executable"),
     **dict.fromkeys(("Watched", "watch"), "execution.watched"),
-    "Table": "tables.table",
+    **dict.fromkeys(("RematPlan", "plan_remat"), "remat_plan.plan"),
+    "RematPolicy": "remat.recognition", "Table": "tables.table",
     "Target": "devices.targets", "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
     **dict.fromkeys(("Buffer", "Finding", "LedgerRow", "TimelinePoint", "XlaStats"), "records"),
@@ -57,8 +61,9 @@ _HOMES = {
 }
 
 __all__ = ["Buffer", "Collective", "Communication", "Difference", "Executable", "Finding", "GuardError", "LedgerRow",
-           "LiveMemory", "Report", "ReportError", "Table", "Target", "TimelinePoint", "Watched", "XlaStats", "ZeroRow",
-           "analyze", "assert_fits", "compile", "diff", "live", "load", "target", "targets", "watch"]
+           "LiveMemory", "RematPlan", "RematPolicy", "Report", "ReportError", "Table", "Target", "TimelinePoint",
+           "Watched", "XlaStats", "ZeroRow", "analyze", "assert_fits", "compile", "diff", "live", "load", "plan_remat",
+           "target", "targets", "watch"]
 
 
 class _Package(ModuleType):

@@ -31,7 +31,7 @@ FLOORS = (
     ("memory.pages",),
     ("memory.tables",),
     ("memory.report",),
-    ("memory.execution",),
+    ("memory.execution", "memory.remat_plan"),
     ("memory",),
     ("memory.pytest_guard",),
     ("memory.commands",),

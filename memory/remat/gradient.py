@@ -1,0 +1,129 @@
+"""Anyone's loss as a training step whose layers' policy can be changed: traced once, differentiated anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.remat.layers import Layer, with_policy
+from bytescope.memory.remat.recognition import type_of
+
+_CALLED = "plan_remat(loss, (params, batch), ...)"
+
+
+class Loss:
+    """A loss of (params, ...) as a jaxpr, in which the policies of layers can be changed.
+
+    Attributes:
+        args, kwargs: what it was traced with. jaxpr: its ClosedJaxpr. tree: the structure of its result.
+
+    Raises ReportError for what is not a loss.
+    """
+
+    def __init__(self, loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
+        import jax
+
+        if not callable(loss):
+            raise ReportError(f"a {type(loss).__name__} is not a loss: {_CALLED}")
+        if not isinstance(args, tuple | list) or not args:
+            raise ReportError(f"arguments of a loss are a tuple that begins with what is differentiated: {_CALLED}")
+        _check_leaves(args)
+        traced = (loss if hasattr(loss, "trace") else jax.jit(loss)).trace(*args, **kwargs)
+        self.args, self.kwargs, self.jaxpr = tuple(args), dict(kwargs), traced.jaxpr
+        self.tree = jax.tree.structure(traced.out_info)
+        avals = self.jaxpr.out_avals
+        if not avals or avals[0].shape or (len(avals) > 1 and not self.has_aux):
+            raise ReportError("a loss returns a scalar, or (scalar, anything): this one returns "
+                              f"{', '.join(map(type_of, avals[:4])) or 'nothing'}")
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether it returns a pair."""
+        children = self.tree.children()
+        return len(children) == 2 and children[0].num_leaves == 1
+
+    @property
+    def active(self) -> list[bool]:
+        """Of each leaf of the arguments, whether the loss is differentiated by it."""
+        import jax
+
+        count = jax.tree.structure(self.args[0]).num_leaves
+        return [number < count for number in range(len(self.jaxpr.in_avals))]
+
+    @property
+    def devices(self) -> int:
+        """Over how many devices its arguments are sharded."""
+        import jax
+
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((self.args, self.kwargs))]
+        return max((len(sharding.device_set) for sharding in shardings if sharding is not None), default=1)
+
+    def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
+        """The loss as a function, its layers under a policy."""
+        import jax
+        from jax.extend import core
+
+        changed = with_policy(self.jaxpr, layers, policy)
+
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            flat = core.jaxpr_as_fun(changed)(*jax.tree.leaves((args, kwargs)))
+            return jax.tree.unflatten(self.tree, flat)
+
+        return loss
+
+    def step(self, layers: Sequence[Layer], policy: Any, optimizer: Any = None) -> Any:
+        """The `jax.stages.Traced` of the loss and its gradient by the first argument, or with an optimizer (`init`,
+        `update`) of a whole update that is given its params and state to reuse."""
+        import jax
+
+        gradient, params = jax.value_and_grad(self.under(layers, policy), has_aux=self.has_aux), self.args[0]
+
+        def differentiate(params: Any, *rest: Any, **kwargs: Any) -> Any:
+            value, grads = gradient(params, *rest, **kwargs)
+            return value, jax.tree.map(_placed_as, grads, self.args[0])
+
+        def step(params: Any, opt_state: Any, *rest: Any, **kwargs: Any) -> Any:
+            value, grads = differentiate(params, *rest, **kwargs)
+            with jax.named_scope("optimizer"):
+                updates, opt_state = optimizer.update(grads, opt_state, params)
+                params = jax.tree.map(lambda own, update: (own + update).astype(own.dtype), params, updates)
+            return params, opt_state, value
+
+        if optimizer is None:
+            return jax.jit(differentiate).trace(*self.args, **self.kwargs)
+        state = _state_of(optimizer, params)
+        return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, *self.args[1:], **self.kwargs)
+
+
+def _check_leaves(args: Sequence[Any]) -> None:
+    import jax
+
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
+        if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+            raise ReportError(f"args{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: give arrays, and close "
+                              "the loss over the rest (equinox.partition, flax.nnx.split)")
+
+
+def _placed_as(gradient: Any, param: Any) -> Any:
+    """A gradient sharded as its parameter."""
+    import jax
+
+    sharding = getattr(param, "sharding", None)
+    given = isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.device_set) > 1
+    return jax.lax.with_sharding_constraint(gradient, sharding) if given else gradient
+
+
+def _state_of(optimizer: Any, params: Any) -> Any:
+    """The optimizer's state as ShapeDtypeStructs; what has the shape of a parameter is sharded as it."""
+    import jax
+
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise ReportError(f"optimizer={optimizer!r:.60}: give one with init and update, such as optax.adamw(1e-3)")
+    like = {tuple(leaf.shape): leaf.sharding for leaf in jax.tree.leaves(params)
+            if getattr(leaf, "sharding", None) is not None}
+
+    def placed(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.get(tuple(leaf.shape)))
+
+    return jax.tree.map(placed, jax.eval_shape(optimizer.init, params))

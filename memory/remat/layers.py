@@ -1,0 +1,237 @@
+"""The layers of anyone's loss: which equation of its jaxpr they are, how often they run, and a policy put into them.
+
+A layer is what `jax.checkpoint` is around. Where a loss has no checkpoint it is the body of its largest loop, or a
+jitted function that is called several times; these are put under a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from bytescope.memory.costs import flops
+from bytescope.memory.errors import ReportError
+from bytescope.memory.remat.block_graph import INLINED, alike, carried_count
+
+# Equations whose bodies the compiled gradient does not differentiate: they have rules of their own.
+_OWN_RULE = ("custom_jvp_call", "custom_vjp_call")
+_STOPS = ("stop_gradient",)
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+CHECKPOINT, LOOP, CALL = "checkpoint", "scan", "call"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One kind of layer; all that run the same jaxpr are one kind.
+
+    Fields:
+        body: its ClosedJaxpr. times: how often it runs in one evaluation of the loss.
+        active: of each of its inputs, whether what is differentiated reaches it.
+        mark: tells it from the others. how: CHECKPOINT, or the LOOP or CALL that has none yet.
+        name: of its function. policy: what its checkpoint has now.
+    """
+
+    body: Any
+    times: int
+    active: tuple[bool, ...]
+    mark: str
+    how: str
+    name: str = ""
+    policy: Any = dataclasses.field(default=None, compare=False)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one forward pass through all of them."""
+        return self.times * sum(flops.of_equation(equation).total for equation in self.body.jaxpr.eqns)
+
+
+def layers_of(jaxpr: Any, active: Sequence[bool], only: Collection[str] = ()) -> list[Layer]:
+    """The kinds of layers of a loss, the one with the most FLOPs first.
+
+    Kinds whose checkpoint has another policy than the first one's are left as they are.
+
+    Args:
+        jaxpr: the loss as a ClosedJaxpr. active: of each of its inputs, whether it is differentiated.
+        only: names of functions under `jax.checkpoint`, () for all.
+
+    Raises ReportError where there are none.
+    """
+    finder = _Finder()
+    finder.visit(jaxpr.jaxpr, active, 1)
+    found = finder.layers()
+    if only:
+        names = sorted({layer.name for layer in found})
+        found = [layer for layer in found if layer.name in only]
+        if not found:
+            raise ReportError(f"no layer is named {', '.join(only)}: there are {', '.join(names) or 'none'}")
+    if not found:
+        raise ReportError("no layers found: put jax.checkpoint around the block that repeats, or run the layers in a "
+                          "jax.lax.scan")
+    found.sort(key=lambda layer: -layer.flops)
+    return [layer for layer in found if layer.how == found[0].how and layer.policy is found[0].policy]
+
+
+@dataclasses.dataclass
+class _Finder:
+    """Walks a loss once, and notes what may be a layer with which inputs are active."""
+
+    seen: list[Layer] = dataclasses.field(default_factory=list)
+
+    def layers(self) -> list[Layer]:
+        """Checkpoints; where there are none the largest loop; where there is none calls that repeat."""
+        kinds: dict[tuple[str, str], Layer] = {}
+        for one in self.seen:
+            own = kinds.get((one.how, one.mark))
+            kinds[one.how, one.mark] = one if own is None else dataclasses.replace(
+                own, times=own.times + one.times, active=tuple(a or b for a, b in zip(own.active, one.active)))
+        by_way = {how: [kind for kind in kinds.values() if kind.how == how] for how in (CHECKPOINT, LOOP, CALL)}
+        loops = sorted((kind for kind in by_way[LOOP] if kind.times > 1), key=lambda kind: -kind.flops)[:1]
+        calls = sorted((kind for kind in by_way[CALL] if kind.times > 1), key=lambda kind: -kind.flops)[:1]
+        return by_way[CHECKPOINT] or [kind for kind in loops + calls if kind.flops][:1]
+
+    def visit(self, jaxpr: Any, active: Sequence[bool], times: int) -> list[bool]:
+        """Of each output of a Jaxpr, whether it is active."""
+        env = dict(zip(jaxpr.invars, active))
+
+        def read(atom: Any) -> bool:
+            return not hasattr(atom, "val") and env.get(atom, False)
+
+        for equation in jaxpr.eqns:
+            inside = self._equation(equation, [read(atom) for atom in equation.invars], times)
+            for variable, flag in zip(equation.outvars, inside):
+                env[variable] = flag and _is_float(variable.aval)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: Any, active: list[bool], times: int) -> list[bool]:
+        name = equation.primitive.name
+        every = [any(active)] * len(equation.outvars)
+        if name in _STOPS:
+            return [False] * len(every)
+        if is_checkpoint(equation):
+            self._note(equation, CHECKPOINT, equation.params["jaxpr"], active, times)
+            return every
+        if name == "scan":
+            return self._loop(equation, active, times)
+        body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if name in INLINED and body is not None:
+            self._note(equation, CALL, body, active, times)
+            return self.visit(body.jaxpr, active, times)
+        return every
+
+    def _loop(self, equation: Any, active: list[bool], times: int) -> list[bool]:
+        body, carried = equation.params["jaxpr"], carried_count(equation)
+        first, trips = alike(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
+        while True:  # what a turn makes active is active in the next
+            found = len(self.seen)
+            out = self.visit(body.jaxpr, active, trips)
+            after = [before or flag for before, flag in zip(active[first:], out[:carried])]
+            more = [*active[:first], *after, *active[first + carried:]]
+            if more == active:
+                break
+            active = more
+            del self.seen[found:]
+        if not any(layer.how in (CHECKPOINT, LOOP) for layer in self.seen[found:]):
+            del self.seen[found:]
+            self._note(equation, LOOP, body, active, trips)
+        return out
+
+    def _note(self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int) -> None:
+        closed = _closed(body)
+        self.seen.append(Layer(closed, times, tuple(active), mark(body), how, _name(equation, closed),
+                               equation.params.get("policy")))
+
+
+def is_checkpoint(equation: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint`."""
+    return "prevent_cse" in equation.params and "policy" in equation.params
+
+
+def mark(body: Any) -> str:
+    """What two bodies have in common that compute the same."""
+    return _ADDRESS.sub("", str(getattr(body, "jaxpr", body)))
+
+
+def with_policy(jaxpr: Any, layers: Sequence[Layer], policy: Any) -> Any:
+    """The ClosedJaxpr with a policy for the checkpoints of these layers, and with checkpoints where they have none."""
+    return _Change({layer.mark for layer in layers}, layers[0].how, policy).closed(jaxpr)
+
+
+class _Change:
+    """A jaxpr with the policy of some of its checkpoints changed; what is shared stays shared."""
+
+    def __init__(self, marks: Collection[str], how: str, policy: Any):
+        self._marks, self._how, self._policy = marks, how, policy
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def closed(self, closed: Any) -> Any:
+        """The same of a ClosedJaxpr."""
+        return closed.replace(jaxpr=self.jaxpr(closed.jaxpr))
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """The same of a Jaxpr."""
+        return self._once(jaxpr, lambda: jaxpr.replace(eqns=[self._equation(equation) for equation in jaxpr.eqns]))
+
+    def _once(self, old: Any, make: Callable[[], Any]) -> Any:
+        if id(old) not in self._done:
+            self._done[id(old)] = old, make()  # the old one is kept: its id must not come again
+        return self._done[id(old)][1]
+
+    def _equation(self, equation: Any) -> Any:
+        name, how = equation.primitive.name, self._how
+        if is_checkpoint(equation):
+            if how != CHECKPOINT or mark(equation.params["jaxpr"]) not in self._marks:
+                return equation
+            return equation.replace(params={**equation.params, "policy": self._policy})
+        if name in _OWN_RULE:
+            return equation
+        body = equation.params.get("jaxpr")
+        if (how, name) == (LOOP, "scan") and mark(body) in self._marks:
+            under = self._once(body, lambda: self._checkpoint(body, loop=True))
+            return equation.replace(params={**equation.params, "jaxpr": under})
+        if how == CALL and name in INLINED and body is not None and mark(body) in self._marks:
+            under = self._once(body, lambda: self._checkpoint(body, loop=False))
+            return equation.replace(params={**equation.params, "jaxpr": under})
+        return equation.replace(params={key: self._param(value) for key, value in equation.params.items()})
+
+    def _param(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(self._param, value))
+        if hasattr(value, "jaxpr") and hasattr(value, "consts") and hasattr(value, "replace"):
+            return self.closed(value)
+        return self.jaxpr(value) if hasattr(value, "eqns") else value
+
+    def _checkpoint(self, body: Any, loop: bool) -> Any:
+        """A ClosedJaxpr that is nothing but the body under a checkpoint."""
+        import jax
+        from jax.extend import core
+
+        under = jax.checkpoint(core.jaxpr_as_fun(body), policy=self._policy, prevent_cse=not loop)
+        return jax.make_jaxpr(under)(*specs_of(body.jaxpr))
+
+
+def specs_of(jaxpr: Any) -> list[Any]:
+    """The inputs of a Jaxpr as `jax.ShapeDtypeStruct`s."""
+    import jax
+
+    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype, weak_type=variable.aval.weak_type)
+            for variable in jaxpr.invars]
+
+
+def _closed(body: Any) -> Any:
+    from jax.extend import core
+
+    return body if hasattr(body, "consts") and hasattr(body, "jaxpr") else core.ClosedJaxpr(body, ())
+
+
+def _is_float(aval: Any) -> bool:
+    import jax.numpy as jnp
+
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _name(equation: Any, body: Any) -> str:
+    """The name of the function, as jax keeps it for its error messages."""
+    told = getattr(body.jaxpr.debug_info, "func_name", "") or ""
+    return str(equation.params.get("name") or told)

@@ -1,0 +1,230 @@
+"""Anyone's layers: found in the jaxpr, their values as a graph, and a policy that tells these apart."""
+
+import json
+import pickle
+import random
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bytescope.memory import ReportError
+from bytescope.memory.costs import flops
+from bytescope.memory.remat.gradient import Loss
+from bytescope.memory.remat.layers import layers_of
+from bytescope.memory.remat.patterns import Rates, kept_under
+from bytescope.memory.remat.recognition import RematPolicy, Wanted
+from bytescope.memory.remat.values import values_of
+from support.models import plain as foreign
+
+pytestmark = pytest.mark.quick
+RATES = Rates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)
+
+
+def found(loss, args=None, **options):
+    """(the loss, its layers, their values)."""
+    traced = Loss(loss, args or foreign.arguments(), {})
+    layers = layers_of(traced.jaxpr, traced.active)
+    return traced, layers, values_of(layers, 1, **options)
+
+
+def recomputed(loss, args=None):
+    traced = jax.jit(jax.value_and_grad(loss)).trace(*(args or foreign.arguments()))
+    return flops.count(traced.jaxpr).recomputed
+
+
+def policy_of(values, labels):
+    return RematPolicy(values.wanted(labels))
+
+
+@pytest.mark.parametrize("way", foreign.WAYS)
+def test_layers_are_found_and_any_choice_costs_what_the_graph_says(way):
+    """To the FLOP, in the program with its policies exchanged and in the user's own with the policy given to it."""
+    loss, layers, values = found(foreign.loss_of(way))
+    assert [(layer.times, layer.how) for layer in layers] == [
+        (foreign.LAYERS, {"bare scan": "scan", "bare calls": "call"}.get(way, "checkpoint"))]
+    names = list(values.values)
+    assert sum("dot_general" in name for name in names) + 2 * (way == "named") >= 8
+    chance = random.Random(way)
+    for labels in ([], names, chance.sample(names, 3)):
+        predicted = kept_under(values.block, RATES, "", labels).flops
+        for program in (loss.under(layers, policy_of(values, labels)), foreign.loss_of(way, policy_of(values, labels))):
+            assert recomputed(program) == predicted, labels
+    assert kept_under(values.block, RATES, "", names).flops == 0 < kept_under(values.block, RATES, "", []).flops
+
+
+def test_names_are_known_by_name():
+    _, _, values = found(foreign.loss_of("named"))
+    assert {value.name for value in values.values.values()} >= {"context", "mid"}
+    policy = policy_of(values, ["context", "mid"])
+    assert policy.wanted.names == {"context", "mid"} and not policy.wanted.keys
+    recomputed(foreign.loss_of("named", policy))
+    policy.check()
+
+
+def test_values_tell_their_type_bytes_and_place():
+    _, _, values = found(foreign.loss_of("scan"))
+    query = next(iter(values.values.values()))
+    rows = foreign.BATCH, foreign.LENGTH
+    assert query.type == f"float32[{rows[0]},{rows[1]},{foreign.HEADS},{foreign.HEAD}]"
+    assert query.bytes == foreign.LAYERS * 4 * rows[0] * rows[1] * foreign.WIDTH and query.count == foreign.LAYERS
+    file, line = query.where.rsplit(":", 1)
+    assert file == foreign.__file__ and "einsum" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+def test_equations_with_one_key_are_told_apart_by_their_order():
+    """q, k and v are products of the same shapes: keeping the second of them keeps that one."""
+    _, _, values = found(foreign.loss_of("scan"))
+    same = [value for value in values.values.values() if value.key == next(iter(values.values.values())).key]
+    assert len(same) == 3 and len({value.place for value in same}) == 3
+    kept = []
+
+    def saved(policy):
+        def note(primitive, *avals, **params):
+            keep = policy(primitive, *avals, **params)
+            kept.append((primitive.name, keep))
+            return keep
+        return note
+
+    recomputed(foreign.loss_of("scan", saved(policy_of(values, [same[1].label]))))
+    products = [keep for name, keep in kept if name == "dot_general"]
+    walks = len(products) // 9
+    assert walks >= 2 and products == [False, True, *[False] * 7] * walks  # the first layer's input has no derivative
+
+
+def test_what_a_jitted_function_hides_is_kept_together():
+    """jax remembers its body and asks once for all calls."""
+    def layer(x, w):
+        dense = jax.jit(lambda x, w: jnp.sin(x @ w))
+        return dense(dense(x, w), w)
+
+    def loss(policy=None):
+        run = jax.checkpoint(layer, policy=policy)
+        return lambda w, x: jax.lax.scan(lambda x, own: (run(x, own), None), x, w)[0].sum()
+
+    args = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    _, _, values = found(loss(), args)
+    (value,) = values.values.values()
+    assert value.place == -1 and value.count == 6 and value.bytes == 6 * 4 * 8 * 4
+    assert recomputed(loss(policy_of(values, [])), args) == 3 * 2 * 2 * 4 * 8 * 8
+    assert recomputed(loss(policy_of(values, [value.label])), args) == 0
+
+
+def test_kinds_of_layers_and_those_with_a_policy_of_their_own():
+    """Both kinds under the policy are planned together; a checkpoint that has another one is left as it is."""
+    other = jax.checkpoint_policies.nothing_saveable
+
+    def wide(x, w):
+        return x + jnp.tanh(x @ w) @ w.T
+
+    def narrow(x, w):
+        return jnp.tanh(x @ w[:, :8])
+
+    def loss(policy=None):
+        first, second = (jax.checkpoint(layer, policy=policy) for layer in (wide, lambda x, w: jnp.sin(x @ w @ w.T)))
+
+        def run(w, x):
+            for own in w:
+                x = second(first(x, own), own)
+            return jax.checkpoint(narrow, policy=other)(x, w[0]).sum()
+        return run
+
+    args = [jax.ShapeDtypeStruct((8, 16), jnp.float32)] * 2, jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    traced, layers, values = found(loss(), args)
+    assert [layer.times for layer in layers] == [2, 2] and layers[0].mark != layers[1].mark
+    always = 2 * 4 * 8 * 8
+    for labels in ([], list(values.values), list(values.values)[:1]):
+        predicted = kept_under(values.block, RATES, "", labels).flops + always
+        assert recomputed(loss(policy_of(values, labels)), args) == predicted, labels
+    with pytest.raises(ReportError, match="no layer is named wode: there are .*narrow.*wide"):
+        layers_of(traced.jaxpr, traced.active, ["wode"])
+    assert [layer.name for layer in layers_of(traced.jaxpr, traced.active, ["narrow"])] == ["narrow"]
+
+
+def test_gradients_are_those_without_a_policy():
+    args = foreign.values()
+    _, _, values = found(foreign.loss_of("scan"))
+    policy = policy_of(values, list(values.values)[::2])
+    wanted, got = (jax.jit(jax.value_and_grad(loss))(*args)
+                   for loss in (foreign.loss_of("bare scan"), foreign.loss_of("scan", policy)))
+    assert float(wanted[0]) == float(got[0])
+    for name in wanted[1]:
+        np.testing.assert_allclose(got[1][name], wanted[1][name], rtol=2e-5, atol=1e-7)
+
+
+# ---- a jax that walks otherwise ---------------------------------------------------------------------------------
+
+def test_another_walk_is_told():
+    """A version of jax that asks in another order, or no longer asks about a value, does not pass unseen."""
+    _, _, values = found(foreign.loss_of("scan"))
+    wanted = values.wanted(list(values.values))
+    turned = Wanted(wanted.names, wanted.keys, tuple(keys[::-1] for keys in wanted.order), wanted.places, wanted.known)
+    policy = RematPolicy(turned)
+    with pytest.warns(UserWarning, match="meets another block than it was planned for: .* comes where .* was expected"):
+        recomputed(foreign.loss_of("scan", policy))
+    with pytest.raises(ReportError, match=f"does not recognize this program's blocks under jax {jax.__version__}"):
+        policy.check()
+    silent = RematPolicy(Wanted(keys=frozenset({"dot_general float32[1]"}), known=wanted.known))
+    recomputed(foreign.loss_of("scan", silent))
+    with pytest.raises(ReportError, match="1 of the values that it keeps were not there, the first dot_general"):
+        silent.check()
+
+
+def test_other_shapes_are_told():
+    _, _, values = found(foreign.loss_of("scan"))
+    policy = policy_of(values, list(values.values))
+    with pytest.warns(UserWarning, match=r"dot_general float32\[6,32,32\].* is in none of the blocks"):
+        other = recomputed(foreign.loss_of("scan", policy), foreign.arguments(6))
+    assert other == recomputed(foreign.loss_of("scan"), foreign.arguments(6)), "what it does not know is recomputed"
+
+
+def test_a_walk_that_broke_off_does_not_confuse_the_next():
+    _, _, values = found(foreign.loss_of("scan"))
+    labels = list(values.values)[1:3]
+    policy = policy_of(values, labels)
+    key = policy.wanted.order[0][0]
+    policy._in_order(key)
+    policy._in_order(policy.wanted.order[0][1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert recomputed(foreign.loss_of("scan", policy)) == kept_under(values.block, RATES, "", labels).flops
+
+
+def test_a_policy_crosses_processes():
+    _, _, values = found(foreign.loss_of("scan"))
+    policy = policy_of(values, list(values.values)[:2])
+    for back in (pickle.loads(pickle.dumps(policy)),
+                 RematPolicy(Wanted.from_json(json.loads(json.dumps(policy.wanted.to_json()))))):
+        assert back.wanted == policy.wanted and "keeps 2 values" in repr(back)
+        assert recomputed(foreign.loss_of("scan", back)) == recomputed(foreign.loss_of("scan", policy))
+
+
+def test_without_an_order_equal_keys_are_kept_together():
+    _, _, values = found(foreign.loss_of("scan"), ordered=False)
+    assert not any(values.order) and all(value.place == -1 for value in values.values.values())
+    for labels in ([], list(values.values)[:1], list(values.values)):
+        predicted = kept_under(values.block, RATES, "", labels).flops
+        assert recomputed(foreign.loss_of("scan", policy_of(values, labels))) == predicted
+
+
+# ---- what is no loss --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("loss, args, message", [
+    (3, (jnp.ones(2),), "a int is not a loss"),
+    (jnp.sum, (), "begins with what is differentiated"),
+    (jnp.sin, (jnp.ones(2),), r"returns a scalar, or \(scalar, anything\): this one returns float32\[2\]"),
+    (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
+    (lambda w: w.sum(), ({"act": jnp.tanh},), r"args\[0\]\['act'\] is a .*: give arrays"),
+], ids=["number", "nothing", "vector", "three", "function"])
+def test_what_is_not_a_loss_is_refused(loss, args, message):
+    with pytest.raises(ReportError, match=message):
+        Loss(loss, args, {})
+
+
+def test_a_loss_without_layers_is_told_what_to_do():
+    loss = Loss(lambda w: (w @ w).sum(), (jnp.ones((4, 4)),), {})
+    with pytest.raises(ReportError, match="no layers found: put jax.checkpoint around the block that repeats"):
+        layers_of(loss.jaxpr, loss.active)
