@@ -5,7 +5,7 @@ that return one.
     report                        # at a prompt one screen; in a notebook its bar and its timeline
     report.show()                 # all that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
-    report.to_html("report.html"), report.save("report.json"), report.diff("before.json")
+    report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
 
 Commands and the trainer go on with plain `records.Report`. What draws is imported where something is drawn.
 """

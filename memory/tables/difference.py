@@ -36,6 +36,11 @@ class Difference:
         return tuple({**dataclasses.asdict(change), "growth": change.growth, "percent": change.percent}
                      for change in self.changes)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the two hard to compare, a sentence each: other targets, other versions of jax."""
+        return plan_diff.warnings(self.before, self.after)
+
     def grew_above(self, percent: float) -> tuple[Change, ...]:
         """Of peak and allocated bytes, those that grew by more than `percent` per cent: a guard for a test."""
         return plan_diff.grew_above(self.changes, percent)

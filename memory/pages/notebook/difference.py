@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from bytescope.memory.pages.elements import row_name
 from bytescope.memory.pages.notebook import piece
 from bytescope.memory.pages.notebook.summary import cut
-from bytescope.memory.plan.diff import Change, version_changes
+from bytescope.memory.plan.diff import Change, version_changes, warnings
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 
@@ -27,7 +27,7 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int)
         "difference", heads=HEADS, names=list(dict.fromkeys(names)), totals=_lines(totals),
         blocks=[("what changed", _lines(rest[:_PARTS]), max(len(rest) - _PARTS, 0)),
                 ("buffers that changed most", _lines(buffers[:shown]), max(len(buffers) - shown, 0))],
-        versions=versions)
+        versions=versions, warnings=[cut(text, 300) for text in warnings(before, after)])
 
 
 def _lines(changes: Sequence[Change]) -> list[tuple[list[str], str]]:

@@ -153,6 +153,13 @@ def test_a_difference_prints_shows_and_writes_itself(report, tmp_path, monkeypat
     assert "<!doctype html>" in (tmp_path / "diff.html").read_text(encoding="utf-8")
 
 
+def test_a_difference_of_unlike_reports_warns(report):
+    found = report.diff(dataclasses.replace(report, versions={"jax": "8.8.8"}))
+    warning, = found.warnings
+    assert "8.8.8" in warning and "8.8.8" in repr(found) and "8.8.8" in found._repr_html_()
+    assert not report.diff(report).warnings and warning in found._repr_html_()
+
+
 def test_a_growth_from_next_to_nothing_is_no_long_number():
     before, after = (memory.Report(size, size, {"outputs": size}) for size in (16, 2**40))
     assert ">999" in repr(before.diff(after)) and "&gt;999" in before.diff(after)._repr_html_()
