@@ -27,6 +27,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the
   next as "(blocks input)"; sums to the residuals row.
 - `workspace_by_scope`: "phase/component" -> bytes at the peak; sums to the workspace row.
+- `unplaced_bytes`: of the bytes at the peak, arguments aside, those without a place that a person can open: neither a
+  line of source nor a path of modules.
 - `communication`: bytes per step by kind of collective and mesh axes, compared with the formula (`Communication`);
   `collectives`: every collective of the program, with what overlaps it (`Collective`).
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
@@ -79,8 +81,9 @@ class Buffer:
         name: the instruction that defines it, or the pytree path of an argument.
         bytes: its size; shape, dtype: of the array it holds ("" and () for what is not an array).
         category: a row of `CATEGORIES`; phase: one of `PHASES`.
-        component: attention, mlp, embed, ... ("" when no named scope says so).
-        module: the named scopes around it, joined by "/".
+        component: attention, mlp, embed, ... by the named scopes around it; else the inmost module; without scopes what
+            it was called through: a class, "attend()" of a function, "file.py:line" of neither; "" if nothing is known.
+        module: the named scopes around it, or without them the classes it was called through, joined by "/".
         op_name: the operation as JAX named it; source: "file.py:line" of the user's code, "" if unknown.
         checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
         parameter: the path of the parameter that a gradient or an optimizer's state belongs to, "" if unknown.
@@ -247,6 +250,12 @@ class Report:
         """Bytes that the runtime takes and the compiler does not count, in the `POOL` or on the `CARD`."""
         return sum(row.bytes for row in self.unseen if row.where == where)
 
+    @property
+    def unplaced_bytes(self) -> int:
+        """Bytes at the peak, arguments aside, of which neither a line of source nor a path of modules is known."""
+        return sum(b.bytes for b in self.alive_at(self.peak_index)
+                   if b.phase != "argument" and not (b.source or b.module))
+
     def moved(self, direction: str) -> int:
         """Bytes that one step moves over a device's host link, "to device" or "to host"."""
         return sum(row.bytes for row in self.transfers if row.direction == direction)
@@ -260,6 +269,7 @@ class Report:
         """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
         out = {key: plain(getattr(self, key)) for key in KEYS}
         out["predicted_bytes"] = self.predicted_bytes
+        out["unplaced_bytes"] = self.unplaced_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
 

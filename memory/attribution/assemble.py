@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from bytescope.memory.attribution import arguments, lifetimes
+from bytescope.memory.attribution import arguments, lifetimes, naming
 from bytescope.memory.attribution.arguments import Arguments
-from bytescope.memory.attribution.checkpoint_names import MARK, Names
+from bytescope.memory.attribution.checkpoint_names import Names
 from bytescope.memory.attribution.ledger import rows as ledger_rows
 from bytescope.memory.attribution.lifetimes import Curve, Life, Value
 from bytescope.memory.attribution.rules import Attribution, buffer_of, categorize
 from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, Program
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.scopes import CONTAINERS, NOISE, Scope, parse
+from bytescope.memory.hlo.scopes import CONTAINERS, Scope
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records import CATEGORIES, Buffer, Report, TimelinePoint
 
@@ -70,10 +70,8 @@ def _assemble(program: Program, curve: Curve, points: tuple[TimelinePoint, ...],
     return Report(
         peak_bytes=peak, allocated_bytes=allocated, breakdown=breakdown, method=method,
         timeline=points, buffers=buffers, ledger=ledger_rows(buffers, elements),
-        residuals_by_name=_sums((b.checkpoint_name or f"({b.component}/{_operation(b)})", b.bytes)
-                                for b in live if b.category == "residuals"),
-        workspace_by_scope=_sums((f"{b.phase}/{b.component}", b.bytes)
-                                 for b in live if b.category == "workspace"),
+        residuals_by_name=_sums((naming.label(b), b.bytes) for b in live if b.category == "residuals"),
+        workspace_by_scope=_sums((naming.label(b), b.bytes) for b in live if b.category == "workspace"),
         host_bytes=elsewhere["host"], on_chip_bytes=elsewhere["on_chip"], peak_index=curve.peak_index,
         program=program.module.name)
 
@@ -84,12 +82,6 @@ def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:
     for key, size in items:
         out[key] = out.get(key, 0) + size
     return dict(sorted(out.items(), key=lambda item: -item[1]))
-
-
-def _operation(buffer: Buffer) -> str:
-    """The operation that made a residual; what a loop or a block hands on is its carry."""
-    operation = parse(buffer.op_name.removesuffix(f"/{MARK}")).operation
-    return "carry" if operation in NOISE - {"transpose", ""} else operation
 
 
 def _memory(color: int) -> str:
@@ -157,10 +149,12 @@ def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...
         name = f"({_container(scope)} input)"
     elif category == "residuals":
         name = look.names.of(look.module.metadata(maker) for maker in (*fact.origin.chain, instruction))
-    component = "param_copy" if fact.of_parameter else scope.component
+    component, module = "param_copy" if fact.of_parameter else scope.component, "/".join(scope.path)
+    if named is None and (argument := look.argument_of(fact.origin)):
+        component, module = component or "argument_copy", argument
     return {"name": instruction.name, "shape": fact.shape.dims, "dtype": fact.shape.dtype,
-            "category": category, "phase": phase, "component": component, "module": "/".join(scope.path),
-            "op_name": metadata.op_name, "source": source_line(metadata), "checkpoint_name": name,
+            "category": category, "phase": phase, "component": component, "module": module,
+            "op_name": metadata.op_name.partition(";")[0], "source": source_line(metadata), "checkpoint_name": name,
             "parameter": look.gradient_of(instruction, index) if category == "gradients" else ""}
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bytescope.memory.attribution.arguments import Arguments
 from bytescope.memory.attribution.checkpoint_names import Names
-from bytescope.memory.hlo import scopes, sources
+from bytescope.memory.attribution.naming import Naming
 from bytescope.memory.hlo.buffers import LogicalBuffer, Program
 from bytescope.memory.hlo.dataflow import Flow, Origin, is_collective
-from bytescope.memory.hlo.module import Frame, Instruction, Metadata
+from bytescope.memory.hlo.module import Instruction, Metadata
 from bytescope.memory.hlo.scopes import LOSS_COMPONENTS, Scope
 from bytescope.memory.hlo.shapes import Index, Shape, leaves
 
@@ -31,13 +31,6 @@ _TUPLES = frozenset(("tuple", "get-tuple-element"))
 # Operations through which a value is still itself.
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
 _MOST_VALUES = 2000
-# What says how a value was kept, not what it is; and what only says how a loop reads and writes its stacks.
-_BOOKKEEPING = scopes.NOISE | {"reduce_precision"}
-_STACKING = ("jit(dynamic_update_index_in_dim)", "jit(dynamic_index_in_dim)")
-# Operations that take a part of their operand, or bring its parts together.
-_TAKING = frozenset(("dynamic-slice", "slice", "all-gather", "all-gather-start", "all-gather-done"))
-# Values that stand for nothing of their own until something is written into them or made of them.
-_FILLERS = frozenset(("broadcast", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,33 +81,15 @@ class Attribution:
     def __init__(self, program: Program, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
         self.program, self.module, self.flow = program, program.module, flow
         self.order, self.arguments, self.roles, self.names = order, arguments, arguments.roles, names
-        self._scopes: dict[int, Scope] = {}
-        self._best: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
-        self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self.naming = Naming(program.module, flow)
         self._feeds: dict[tuple[int, Index], bool] = {}
         self.after_backward = flow.dependent(
             {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"})
         self.weights = _weight_dims(self)
 
     def scope(self, instruction: Instruction) -> Scope:
-        """The scope of an instruction by its op_name; what that does not tell, by the code it was written in."""
-        if instruction.id not in self._scopes:
-            metadata = self.module.metadata(instruction)
-            scope = scopes.parse(metadata.op_name)
-            if metadata.op_name and all(map(scopes.is_layer, map(scopes.plain, scope.path))):
-                scope = self._by_code(scope, metadata)
-            self._scopes[instruction.id] = scope
-        return self._scopes[instruction.id]
-
-    def _by_code(self, scope: Scope, metadata: Metadata) -> Scope:
-        """A scope without a module, with the component and the modules of the frames it was called through."""
-        key = id(metadata.frames)  # of one module's table, where a chain of frames is one object
-        if key not in self._code:
-            name = sources.component_of_code(metadata.frames) or scope.component
-            line = sources.source_line(metadata).rpartition("/")[2]
-            self._code[key] = name or line, sources.modules_of_code(metadata.frames)
-        name, modules = self._code[key]
-        return dataclasses.replace(scope, component=name, path=modules or scope.path)
+        """The scope of an instruction (`naming.Naming.scope`)."""
+        return self.naming.scope(instruction)
 
     def phase(self, scope: Scope, instruction: Instruction) -> str:
         """The phase of an operation for the report."""
@@ -125,85 +100,8 @@ class Attribution:
         return "optimizer" if instruction.id in self.after_backward else "forward"
 
     def best_named(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        """The instruction whose name says best what a value is, with its metadata and scope; None for none.
-
-        The nearest maker that names a part of the model; a loop's own bookkeeping only when nothing else
-        does; when no maker is named, what the value is copied or computed from, and what reads it. A copy that a
-        loop or the compiler makes outside of a known component has the scopes and the line of what it copies.
-        """
-        key = instruction.id, index
-        if key not in self._best:
-            self._best[key] = self._find_best(instruction, index)
-        return self._best[key]
-
-    def _find_best(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
-        rank, named = self._nearest(self.flow.makers(instruction, index))
-        if named is None:
-            named = self._nearest(self._near(instruction, index), first=True)[1]
-        if named is None:
-            return None, Metadata(), Scope()
-        metadata, scope = self.module.metadata(named), self.scope(named)
-        if rank and scope.component not in scopes.KNOWN and (copied := self._copied(instruction, index)):
-            frames, other = self.module.metadata(copied).frames, self.scope(copied)
-            scope = dataclasses.replace(scope, path=other.path, component=other.component)
-            return named, dataclasses.replace(metadata, frames=frames or metadata.frames), scope
-        if not sources.source_line(metadata):
-            metadata = dataclasses.replace(metadata, frames=self._frames(instruction, index))
-        if not scope.component:
-            scope = self._by_code(scope, metadata)
-        return named, metadata, scope
-
-    def _nearest(self, candidates: Iterable[Instruction], first: bool = False) -> tuple[int, Instruction | None]:
-        """The first candidate that JAX named for what it is (rank 0), else for control flow (1), else for the stacks
-        of a loop (2); (3, None) for none. `first`: the first at all."""
-        best: tuple[int, Instruction | None] = 3, None
-        for candidate in candidates:
-            op_name = self.module.metadata(candidate).op_name
-            if candidate.opcode == "parameter" or not scopes.is_operation(op_name):
-                continue
-            rank = 0
-            if any(mark in op_name for mark in _STACKING):
-                rank = 2
-            elif self.scope(candidate).operation in _BOOKKEEPING:
-                rank = 1
-            if rank < best[0]:
-                best = rank, candidate
-            if first or not rank:
-                break
-        return best
-
-    def _copied(self, instruction: Instruction, index: Index) -> Instruction | None:
-        """What is named best of the value that another is a part, or the gathered whole, of; None where it is not."""
-        made = self.flow.origin(instruction, index).instruction
-        for _ in range(4):
-            if made is None or made.opcode not in _TAKING:
-                return None
-            operand = self.module.operand(made, 0)
-            if operand is None:
-                return None
-            rank, named = self._nearest(self.flow.makers(operand))
-            if not rank:
-                return named
-            made = self.flow.origin(operand).instruction
-        return None
-
-    def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:
-        """The nearest frames with a line, for a value whose name has none: of makers, of what it is made from, of
-        readers."""
-        near = (*self.flow.makers(instruction, index), *self._near(instruction, index))
-        found = (metadata.frames for metadata in map(self.module.metadata, near) if sources.source_line(metadata))
-        return next(found, ())
-
-    def _near(self, instruction: Instruction, index: Index) -> Iterator[Instruction]:
-        """What a value that the compiler added belongs to: what it copies, then its readers, then the loop around it.
-
-        What is only filled with one value belongs to its readers first.
-        """
-        made = self.flow.origin(instruction, index).instruction or instruction
-        sides = [self.flow.ancestors(made), self.flow.readers(instruction)]
-        for side in reversed(sides) if made.opcode in _FILLERS else sides:
-            yield from side
-        yield from self.flow.callers.get(instruction.computation, ())
+        """The instruction whose name says best what a value is (`naming.Naming.best`)."""
+        return self.naming.best(instruction, index)
 
     def fact(self, instruction: Instruction, index: Index) -> Fact:
         """The evidence for the value at `index` of an instruction."""
@@ -286,6 +184,13 @@ class Attribution:
         owners, origin = self.arguments.owners, self.flow.origin(instruction, index)
         made = [(one.id, ()) for one in (origin.instruction, *origin.chain, origin.stack) if one is not None]
         return next((owners[value] for value in ((instruction.id, index), *made) if value in owners), "")
+
+    def argument_of(self, origin: Origin) -> str:
+        """The path of the argument that a value is but for copies; "" for one that is computed."""
+        made = origin.instruction
+        if made is None or made.opcode != "parameter" or made.computation != self.module.entry:
+            return ""
+        return self.arguments.path(made.parameter)
 
     def is_parameter(self, origin: Origin) -> bool:
         """Whether a value is a parameter of the model but for casts, moves, slices and gathers."""

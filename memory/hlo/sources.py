@@ -85,7 +85,7 @@ def component_of_code(frames: Iterable[Frame]) -> str:
     """The component by the functions and classes an operation was written in; "" when they tell nothing.
 
     A known part of a model or the optimizer; else what the user called in a framework; else the user's own class, or
-    function with "()" behind its name.
+    function with "()" behind its name, or for a lambda that is in none its line.
     """
     visible = list(_visible(frames))
     called, own = "", ""
@@ -95,7 +95,7 @@ def component_of_code(frames: Iterable[Frame]) -> str:
             return known
         name = _name(frame.function)
         if kind == OWN:
-            own = own or name
+            own = own or name or f"{frame.file.rpartition('/')[2]}:{frame.line}"
         elif kind == FRAMEWORK and not own and name and not is_layer(name) and name.lower() not in CONTAINERS:
             called = frame.function.rpartition(".<locals>.")[2] + "()" if name.endswith("()") else name
     return called or own

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytescope.memory.attribution import naming
 from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.pages import communication
@@ -60,7 +61,7 @@ def render(report: Report, post_mortem: PostMortem | None = None) -> str:
     a section at the top.
     """
     name, limit = report.subject.name or report.program or "program", report.limit_bytes
-    target = report.target.get("name")
+    target, folded = report.target.get("name"), naming.folded(report.buffers)
     return page(
         "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,
         failure=_failure(post_mortem) if post_mortem else None,
@@ -71,8 +72,8 @@ def render(report: Report, post_mortem: PostMortem | None = None) -> str:
         communication=communication.kinds(report), collectives=communication.each(report.collectives),
         collectives_left=max(len(report.collectives) - communication.MAX_COLLECTIVES, 0),
         transfers=communication.transfers(report), findings=sorted(report.findings, key=lambda found: -found.bytes),
-        ledger=_ledger(report), zero=_zero(report), residuals=_bars(report.residuals_by_name, "(no name)"),
-        workspace=_bars(report.workspace_by_scope, "(no scope)"), about=_about(report),
+        ledger=_ledger(report), zero=_zero(report), residuals=_bars(report.residuals_by_name, "(no name)", folded),
+        workspace=_bars(report.workspace_by_scope, "(no scope)", folded), about=_about(report),
         notes=[METHODS.get(report.method, report.method), *report.notes])
 
 
@@ -159,14 +160,16 @@ def _total(row: Any) -> str:
     return "total" if row.role == "total" else ""
 
 
-def _bars(sizes: Mapping[str, int], unnamed: str) -> list[Bar]:
-    """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one."""
+def _bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[Bar]:
+    """Name, bar and size of each entry, largest first; beyond `MAX_BARS` the rest in one. `folded`: names that stand
+    for several modules, with their number."""
     entries = sorted(((name, count) for name, count in sizes.items() if count), key=lambda entry: -entry[1])
-    folded = entries[MAX_BARS:]
-    if folded:
-        entries = [*entries[:MAX_BARS], (f"{len(folded)} more", sum(count for _, count in folded))]
+    rest = entries[MAX_BARS:]
+    if rest:
+        entries = [*entries[:MAX_BARS], (f"{len(rest)} more", sum(count for _, count in rest))]
     most = max((count for _, count in entries), default=1)
-    return [Bar(name.rstrip("/") or unnamed, name, count, 100 * count / most) for name, count in entries]
+    return [Bar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most)
+            for name, count in entries]
 
 
 def _about(report: Report) -> list[Section]:

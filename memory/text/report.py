@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from bytescope.memory.attribution import naming
 from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
 from bytescope.memory.text import buffers
@@ -104,8 +105,9 @@ def _items(report: Report, where: str) -> str:
 def _composition(report: Report) -> RenderableType | None:
     """What is at the peak, and beside it, where there is room, the residuals and the workspace."""
     left = breakdown(report)
-    right = blocks(_names("residuals by checkpoint name", report.residuals_by_name),
-                   _names("workspace by phase and component", report.workspace_by_scope))
+    folded = naming.folded(report.buffers)
+    right = blocks(_names("residuals by checkpoint name", report.residuals_by_name, folded),
+                   _names("workspace by phase and component", report.workspace_by_scope, folded))
     return Pair(left, right) if left or right else None
 
 
@@ -126,13 +128,13 @@ def _bar(share: float) -> str:
     return "█" * round(_BAR * share) or "▏"
 
 
-def _names(title: str, sizes: Mapping[str, int]) -> RenderableType | None:
+def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> RenderableType | None:
     if not sizes:
         return None
     table = FigureTable(label(), figure())
     rows = sorted(sizes.items(), key=lambda item: -item[1])
     for name, size in rows[:_NAMES]:
-        table.add(shorten(one_line(name), _NAME), human(size))
+        table.add(shorten(one_line(folded.get(name, name)), _NAME), human(size))
     rest = sum(size for _, size in rows[_NAMES:])
     if rest:
         table.add(f"{len(rows) - _NAMES} more", human(rest), style="dim")

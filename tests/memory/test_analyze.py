@@ -157,11 +157,24 @@ def test_compiled_gpu_has_xlas_peak(gpu):
     assert derived.breakdown["unattributed"] < 0.05 * derived.peak_bytes
 
 
+# What the code of programs without scopes is called by: functions, classes of modules, lines of lambdas.
+COMPONENTS = {
+    "linen": {"mlp", "step()"}, "scan": {"scan()"}, "convolution": {"loss()"}, "two_scans": {"outer()", "two_scans()"},
+    "identity": {"argument_copy"}}
+
+
 @pytest.mark.parametrize("name", programs.OTHERS)
 def test_other_programs(name):
     lowered = programs.OTHERS[name]()
-    check(memory.analyze(lowered))
-    check(memory.analyze(lowered.compile()))
+    exact, derived = memory.analyze(lowered), memory.analyze(lowered.compile())
+    check(exact)
+    check(derived)
+    made = [b for b in exact.buffers if b.at_peak and b.phase != "argument" and b.shape]
+    files = {b.source.rpartition("/")[2].partition(":")[0] for b in made if b.component != "argument_copy"}
+    assert files <= {"programs.py"}, "lines of the program"
+    found = {b.component for b in made} - {"constants", "param_copy"}
+    assert found <= COMPONENTS.get(name, found) and all(map(str.strip, found))
+    assert exact.unplaced_bytes <= 8 * 16, "tables of tuples at most"
 
 
 def test_host_memory_is_apart(gpu):

@@ -94,7 +94,7 @@ def test_einsums_functions_and_merged_names_are_no_scopes():
     (("mine.py:3 predict", "mine.py:20 train_embedding_model"), "predict()"),
     (("mine.py:20 cross_entropy_loss",), "loss"),
     (("mine.py:4 run.<locals>.<lambda>", "mine.py:9 step"), "run()"),
-    (("mine.py:4 <lambda>",), ""),
+    (("/x/mine.py:4 <lambda>", "mine.py:9 lower_it"), "mine.py:4"),
     # In a framework: a known part; what was called there; through single layers to the user's own class.
     ((SITE + "flax/nnx/nn/attention.py:1 dot_product_attention", "mine.py:9 Block.__call__"), "attention"),
     ((SITE + "mctx/_src/tree.py:1 update", SITE + "mctx/_src/policies.py:2 muzero_policy", "mine.py:9 act"),

@@ -2,11 +2,13 @@
 
 import dataclasses
 import html
+import io
 import itertools
 import json
 import re
 
 import pytest
+from rich.console import Console
 
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.pages import report_data as report_data_page
@@ -23,6 +25,7 @@ from bytescope.memory.records import (
     Transfer,
     ZeroRow,
 )
+from bytescope.memory.text import report as report_text
 from support.browser import HOSTILE, Page, body, browse, literally, one_file
 from support.rows import make_report
 
@@ -69,6 +72,19 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     assert again.subject == subject and report_page.render(again) == text
     old = {key: value for key, value in known.to_json().items() if key != "subject"}
     assert Report.from_json(old).subject == Subject() and "jit_train_step" in report_page.render(Report.from_json(old))
+
+
+def test_modules_of_a_kind_are_one_bar_with_their_number():
+    """As on the terminal; their bytes are the sum."""
+    blocks = tuple(Buffer("fusion", MIB, category="workspace", phase="backward", component="CausalAttn", at_peak=True,
+                          module=f"Net/blocks_{n}/CausalAttn_0") for n in range(6))
+    found = Report(6 * MIB, 6 * MIB, {"workspace": 6 * MIB}, buffers=blocks,
+                   workspace_by_scope={"backward/CausalAttn": 6 * MIB}, residuals_by_name={"(mlp/mul)": MIB})
+    words = " ".join(" ".join(one_file(report_page.render(found)).words).split())
+    assert "backward/CausalAttn x 6 6.00 MiB" in words and "(mlp/mul) 1.00 MiB" in words
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report_text.render(found))
+    assert re.search(r"backward/CausalAttn x 6 +6.00 MiB", console.export_text())
 
 
 def test_no_name_can_break_the_page(report):
