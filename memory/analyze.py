@@ -18,8 +18,8 @@ from bytescope.memory.attribution.schedule import derive
 from bytescope.memory.costs import collectives, flops, host_transfers, kernels, roofline, step_work
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation
-from bytescope.memory.devices.retarget import OPTIONS
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.devices.tracing import OPTIONS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings import rules
 from bytescope.memory.formulas import communication

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.devices import retarget, targets
+from bytescope.memory.devices import callbacks, retarget, targets, tracing
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, devices_of, is_described, read_compiled
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
@@ -34,7 +34,7 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
             the path of one.
         target: what to compile for, a Target or its name; None: the devices of the arguments' shardings, else those
             at hand, and none for a proto.
-        options: of `jax.jit` for a plain step (`retarget.OPTIONS`).
+        options: of `jax.jit` for a plain step (`tracing.OPTIONS`).
 
     Raises ReportError for what is not a program, what cannot be compiled for the target, and damaged files.
     """
@@ -43,17 +43,21 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
         return _dumped(compilation_of(program), target)
-    if args or kwargs:
+    if args or kwargs or (takes_arguments(program) and tracing.takes_none(program)):
         if target is not None and target.is_described:
             target.devices()  # a missing compiler is told before anything is traced
         program = _traced(program, args, kwargs or {}, options or {})
-    stage, jaxpr = getattr(program, "lowered", program), None  # equinox puts its own class around a Lowered
+    stage, jaxpr = _stage(program), None
     if _is_traced(stage):
         stage, jaxpr = _lowered(stage, target), stage.jaxpr
     elif _is_stage(stage) and target is not None:
         _refuse_another(stage, target)
-    compilation = dataclasses.replace(compilation_of(stage), jaxpr=jaxpr)
-    return compilation, target or _target_of(stage, compilation)
+    compilation = compilation_of(stage)
+    found = target or _target_of(stage, compilation)
+    notes = compilation.notes
+    if jaxpr is not None and not compilation.local and (number := callbacks.count(jaxpr)):
+        notes += (callbacks.note(number),)
+    return dataclasses.replace(compilation, jaxpr=jaxpr, notes=notes), found
 
 
 def compilation_of(program: Any) -> Compilation:
@@ -84,8 +88,14 @@ def takes_arguments(program: Any) -> bool:
 
 def is_stage(program: Any) -> bool:
     """Whether a program is a `jax.stages.Traced`, `Lowered` or `Compiled`, or a wrapper of one."""
-    stage = getattr(program, "lowered", program)
+    stage = _stage(program)
     return _is_traced(stage) or _is_stage(stage)
+
+
+def _stage(program: Any) -> Any:
+    """jax's own stage inside of the class that Flax or equinox puts around it."""
+    inside = (getattr(program, name, None) for name in ("traced", "lowered", "compiled"))
+    return next((stage for stage in inside if _is_traced(stage) or _is_stage(stage)), program)
 
 
 def _dumped(compilation: Compilation, target: Target | None) -> tuple[Compilation, Target | None]:
@@ -129,14 +139,21 @@ def _is_traced(program: Any) -> bool:
 def _traced(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     if not callable(step):
         raise ReportError(f"a {type(step).__name__} with arguments is no step: {_CALLED}")
-    return retarget.traced(step, args, kwargs, options)
+    return tracing.traced(step, args, kwargs, options)
 
 
 def _lowered(program: Any, target: Target | None) -> Any:
     """A Traced lowered: for the target, or for the devices of its arguments."""
-    if target is None or not retarget.moves(program, target):
-        return program.lower()
-    return retarget.lowered_for(program, target)
+    here = target or _target_at(retarget.devices_of(program))
+    calls_back = here is not None and here.is_described and callbacks.count(program.jaxpr) > 0
+    if calls_back or (target is not None and retarget.moves(program, target)):
+        return retarget.lowered_for(program, here)
+    return program.lower()
+
+
+def _target_at(devices: Sequence[Any]) -> Target | None:
+    """The target that described devices are; None for those of this process."""
+    return targets.of(devices) if devices and is_described(devices[0]) else None
 
 
 def _target_of(stage: Any, compilation: Compilation) -> Target | None:

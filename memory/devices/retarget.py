@@ -10,45 +10,51 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.devices import callbacks
 from bytescope.memory.errors import ReportError
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-# Options of `jax.jit` that a step may come with.
-OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
+def moves(program: Any, target: Target) -> bool:
+    """Whether a `jax.stages.Traced` is for other devices than the target's: by its arguments, else by the meshes in
+    it."""
+    meshes = _meshes(program.jaxpr.jaxpr, {})
+    devices = devices_of(program) or {device for mesh in meshes for device in mesh.devices.flat}
+    return not set(devices) <= set(target.devices()) if devices else target.is_described
 
 
-def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-           options: Mapping[str, Any]) -> Any:
-    """The `jax.stages.Traced` of a step, traced once.
-
-    Args:
-        step: a function, or one that `jax.jit` (or a wrapper with its methods) has wrapped.
-        args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them.
-        options: of `jax.jit` (`OPTIONS`), for a plain function.
-
-    Raises ReportError for options of a step that is jitted already.
-    """
+def _meshes(jaxpr: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """The meshes that equations of a Jaxpr name devices by."""
     import jax
 
-    given = {name: value for name, value in options.items() if value is not None}
-    if hasattr(step, "trace"):
-        if given:
-            raise ReportError(f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give "
-                              "the function itself")
-        return step.trace(*args, **kwargs)
-    return jax.jit(step, **given).trace(*args, **kwargs)
+    if id(jaxpr) in seen:
+        return
+    seen[id(jaxpr)] = jaxpr
+    leaves = [leaf for equation in jaxpr.eqns for value in equation.params.values()
+              for leaf in (value if isinstance(value, (tuple, list)) else (value,))]
+    for leaf in leaves:
+        mesh = leaf if isinstance(leaf, jax.sharding.Mesh) else getattr(leaf, "mesh", None)
+        inside = getattr(leaf, "jaxpr", leaf)
+        if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
+            yield mesh
+        elif hasattr(inside, "eqns"):
+            yield from _meshes(inside, seen)
 
 
-def moves(program: Any, target: Target) -> bool:
-    """Whether a `jax.stages.Traced` is for other devices than the target's."""
-    devices = {device for sharding in _shardings(program) if sharding is not None
-               for device in getattr(sharding, "device_set", ())}
-    return not devices <= set(target.devices()) if devices else target.is_described
+def devices_of(program: Any) -> list[Any]:
+    """The devices that a `jax.stages.Traced` is for by the shardings of its arguments; [] where they name none."""
+    return list(dict.fromkeys(device for sharding in _shardings(program) for device in _devices(sharding)))
+
+
+def _devices(sharding: Any) -> Sequence[Any]:
+    """The devices of a sharding, () of none and of one over an abstract mesh."""
+    if sharding is None or _is_abstract(getattr(sharding, "mesh", None)):
+        return ()
+    return sharding._device_assignment
 
 
 def lowered_for(program: Any, target: Target) -> Any:
@@ -59,17 +65,19 @@ def lowered_for(program: Any, target: Target) -> Any:
     import jax
 
     params, place = program._params, _Place(target)
-    inside, moved = place.closed(program.jaxpr), [place.sharding(sharding) for sharding in _shardings(program)]
+    jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
+    inside, moved = place.closed(jaxpr), [place.concrete(sharding) for sharding in _shardings(program)]
+    context = place.context(params["ctx_mesh"])
     if not place.has_mesh and all(sharding is None for sharding in moved):
         moved = [place.one_device] * len(moved)
     leaves = [jax.ShapeDtypeStruct(own.aval.shape, own.aval.dtype, weak_type=own.aval.weak_type, sharding=sharding)
               for own, sharding in zip(program._meta_tys_flat, moved)]
     args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
-    results = [place.sharding(sharding) if _is_given(sharding) else None for sharding in params["out_shardings"]]
+    results = [place.concrete(sharding) if _is_given(sharding) else None for sharding in params["out_shardings"]]
     if not leaves and not place.has_mesh and not any(results):
         results = [place.one_device] * len(results)
     step = _as_function(program, inside)
-    with place.context(params["ctx_mesh"]):
+    with context:
         return jax.jit(step, out_shardings=jax.tree.unflatten(program.out_tree, results),
                        donate_argnums=_donated(program), keep_unused=params["keep_unused"]).lower(*args, **kwargs)
 
@@ -138,6 +146,7 @@ class _Place:
         self.one_device = jax.sharding.SingleDeviceSharding(target.devices()[0])
         self.kind = jax.sharding.Mesh(target.devices()[:1], ("one",)).abstract_mesh.abstract_device
         self._meshes: dict[Any, Any] = {}
+        self._seen: Any = None  # the first abstract mesh
         self._jaxprs: dict[int, Any] = {}
         self._contexts: dict[Any, Any] = {}
 
@@ -154,21 +163,38 @@ class _Place:
         if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
             return mesh
         if mesh not in self._meshes:
-            devices = self.target.devices()
-            if mesh.size != len(devices):
-                axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-                raise ReportError(f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
-                                  f"{len(devices)}: change the mesh or the target")
-            same = set(mesh.devices.flat) == set(devices)
+            devices = self._checked(mesh)
+            same = set(mesh.devices.flat) == set(devices.flat)
             self._meshes[mesh] = mesh if same else jax.sharding.Mesh(
-                self.target.mesh_devices(*mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+                devices, mesh.axis_names, axis_types=mesh.axis_types)
         return self._meshes[mesh]
+
+    def _checked(self, mesh: Any) -> Any:
+        """The target's devices in the shape of a mesh. Raises ReportError for a mesh of another size."""
+        if mesh.size != self.target.n_devices:
+            axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+            raise ReportError(f"a mesh of {mesh.size} devices ({axes}) on {self.target.name}, which has "
+                              f"{self.target.n_devices}: change the mesh or the target")
+        return self.target.mesh_devices(*mesh.axis_sizes)
+
+    def concrete(self, sharding: Any) -> Any:
+        """A sharding of an argument or a result over the target's devices, that of an abstract mesh too; None stays."""
+        mesh = getattr(sharding, "mesh", None)
+        return self.sharding(sharding.update(mesh=self.over(mesh)) if _is_abstract(mesh) else sharding)
+
+    def over(self, mesh: Any) -> Any:
+        """An abstract mesh with the target's devices. Raises ReportError where it has another number of them."""
+        import jax
+
+        devices = self._checked(mesh)
+        own = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return self._meshes.setdefault(own, own)
 
     def sharding(self, sharding: Any) -> Any:
         """A sharding over the target's devices; None stays None."""
         import jax
 
-        if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        if isinstance(sharding, jax.sharding.NamedSharding) and _is_abstract(sharding.mesh):
             return sharding.update(mesh=self.abstract(sharding.mesh))
         if isinstance(sharding, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(self.mesh(sharding.mesh), sharding.spec,
@@ -189,6 +215,8 @@ class _Place:
         """The mesh that the program was traced under, as a context over the target's devices."""
         import jax
 
+        if getattr(mesh, "empty", True) and self._seen is not None and not self.has_mesh:
+            mesh = self.over(self._seen)  # traced under an abstract mesh alone: over all of the target's devices
         moved = self.mesh(mesh)
         return contextlib.nullcontext() if getattr(moved, "empty", True) else jax.set_mesh(moved)
 
@@ -269,9 +297,12 @@ class _Place:
 
     def abstract(self, mesh: Any) -> Any:
         """An abstract mesh with the target's kind of device, where it names one; the same object if nothing changes."""
-        import jax
 
-        if not isinstance(mesh, jax.sharding.AbstractMesh) or mesh.empty or mesh.abstract_device is None:
+        if not _is_abstract(mesh) or mesh.empty:
+            return mesh
+        if self._seen is None and not mesh.manual_axes:
+            self._seen = mesh
+        if mesh.abstract_device is None:
             return mesh
         return mesh if mesh.abstract_device == self.kind else mesh.update(abstract_device=self.kind)
 
@@ -293,6 +324,12 @@ class _Place:
         if type(value) in (tuple, list):
             return type(value)(map(self.moved, value))
         return value
+
+
+def _is_abstract(mesh: Any) -> bool:
+    import jax
+
+    return isinstance(mesh, jax.sharding.AbstractMesh)
 
 
 def _is_key(array: Any) -> bool:
