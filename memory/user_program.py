@@ -49,8 +49,12 @@ def load(name: str) -> UserProgram:
     Raises ReportError, in one line, for a module or function that is not there or fails, and for what it returns.
     """
     where, function = split(name)
-    module = _module(where)
-    return _made(name, _called(name, _function(module, function)), module)
+    arguments, sys.argv = sys.argv, [where]  # ours are not those that a script of the user's may read
+    try:
+        module = _module(where)
+        return _made(name, _called(name, _function(module, function)), module)
+    finally:
+        sys.argv = arguments
 
 
 def split(name: str) -> tuple[str, str]:

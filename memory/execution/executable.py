@@ -108,6 +108,10 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 def compiled(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | str | None = None,
              ) -> tuple[Compilation, Target | None, Executable]:
     """A jitted step compiled for its arguments: (compilation, the target that it is judged by, the executable)."""
+    if target is not None and is_wrapper(jitted) and (args or kwargs):  # moved there as `analyze` does
+        compilation, found = compiled_for(jitted, args, kwargs, target=target)
+        if not compilation.local:
+            return compilation, found, Executable(compilation.compiled, _refusing(found.name))
     stage, jaxpr, wrapper = _staged(jitted, args, kwargs)
     compilation, found = compiled_for(stage, target=target)
     if compilation.jaxpr is None:

@@ -27,6 +27,8 @@ from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.report import Report
 from bytescope.memory.units import human, parse_bytes
 
+# Letters of an error that are told.
+_LONG = 200
 # What an executable raises for arguments that it was not compiled for, before anything of it runs.
 _MISMATCH = (TypeError, ValueError)
 
@@ -187,12 +189,21 @@ class Watched:
         return known
 
     def _unwatched(self, error: Exception) -> None:
-        self._tell(f"{self._name} runs, but is not watched: {type(error).__name__}: {in_one_line(str(error))}")
+        why = in_one_line(str(error))
+        more = "..." if len(why) > _LONG else ""
+        self._say(f"{self._name} is called without a watch: {type(error).__name__}: {why[:_LONG]}{more}")
+
+    def _say(self, line: str) -> None:
+        """Tells a line that is the same in every process of a run: from the first of them."""
+        import jax
+
+        if jax.process_index() == 0:
+            self._tell(line)
 
     def _announce(self, report: Report) -> None:
         limit = f" of {human(report.limit_bytes)}: {report.verdict}" if report.limit_bytes else ""
-        again = f", compiled for {len(self._known) + 1} shapes of its arguments" if self._known else ""
-        self._tell(f"{self._name}: predicted {human(report.predicted_bytes)} per device{limit}{again}")
+        again = f"; compiled for arguments of {len(self._known) + 1} kinds by now" if self._known else ""
+        self._say(f"{self._name}: predicted {human(report.predicted_bytes)} per device{limit}{again}")
 
     def _check(self, known: _Known, arguments: list[Any]) -> None:
         """Raises what a device without memory raises, for a step that is predicted to take more than `limit`."""
@@ -212,8 +223,9 @@ class Watched:
     def _compare(self) -> None:
         """One line: predicted against measured."""
         if self._now.report is not None:
-            line = live.predicted_against_measured(self._now.report, live.sample(self._now.device), self._before)
-            self._tell(f"{self._name}, call {self.calls:,}: {line}")
+            seen = _since(self._before, live.sample(self._now.device))
+            line = live.predicted_against_measured(self._now.report, seen, self._before)
+            self._say(f"{self._name}, call {self.calls:,}: {line}")
 
     def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
         """Tells what is known of an error of a device without memory, once."""
@@ -233,7 +245,8 @@ class Watched:
                 self._name, self.calls, failure.told_by(error), device.device_kind,
                 failure.held_arrays(device, list(arguments)), failure.allocator_of(device), known.report)
             files = failure.write(found, self._folder, jax.process_index())
-            self._tell(failure.as_text(found, files))
+            where = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+            self._tell(where + failure.as_text(found, files))
             if files:
                 error.add_note(f"bytescope: what held the memory: {', '.join(files)}")
         except Exception as own:  # the step's error is what the user has to see, whatever fails here
@@ -284,6 +297,13 @@ def _before(device: Any, report: Report) -> live.LiveMemory | None:
         return seen
     arguments = (report.xla.argument_bytes or 0) * seen.sharing
     return dataclasses.replace(seen, in_use_bytes=max(seen.in_use_bytes - arguments, 0))
+
+
+def _since(before: live.LiveMemory | None, seen: live.LiveMemory | None) -> live.LiveMemory | None:
+    """What is measured, without a peak of the process from before the loop: compiling takes more than most steps."""
+    if before is None or seen is None or seen.source != "host" or seen.peak_bytes != before.peak_bytes:
+        return seen
+    return dataclasses.replace(seen, peak_bytes=seen.in_use_bytes)
 
 
 # The step that compiled last, for errors that come when its results are read.

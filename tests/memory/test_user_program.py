@@ -49,6 +49,11 @@ def odd_kwargs(): return step, (1,), {"kwargs": 3}
 def deep(): return Config(config)
 def raises(): return [][3]
 def exits(): raise SystemExit(4)
+def arguments():
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=8)
+    return step, (parser.parse_args().width,)
 def says_two_lines(): raise ValueError("one\\ntwo")
 '''
 
@@ -76,12 +81,15 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "args"), [
     ("their_train:program", (1, 2)), ("their_train.py:program", (1, 2)), ("./their_train.py:program", (1, 2)),
     ("their_train:listed", (1,)), ("their_train:none_given", ()), ("their_train:config", (1, 2)),
-    ("their_train:nested", (1, 2)), ("their_train:defaulted", (8,)), ("their_train:Space.make", (1, 2)),
+    ("their_train:nested", (1, 2)), ("their_train:arguments", (8,)),
+    ("their_train:defaulted", (8,)), ("their_train:Space.make", (1, 2)),
     ("their_package.inner.make:program", (1,)), ("their_package/inner/make.py:program", (1,)),
     ("only/their_alone.py:program", (1, 2)), ("only/json.py:program", (1, 2))])
-def test_a_step_with_its_arguments(folder, name, args):
+def test_a_step_with_its_arguments(folder, name, args, monkeypatch):
+    monkeypatch.setattr(sys, "argv", given := ["bytescope", "report", f"--program={name}"])
     found = user_program.load(name)
     assert found.program.__name__ == "step" and found.args == args and found.options == {}
+    assert sys.argv is given
 
 
 def test_options_and_stages(folder):

@@ -1,5 +1,6 @@
 """`memory.watch`: anyone's loop, with its memory predicted, measured, and explained where it runs out."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from bytescope.memory import records
 from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError
 from bytescope.memory.execution import failure, watched
+from bytescope.memory.units import MIB
 
 WIDTH = 64
 
@@ -73,7 +75,7 @@ def test_other_shapes_and_static_values_compile_again_and_are_kept(watch, told):
         found, rows = run(*args, **kwargs)
         assert float(found) == WIDTH * WIDTH * args[2] * (2 if kwargs else 1) and int(rows) == len(args[1])
     assert len(told) == 4, "a line for each that was compiled"
-    assert told[-1].endswith("compiled for 4 shapes of its arguments")
+    assert told[-1].endswith("compiled for arguments of 4 kinds by now")
 
 
 def test_other_shardings_compile_again(watch, told, devices):
@@ -113,7 +115,7 @@ def test_a_step_that_cannot_be_read_runs_as_it_is(watch, told, monkeypatch):
     monkeypatch.setattr(watched, "compiled", lambda *args: 1 // 0)
     bare = watch(jax.jit(step), every=1)
     assert float(bare(state, batch)[1]) == float(bare(state, batch)[1])
-    assert told == ["step runs, but is not watched: ZeroDivisionError: integer division or modulo by zero"] * 2
+    assert told == ["step is called without a watch: ZeroDivisionError: integer division or modulo by zero"] * 2
     assert run.report is None and bare.compiled is None
 
 
@@ -249,6 +251,16 @@ def test_what_the_line_is_compared_with(monkeypatch):
     assert watched._before(None, report).in_use_bytes == 400
     monkeypatch.setattr(live, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
     assert watched._before(None, report).in_use_bytes == 1000
+
+
+@pytest.mark.quick
+def test_a_peak_from_before_the_loop_is_none_of_the_steps():
+    before = live.LiveMemory("cpu", "host", in_use_bytes=3 * MIB, peak_bytes=9 * MIB)
+    same = dataclasses.replace(before, in_use_bytes=4 * MIB)
+    assert watched._since(before, same).peak_bytes == 4 * MIB
+    assert watched._since(before, dataclasses.replace(same, peak_bytes=10 * MIB)).peak_bytes == 10 * MIB
+    card = dataclasses.replace(same, source="allocator")
+    assert watched._since(card, card) is card and watched._since(None, card) is card
 
 
 @pytest.mark.quick
