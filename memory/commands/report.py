@@ -135,18 +135,14 @@ def _of_file(args: argparse.Namespace, target: Any) -> Report:
 def _of_program(args: argparse.Namespace) -> Report:
     """Reports on a step that a function of the user's makes; the report."""
     from bytescope.memory.analyze import report_of, with_roofline
-    from bytescope.memory.devices.retarget import traced
-    from bytescope.memory.program import compiled_for, takes_arguments
+    from bytescope.memory.program import compiled_for
 
     found = user_program.load(args.program)
     options = dict(found.options)
     own = {key: options.pop(key, None) for key in user_program.OWN_OPTIONS}
     target = args.target if args.target != "local" else own["target"]
     try:
-        program, kwargs = found.program, own["kwargs"] or {}
-        if takes_arguments(program) and not (found.args or kwargs):  # what takes none
-            program = traced(program, (), {}, options)
-        compilation, judged = compiled_for(program, found.args, kwargs, target=target, options=options)
+        compilation, judged = compiled_for(found.program, found.args, own["kwargs"], target=target, options=options)
     except ReportError:
         raise
     except Exception as error:  # of the step itself, which is traced here for the first time
