@@ -19,7 +19,6 @@ from bytescope.memory.costs import collectives, flops, host_transfers, kernels, 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.devices.tracing import OPTIONS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings import rules
 from bytescope.memory.formulas import communication
@@ -30,6 +29,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
+from bytescope.memory.steps.tracing import OPTIONS
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95

@@ -1,6 +1,6 @@
 """Whatever a user calls a program, brought to a compilation: a step with its arguments, a stage of jax, an HLO dump.
 
-A step or a `Traced` is compiled for whichever target is asked for (`devices.retarget`). A `Lowered` and a `Compiled`
+A step or a `Traced` is compiled for whichever target is asked for (`steps.retarget`). A `Lowered` and a `Compiled`
 are for the devices that they were made for; with another target they are refused, since the report would be of
 another program than it says.
 """
@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.devices import callbacks, retarget, targets, tracing
+from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, devices_of, is_described, read_compiled
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import dumps
+from bytescope.memory.steps import callbacks, retarget, tracing
 
 _PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU, it does not say which", "tpu": "a TPU, it does not say which"}
 _FAMILIES = {"cuda": "gpu", "rocm": "gpu"}

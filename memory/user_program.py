@@ -240,7 +240,7 @@ def _of_parts(name: str, parts: Sequence[Any]) -> UserProgram:
 
 def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
     """The options. Raises ReportError for one that neither jax.jit nor memory.analyze knows."""
-    from bytescope.memory.devices.tracing import OPTIONS
+    from bytescope.memory.steps.tracing import OPTIONS
 
     for key in options:
         if key not in (*OPTIONS, *OWN_OPTIONS):

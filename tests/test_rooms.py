@@ -22,7 +22,7 @@ FLOORS = (
     ("memory.records",),
     ("memory.hlo", "memory.formulas"),
     ("memory.devices",),
-    ("memory.attribution",),
+    ("memory.attribution", "memory.steps"),
     ("memory.costs",),
     ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
     ("memory.analyze",),

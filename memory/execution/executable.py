@@ -11,10 +11,10 @@ from typing import Any
 from bytescope.memory.analyze import report_of, with_roofline
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.devices.tracing import OPTIONS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import compiled_for, takes_arguments
 from bytescope.memory.report import Report
+from bytescope.memory.steps.tracing import OPTIONS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from bytescope import memory
-from bytescope.memory.devices import tracing
+from bytescope.memory.steps import tracing
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
-from bytescope.memory.devices import callbacks
+from bytescope.memory.steps import callbacks
 from support.described import described
 
 spec = jax.ShapeDtypeStruct

@@ -8,7 +8,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
-from bytescope.memory.devices import retarget, targets
+from bytescope.memory.devices import targets
+from bytescope.memory.steps import retarget
 from support.described import described
 
 spec = jax.ShapeDtypeStruct
