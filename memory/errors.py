@@ -35,7 +35,7 @@ class ReportError(ValueError):
 
         A mistake that the user can mend is not mended inside this package.
         """
-        return [f"\x1b[31m{type(self).__name__}\x1b[0m: {self}", *_called_from(self)]
+        return [f"{type(self).__name__}: {self}", *_called_from(self)]
 
 
 class GuardError(ReportError, AssertionError):

@@ -2,7 +2,7 @@
 
 In: a `records.Report`, the JSON of a comparison, a fit, a front or a staircase, or a `formulas.estimate.Question`.
 Out: the text of a page. Start at `report.py`: `render` prepares plain data, `frame.page` puts it into
-`templates/report.html`, `page_data` is what `static/report.js` draws.
+`templates/report.html`, `page_data` is what `static/report.js` draws. `notebook/` has what an output area shows.
 
 To add a page NAME, in three steps:
 1. `NAME.py` with `render(...)`, which ends in `frame.page("NAME", title, page_data(...), heading=..., ...)`;
