@@ -168,8 +168,13 @@ def judge(report: Report, limit: int | None) -> Report:
     return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
 
 
-def with_roofline(report: Report) -> Report:
-    """The report with the roofline's prediction, where enough is known of program and target."""
+def with_roofline(report: Report, measure: bool = False) -> Report:
+    """The report with the roofline's prediction, where enough is known of program and target.
+
+    `measure`: of a CPU too, whose rates are measured for it: they take time, and differ from one process to the next.
+    """
+    if report.target.get("platform") == "cpu" and not measure:
+        return report
     predicted = roofline.of_answer({"work": report.work, "target": report.target})
     return dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
 

@@ -95,7 +95,7 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
         raise ReportError(" ".join(str(error).split())) from error
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
     report = with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
-                                     loop=trainer.loop_overhead(program)))
+                                     loop=trainer.loop_overhead(program)), measure=True)
     report = dataclasses.replace(report, subject=subject(args.config, overrides, program, settled, compilation.jaxpr))
     _show(report, trainer.choices(program))
     more: dict[str, Any] = {"batch": settled["batch"]}
@@ -126,7 +126,7 @@ def _of_file(args: argparse.Namespace, target: Any) -> Report:
     from bytescope.memory.program import compiled_for
 
     compilation, target = compiled_for(args.hlo, target=target)
-    report = with_roofline(report_of(compilation, target=target))
+    report = with_roofline(report_of(compilation, target=target), measure=True)
     _show(report)
     _write(args, report, compilation.proto, {})
     return report
@@ -148,7 +148,7 @@ def _of_program(args: argparse.Namespace) -> Report:
     except Exception as error:  # of the step itself, which is traced here for the first time
         raise ReportError(f"{found.name}: the step cannot be compiled: {user_program.told(error)}") from error
     report = with_roofline(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
-                                     names=own["names"] or ()))
+                                     names=own["names"] or ()), measure=True)
     _show(report)
     _write(args, report, compilation.proto, {})
     return report

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from bytescope import memory
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analyze import report_of, with_roofline
 from bytescope.memory.costs import roofline
 from bytescope.memory.costs.flops import FlopCount, count
 from bytescope.memory.costs.roofline import Figures, Prediction, seconds
@@ -261,3 +261,15 @@ def test_offload_is_no_gain_and_waits_for_a_slow_link():
     inputs = 2 * 8 * 4 * 1024 * 256  # bf16, one for each of 8 layers
     work, _ = work_of(("remat.policy", "offload"))
     assert work["forward"]["to_host_bytes"] == work["backward"]["to_device_bytes"] == inputs
+
+
+@pytest.mark.quick
+def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch):
+    """The public functions and a watched loop spend no time on it, and say the same in each process."""
+    work = {"forward": phase(other_bytes=int(4.8e12))}
+    monkeypatch.setattr(roofline, "machine_rates", lambda: (1e12, 4.8e12))
+    on_cpu = Report(8, 8, {}, work=work, target={"platform": "cpu", "name": "cpu:1", "n_devices": 1})
+    assert with_roofline(on_cpu) is on_cpu
+    assert with_roofline(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
+    on_gpu = Report(8, 8, {}, work=work, target=json.loads(json.dumps(targets.parse("h200").to_json())))
+    assert with_roofline(on_gpu).roofline["source"] == "data-sheet rates"
