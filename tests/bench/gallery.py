@@ -55,6 +55,7 @@ PROGRAMS = {
     "numpyro_models:svi": False, "numpyro_models:nuts": False, "numpyro_models:chains": False,
     "mctx_search:muzero": False,
     "graph_networks:interaction": False,
+    "model_libraries:qwen3_train": True, "model_libraries:qwen3_decode": False, "model_libraries:vit": False,
 }
 TARGETS, SHARDED = ("cpu", "h200"), ("h100:8",)
 # The compiler's own figures come as MiB with a few digits.
