@@ -61,8 +61,6 @@ TARGETS, SHARDED = ("cpu", "h200"), ("h100:8",)
 # The compiler's own figures come as MiB with a few digits.
 EQUAL = 1e-3
 MIB = 2**20
-# A line of this package is no place of a program.
-OURS = "/memory/"
 
 
 @dataclasses.dataclass(eq=False)
@@ -158,6 +156,8 @@ def read(name: str, target: str, folder: Path) -> Row:
 
 def fill(row: Row, report: Any) -> None:
     """Writes what a report says into the row."""
+    from bytescope.memory.hlo.sources import OUTSIDE, kind_of
+
     rows = {name: size for name, size in report.breakdown.items() if size}
     held: Counter[str] = Counter()
     live = sorted((b for b in report.buffers if b.at_peak and b.memory == "device"), key=lambda b: -b.bytes)
@@ -168,7 +168,7 @@ def fill(row: Row, report: Any) -> None:
     row.adds_up = (sum(own.values()) == report.peak_bytes and sum(rows.values()) == report.allocated_bytes
                    and own == {name: size for name, size in held.items() if size})
     made = [b for b in live if b.phase != "argument"]
-    lost = [b for b in made if not b.source or OURS in b.source]
+    lost = [b for b in made if kind_of(b.source.rpartition(":")[0]) == OUTSIDE or not b.source]
     row.placed = 1 - sum(b.bytes for b in lost) / max(sum(b.bytes for b in made), 1)
     row.findings = [dataclasses.asdict(finding) for finding in report.findings]
     roles = defaultdict(list)
@@ -259,6 +259,12 @@ def size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / MIB:.2f} MiB"
 
 
+def save(rows: Sequence[Row], path: Path | None) -> None:
+    """Writes what there is so far."""
+    if path:
+        path.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+
+
 def details(row: Row) -> str:
     """What a person reads to judge a row: findings in full, roles of the arguments, what has no place."""
     lines = [f"\n{row.program} on {row.target}  peak {size(row.peak)}"]
@@ -299,6 +305,7 @@ def main() -> int:
         for target, group in batches(names, asked.targets):
             for row in collect(target, group, folder, asked.seconds):
                 rows.append(row)
+                save(rows, asked.json)
                 print(f"{row.program} {row.target}: {row.failed or size(row.peak)} ({row.seconds:.1f} s)",
                       file=sys.stderr, flush=True)
         if not asked.no_xprof:
@@ -308,8 +315,7 @@ def main() -> int:
     if asked.details:
         print("\n".join(map(details, rows)))
     print(f"\n{sum(row.held for row in rows)} of {len(rows)} held. {versions()}")
-    if asked.json:
-        asked.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    save(rows, asked.json)
     return 0 if all(row.held for row in rows) else 1
 
 

@@ -45,7 +45,10 @@ def _abstract_qwen3(mesh, **changes):
 
 
 def qwen3_train():
-    """Six layers of Qwen3 0.6B, fully sharded by tunix's own table, with AdamW; donated."""
+    """Six layers of Qwen3 0.6B, fully sharded by tunix's own table, with AdamW; donated.
+
+    tunix leaves its constraints of activations out where it is traced on a CPU, and XLA then gathers what it likes.
+    """
     mesh = jax.make_mesh((jax.device_count(), 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     graph, state = _abstract_qwen3(mesh, remat_config=_qwen3().RematConfig.BLOCK)
     tx, params = optax.adamw(1e-5), _sharded(state, mesh)
