@@ -44,7 +44,8 @@ class Candidate:
     Fields:
         call: the function and the place that calls it. calls: how often it runs in a step.
         kept: bytes of its residuals at the peak. freed: of them, those that checkpointing it should free.
-        already: whether a part of it is recomputed, so that a policy decides what it keeps.
+        scanned: whether a compiled loop runs it. already: whether a part of it is recomputed, so that a policy decides
+        what it keeps.
         wrapper: how the program's library wraps a module, "" for plain JAX.
     """
 
@@ -52,6 +53,7 @@ class Candidate:
     calls: int
     kept: int
     freed: int
+    scanned: bool = False
     already: bool = False
     wrapper: str = ""
 
@@ -61,6 +63,8 @@ def checkpoint_saves(report: Report, program: PlacedProgram) -> Found | None:
     if case_of(report) is not None:
         return None
     found = candidates(report, program)
+    if report.target.get("platform") == "cpu":  # it computes all of it again at once, unless a loop keeps it from that
+        found = [candidate for candidate in found if candidate.scanned]
     limit, predicted = report.limit_bytes, report.predicted_bytes
     tight = limit is not None and report.verdict in ("tight", "exceeds")
     if not found or (limit is not None and predicted < IDLE * limit):
@@ -133,7 +137,8 @@ def _candidate(call: Call, items: Iterable[_Residual], already: bool, library: s
     each = [item.buffer.bytes // item.trips for group, size in zip(groups.values(), sizes) for item in group
             if size >= _SUBSTANTIAL * kept]
     inputs = calls * min(each, default=0)
-    return Candidate(call, calls, kept, max(kept - kept // calls - inputs, 0), already, library)
+    scanned = any(item.trips > 1 for group in groups.values() for item in group)
+    return Candidate(call, calls, kept, max(kept - kept // calls - inputs, 0), scanned, already, library)
 
 
 def _runs(group: list[_Residual]) -> int:

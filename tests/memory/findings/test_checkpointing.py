@@ -133,6 +133,8 @@ def test_a_checkpoint_that_keeps_too_much_is_told_to_keep_less():
 @pytest.mark.parametrize(("fields", "said"), [
     ({}, True), ({"limit": None, "verdict": "unknown"}, True),
     ({"limit": 100 * GIB}, False),  # no need of memory at all
+    ({"target": {"platform": "cuda"}}, True),
+    ({"target": {"platform": "cpu"}}, False),  # XLA's CPU compiler recomputes unrolled layers all at once
     ({"limit": GIB, "verdict": "exceeds"}, True)])
 def test_only_where_memory_is_wanted(fields, said):
     buffers, places = model()
