@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.records import Buffer, Report
+from bytescope.memory.units import MIB
 
 # Shares of the peak (of the allocated bytes for fragmentation) from which a thing is worth a line.
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
+# Bytes below which a thing is not worth one, whatever its share.
+LEAST = 16 * MIB
 STATE = ("params", "optimizer", "accumulator")
 
 
@@ -30,12 +33,27 @@ class Found:
     flags: str = ""
 
 
+def arguments(report: Report, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
+    """The entry parameters that are arrays, by number, each with its buffer."""
+    entry = program.module.computations.get(program.module.entry)
+    parameters = entry.parameters if entry else {}
+    named = {b.name: b for b in report.buffers if b.phase == "argument"}
+    return {number: (program.module.instructions[parameters[number]], named[argument.path])
+            for number, argument in program.arguments.by_number.items() if argument.path in named}
+
+
 def batch(report: Report, program: PlacedProgram) -> dict[int, Instruction]:
     """The entry parameters that are the batch, by number."""
     module = program.module
     entry = module.computations.get(module.entry)
     parameters = entry.parameters if entry else {}
     return {number: module.instructions[parameters[number]] for number in program.arguments.of_role("batch")}
+
+
+def spec_words(spec: Sequence[tuple[str, ...]]) -> str:
+    """A partition spec as people write it: "P(None, 'data')"."""
+    parts = [repr(axes[0]) if len(axes) == 1 else repr(axes or None) for axes in spec]
+    return f"P({', '.join(parts)})"
 
 
 def start_of_backward(report: Report) -> int:

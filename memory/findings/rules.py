@@ -1,7 +1,8 @@
 """What an expert would point at in a report: each finding with its bytes and the remedy.
 
 A rule takes (report, program) and gives what it `Found`, or None when it finds nothing, as in a program that lacks its
-evidence. `RULES` has them with their remedies; a rule's name is the finding's kind.
+evidence. `RULES` has them with their remedies in JAX's words, `config_flags` those for a config of the trainer's; a
+rule's name is the finding's kind.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.activations import fragmentation, full_logits, wide_activations
 from bytescope.memory.findings.checkpointing import checkpoint_saves, xla_remat
+from bytescope.memory.findings.config_flags import with_flags
 from bytescope.memory.findings.evidence import Found
 from bytescope.memory.findings.host import host_memory, idle_offload
 from bytescope.memory.findings.sharding import (
@@ -18,9 +20,10 @@ from bytescope.memory.findings.sharding import (
     lasting_gathers,
     replicated_activations,
     replicated_batch,
+    unsharded_gradients,
 )
 from bytescope.memory.findings.spare_memory import spare_memory
-from bytescope.memory.findings.state import not_donated
+from bytescope.memory.findings.state import not_donated, state_too_large, whole_state
 from bytescope.memory.records import Finding, Report
 
 Rule = Callable[[Report, PlacedProgram], Found | None]
@@ -32,7 +35,8 @@ def find(report: Report, program: PlacedProgram) -> tuple[Finding, ...]:
     for rule, remedy in RULES.items():
         found = rule(report, program)
         if found is not None:
-            out.append(Finding(rule.__name__, found.bytes, found.message, found.remedy or remedy, found.flags))
+            finding = Finding(rule.__name__, found.bytes, found.message, found.remedy or remedy, found.flags)
+            out.append(with_flags(report, finding))
     return tuple(sorted(out, key=lambda finding: -finding.bytes))
 
 
@@ -44,9 +48,12 @@ RULES: Mapping[Rule, str] = {
     wide_activations: "cast before the tensor is saved and name the narrow one; compile for a GPU, not for a CPU",
     fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
-    host_memory: "use a host with more memory per device, or smaller state: optimizer.name=adamw_8bit",
+    host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
                "jax_compiler_enable_remat_pass to False to compare policies",
+    state_too_large: "shard the state over more devices",
+    whole_state: "shard it over the mesh",
+    unsharded_gradients: "pin it to the sharding of its parameter",
     spare_memory: "keep more for the backward pass",
     checkpoint_saves: "wrap it in jax.checkpoint",
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.findings.evidence import LARGE, SMALL, Found, at_peak, batch, largest, start_of_backward
+from bytescope.memory.findings.evidence import (
+    LARGE,
+    LEAST,
+    SMALL,
+    Found,
+    arguments,
+    at_peak,
+    batch,
+    largest,
+    spec_words,
+    start_of_backward,
+)
 from bytescope.memory.findings.replicated import replicated_arrays
-from bytescope.memory.records import Report
+from bytescope.memory.hlo.mesh import Layout
+from bytescope.memory.records import Buffer, Report
 from bytescope.memory.units import human
 
 
@@ -56,3 +71,58 @@ def large_collective(report: Report, program: PlacedProgram) -> Found | None:
     if size <= LARGE * report.peak_bytes:
         return None
     return Found(size, f"one collective holds {human(size)}, {largest(report, 'collectives')}")
+
+
+def unsharded_gradients(report: Report, program: PlacedProgram) -> Found | None:
+    """Float32 gradients that a device holds whole although it has a shard of their parameter."""
+    parameters = [(buffer, program.layouts.get(number)) for number, (_, buffer) in arguments(report, program).items()
+                  if buffer.category == "params"]
+    found = [(gradient, *sharded) for gradient in at_peak(report, "gradients") if gradient.dtype == "float32"
+             and (sharded := _sharded(gradient, parameters, program.module.devices)) is not None]
+    whole = sum(gradient.bytes for gradient, *_ in found)
+    freed = whole - sum(gradient.bytes // parts for gradient, _, _, parts in found)
+    if freed <= max(SMALL * report.peak_bytes, LEAST):
+        return None
+    first, parameter, layout, parts = max(found, key=lambda each: each[0].bytes)
+    where = f" at {first.source.rsplit('/', 1)[-1]}" if first.source else ""
+    spec = spec_words(layout.spec) if layout else "P(...)"
+    message = (f"{human(whole)} of gradients are whole on every device, while their parameters are sharded over "
+               f"{parts} devices: the largest {first.dtype}{list(first.shape)} of {parameter.name}{where}")
+    return Found(freed, message, f"pin it where it is computed: jax.lax.with_sharding_constraint(gradient, "
+                                 f"jax.sharding.NamedSharding(mesh, {spec})), as its parameter is")
+
+
+def _sharded(gradient: Buffer, parameters: Iterable[tuple[Buffer, Layout | None]],
+             devices: int) -> tuple[Buffer, Layout | None, int] | None:
+    """The parameter that a gradient is whole of: its shard, its layout where that is known, and the number of shards.
+
+    Without layouts the parameter's shard has the gradient's dimensions but one, of which it has the part of as many
+    devices as divide those of the program.
+    """
+    plain = tuple(dim for dim in gradient.shape if dim > 1)
+    dims = _dims(plain)
+    # One that is transposed comes after those that are not: a table and a head may have the same dimensions.
+    for shard, layout in sorted(parameters, key=lambda item: sum(a == b for a, b in zip(item[0].shape, plain)),
+                                reverse=True):
+        if gradient.parameter and gradient.parameter != shard.name:
+            continue
+        if layout is not None:
+            parts = layout.elements // max(math.prod(layout.local), 1)
+            if _dims(layout.dims) == dims and parts > 1:
+                return shard, layout, parts
+            continue
+        rest, local = list(dims), []
+        for dim in _dims(shard.shape):
+            if dim in rest:
+                rest.remove(dim)
+            else:
+                local.append(dim)
+        parts = math.prod(rest) // max(math.prod(local), 1)
+        if len(rest) == 1 >= len(local) and parts > 1 and rest[0] == parts * math.prod(local) and devices % parts == 0:
+            return shard, None, parts
+    return None
+
+
+def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dimensions without ones, in no order: a transposed gradient is still that parameter's."""
+    return tuple(sorted(dim for dim in shape if dim > 1))

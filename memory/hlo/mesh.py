@@ -52,13 +52,11 @@ def of_compiled(compiled: Any) -> tuple[Axes, tuple[Layout, ...]]:
     import jax
 
     try:
-        # An argument that is not used has None for a sharding.
-        shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
-        arrays = jax.tree.leaves(compiled.args_info)
+        # An argument that is not used has None for a sharding; a None among the arguments is no leaf of either.
+        arrays, tree = jax.tree.flatten(compiled.args_info)
+        shardings = tree.flatten_up_to(compiled.input_shardings)
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         axes = tuple((str(name), int(size)) for name, size in meshes[0].shape.items()) if meshes else ()
-        if len(shardings) != len(arrays):
-            return axes, ()
         layouts = tuple(
             Layout(tuple(array.shape), tuple(sharding.shard_shape(array.shape)), str(array.dtype),
                    _spec(sharding, len(array.shape)), at)

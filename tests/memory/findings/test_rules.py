@@ -18,6 +18,7 @@ from bytescope.memory.findings import rules as findings
 from bytescope.memory.findings.replicated import missing
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, Program
+from bytescope.memory.hlo.mesh import of_compiled
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.records import ROWS, Buffer, Report, TimelinePoint
 from support import programs
@@ -142,3 +143,13 @@ def test_findings_of_a_described_gpu():
     assert found.findings == findings.find(found, PlacedProgram(hlo_buffers.read(compilation.proto)))
     assert all(f.message and f.remedy and f.bytes >= 0 for f in found.findings)
     assert [f.bytes for f in found.findings] == sorted((f.bytes for f in found.findings), reverse=True)
+
+
+def test_layouts_of_arguments_with_a_none_and_one_that_is_not_used(devices):
+    """A None is no argument, and one that is not used has no sharding: the others keep theirs."""
+    mesh = jax.sharding.Mesh(devices[:2], ("data",))
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.sharding.NamedSharding(mesh, P("data")))
+    compiled = jax.jit(lambda state, unused: state["x"] + 1).lower({"none": None, "x": x}, x).compile()
+    axes, layouts = of_compiled(compiled)
+    assert axes == (("data", 2),) and [(at.dims, at.local, at.spec) for at in layouts] == [
+        ((8, 4), (4, 4), (("data",), ()))]
