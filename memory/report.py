@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory import guard, records
 from bytescope.memory.analyze import analyze as analyzed
 from bytescope.memory.analyze import with_roofline
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import GuardError, ReportError
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -109,7 +109,11 @@ def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
     __tracebackhide__ = True
-    return Report.of(guard.assert_fits(program, *args, size=size, **options))
+    try:
+        return Report.of(guard.assert_fits(program, *args, size=size, **options))
+    except GuardError as error:
+        error.report = Report.of(error.report)
+        raise
 
 
 # The arguments are explained where they are used.

@@ -61,6 +61,13 @@ def test_it_stays_a_report(report):
     assert pickle.loads(pickle.dumps(report)) == report
 
 
+def test_assert_fits_gives_the_report_in_either_case(record):
+    assert type(memory.assert_fits(record, "1TiB")) is memory.Report
+    with pytest.raises(memory.GuardError) as caught:
+        memory.assert_fits(record, "1KiB")
+    assert type(caught.value.report) is memory.Report and caught.value.report.verdict == "exceeds"
+
+
 def test_save_and_load(report, tmp_path):
     report.save(tmp_path / "memory.json")
     for path in (tmp_path / "memory.json", str(tmp_path)):  # a run directory has one of this name

@@ -16,9 +16,10 @@ from bytescope.memory.records import CATEGORIES
 
 # Selectors of the page around that say which theme it has: JupyterLab, VS Code, Colab and Sphinx.
 _THEMES = {
-    "light": ('[data-jp-theme-light="true"]', ".vscode-light", '[theme="light"]', '[data-theme="light"]'),
-    "dark": ('[data-jp-theme-light="false"]', ".vscode-dark", ".vscode-high-contrast", '[theme="dark"]',
-             '[data-theme="dark"]'),
+    "light": ('[data-jp-theme-light="true"]', ".vscode-light", ".vscode-high-contrast-light",
+              '[theme="light"]', '[data-theme="light"]'),
+    "dark": ('[data-jp-theme-light="false"]', ".vscode-dark", ".vscode-high-contrast:not(.vscode-high-contrast-light)",
+             '[theme="dark"]', '[data-theme="dark"]'),
 }
 # Of the colours of a page those that a piece uses.
 _USED = re.compile(r"--(?!page\b|on-)[\w-]+: #[0-9a-f]{6};")

@@ -45,7 +45,8 @@ AROUND = """
 .jp-RenderedHTMLCommon tbody tr:nth-child(odd) { background: rgb(255, 0, 0); }
 .jp-RenderedHTMLCommon p { color: rgb(255, 0, 0); }"""
 THEMES = {"jupyter light": 'data-jp-theme-light="true"', "jupyter dark": 'data-jp-theme-light="false"',
-          "vscode dark": 'class="vscode-dark"', "vscode light": 'class="vscode-light"'}
+          "vscode dark": 'class="vscode-dark"', "vscode contrast light":
+              'class="vscode-high-contrast-light vscode-high-contrast"'}
 LOOK = """
 document.title = JSON.stringify([...document.querySelectorAll("main > div")].map((around) => {
   const find = (query) => around.querySelector(query), style = (query) => getComputedStyle(find(query));
