@@ -20,7 +20,8 @@ from bytescope.memory.text.layout import broken
 # Command -> (module with add_arguments(parser) and run(args, overrides, trainer) -> exit code, what it does, examples).
 COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "report": ("report", "peak, composition, timeline and findings of one program", (
-        "llama_8b h200:8 --html=report.html", "--hlo=step.after_optimizations.hlo.pb --json=a.json")),
+        "llama_8b h200:8 --html=report.html", "--program=my_package.train:program h100:8",
+        "--hlo=step.after_optimizations.hlo.pb --json=a.json")),
     "compare": ("compare", "remat policies, or any keys of a config, against each other", (
         "llama_8b h200:8 --remat=none,full,dots --html=c.html",
         "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8")),

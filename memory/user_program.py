@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ OWN_OPTIONS = ("kwargs", "target", "config", "roles", "names")
 FUNCTION = "program"
 _RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
 _SHOWN = 6
+# What jax says of a mesh that is larger than the devices there are.
+_FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array of size \d+ into shape")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +195,8 @@ def _called(name: str, function: Any) -> Any:
     except ReportError:
         raise
     except (Exception, SystemExit) as error:
-        raise ReportError(f"{name}() fails: {told(error)}") from error
+        few = ": name a target with as many, such as h100:8 or cpu:8" if _FEW_DEVICES.search(str(error)) else ""
+        raise ReportError(f"{name}() fails: {told(error)}{few}") from error
 
 
 def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:

@@ -109,8 +109,9 @@ def ways_out(report: Report | None, held: Sequence[HeldArrays] = (), pool: int =
     found = [*_pool(report, pool), *_unneeded(report, held)]
     if report is not None:
         found += list(_levers(report)) or [*_of_findings(report), *_recomputed(report), *_in_parts(report)]
-        size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch"))
-        found += [WayOut(size // 2, _BATCH)] if not any(way.flags for way in found) else []
+        size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
+        if size >= WORTH * report.peak_bytes and not any(way.flags for way in found):
+            found.append(WayOut(size, _BATCH))
     return tuple(found[:WAYS])
 
 

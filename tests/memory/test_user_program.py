@@ -49,6 +49,12 @@ def odd_kwargs(): return step, (1,), {"kwargs": 3}
 def deep(): return Config(config)
 def raises(): return [][3]
 def exits(): raise SystemExit(4)
+def mesh():
+    import jax
+    return step, (jax.make_mesh((4096,), ("data",)),)
+def array():
+    import numpy
+    return step, (numpy.array([1]).reshape(4, 2),)
 def arguments():
     import argparse
     parser = argparse.ArgumentParser()
@@ -122,6 +128,8 @@ def test_options_and_stages(folder):
     ("their_train:unknown", "the option 3: there is none of that name"), ("their_train:odd_kwargs", "kwargs as int"),
     ("their_train:deep", "their_train:deep().program returns Config"),
     ("their_train:raises", "their_train:raises() fails: IndexError: list index out of range (their_train.py:"),
+    ("their_train:mesh", "name a target with as many, such as h100:8 or cpu:8"),
+    ("their_train:array", "name a target with as many"),
     ("their_train:exits", "SystemExit: 4"), ("their_train:says_two_lines", "ValueError: one (their_train.py")])
 def test_mistakes_are_one_line(folder, name, words):
     with pytest.raises(ReportError) as caught:
