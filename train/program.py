@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
 from bytescope.model.names import NAMES
 from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
@@ -118,7 +119,7 @@ class Program(Choices):
     def compile(self) -> jax.stages.Compiled:
         """The step that will run, compiled."""
         lowered = self.lower()
-        with xla_remat_pass(self.config.remat.xla_pass):
+        with xla_remat_pass(self.config.remat.xla_pass), kept_back():
             return lowered.compile(compiler_options=self.compiler_options)
 
     def compile_for_report(self, *, exact: bool = False) -> Compilation:

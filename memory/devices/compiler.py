@@ -182,10 +182,20 @@ def _compile_once(lowered: Any, options: Mapping[str, Any]) -> _Made:
     with folders as folder, compile_cache.mended(), compile_cache.watched() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # Small programs may be compiled on the way; the step's is the largest.
-        protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda p: p.stat().st_size)
-        proto = protos[-1].read_bytes() if protos else b""
+        protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
+        proto = _unpacked(protos[-1]) if protos else b""
     return _Made(compiled, proto if _has_buffers(proto) else b"", stats_of(compiled),
                  entry=entries[-1] if entries else None)
+
+
+def _unpacked(path: Path) -> bytes:
+    """A proto that XLA wrote; it is packed where the user's XLA_FLAGS say so."""
+    from bytescope.memory.hlo import dumps
+
+    try:
+        return dumps.unpacked(path.read_bytes())
+    except ReportError:  # a full disk cuts the dump off
+        return b""
 
 
 def _has_buffers(proto: bytes) -> bool:

@@ -12,10 +12,12 @@ import re
 import threading
 from collections.abc import Iterator
 
-# Severity, month and day, time: "E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] ..."; or the same after a date.
+# Severity, month and day, time: "E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] ..."; or the same after a date;
+# or, before the log is set up, which it says itself, seconds since 1970: "I0000 00:00:1763814369.004250   31247 ...".
 # A fatal line (F) is none of these: the process ends with it, so it is told at once.
-_LOGGED = re.compile(rb"([IWE]\d{4} |\d{4}-\d\d-\d\d )\d\d:\d\d:\d\d\.\d+")
-_FATAL = re.compile(rb"F\d{4} \d\d:\d\d:\d\d\.\d+")
+_LOGGED = re.compile(rb"([IWE]\d{4} |\d{4}-\d\d-\d\d )\d\d:\d\d:\d\d+\.\d+|WARNING: All log messages before absl")
+_FATAL = re.compile(rb"F\d{4} \d\d:\d\d:\d\d+\.\d+")
+_MAY_BE_LOGGED = re.compile(rb"[IWEF\d]")
 # Seconds to wait for the last lines; a process that the compiler left running may hold the pipe open.
 _PATIENCE = 2.0
 
@@ -63,10 +65,24 @@ def _kept_back() -> Iterator[None]:
 
 
 def _sort(source: int, out: int, held: list[bytes]) -> None:
-    """Reads lines until the end: log lines, with what follows them without a head of its own, to `held`, others out."""
-    with os.fdopen(source, "rb") as lines:
-        for line in lines:
-            if _LOGGED.match(line) or (held and not _FATAL.match(line)):
-                held.append(line)
-            else:
-                os.write(out, line)
+    """Reads until the end: log lines, and what follows them without a head of its own, to `held`; all else out at
+    once, also the part of a line that a progress bar is."""
+    rest, passing = b"", False  # a line's beginning; whether one is on its way out
+    with os.fdopen(source, "rb", buffering=0) as pipe:
+        while chunk := pipe.read(2**16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                _one(line + b"\n", passing, out, held)
+                passing = False
+            if rest and (passing or not (held or _MAY_BE_LOGGED.match(rest))):
+                os.write(out, rest)
+                rest, passing = b"", True
+        if rest:
+            _one(rest, passing, out, held)
+
+
+def _one(line: bytes, passing: bool, out: int, held: list[bytes]) -> None:
+    if not passing and (_LOGGED.match(line) or (held and not _FATAL.match(line))):
+        held.append(line)
+    else:
+        os.write(out, line)

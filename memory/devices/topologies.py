@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from bytescope.memory.devices.chips import CUDA_13_FROM, Chip, target_config
+from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.platform import accelerator
 from bytescope.memory.errors import ReportError
 
@@ -92,13 +93,15 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[Any]:
 def _topology(target: str, platform: str, *, name: str | None = None, **options: Any) -> list[Any]:
     from jax.experimental import topologies
 
-    try:
-        return topologies.get_topology_desc(name or target, platform=platform, **options).devices
-    except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and kinds of their own
-        reason = " ".join(str(error).split())[:160]
-        extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
-        raise ReportError(f"target {target}: the {platform} compiler refused it ({reason}); "
-                          f"pip install -U 'bytescope[{extra}]'") from error
+    with kept_back():
+        try:
+            return topologies.get_topology_desc(name or target, platform=platform, **options).devices
+        except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and kinds of their own
+            refused = error
+    reason = " ".join(str(refused).split())[:160]
+    extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
+    raise ReportError(f"target {target}: the {platform} compiler refused it ({reason}); "
+                      f"pip install -U 'bytescope[{extra}]'") from refused
 
 
 def installed(module: str) -> bool:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from bytescope.memory.attribution.runtime_overheads import LoopOverhead
 from bytescope.memory.devices.compiler import stats_of
+from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.train.optimizer.host_offload import chosen, is_hosted, turns
 from bytescope.train.program import Program, init_state
 from bytescope.train.sample import lower_generate
@@ -53,7 +54,8 @@ def peaks(program: Program) -> dict[str, int]:
 
 def _own(lowered: jax.stages.Lowered) -> int:
     """Temporaries and results of a program, bytes on one device."""
-    stats = stats_of(lowered.compile())
+    with kept_back():
+        stats = stats_of(lowered.compile())
     return (stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
 
 

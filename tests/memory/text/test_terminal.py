@@ -54,6 +54,26 @@ def test_the_compilers_log_stays_back_unless_it_fails(capfd):
     assert capfd.readouterr().err == "after\n"
 
 
+def test_the_log_before_it_is_set_up(capfd):
+    with kept_back():
+        os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+                    b"I0000 00:00:1763814369.004250   31247 tpu_client.cc:9] started\n")
+        os.write(2, b"F0000 00:00:1763814369.004250   31247 x.cc:1] fatal\n")
+    assert capfd.readouterr().err == "F0000 00:00:1763814369.004250   31247 x.cc:1] fatal\n"
+
+
+def test_a_progress_bar_moves_on_while_the_log_stays_back(capfd):
+    with kept_back():
+        os.write(2, b"\r 1 of 3")
+        seen, until = "", time.monotonic() + 5
+        while not seen and time.monotonic() < until:
+            time.sleep(0.005)
+            seen = capfd.readouterr().err
+        assert seen == "\r 1 of 3", "held until its line ends"
+        os.write(2, b" compiled\n" + LOG)
+    assert capfd.readouterr().err == " compiled\n"
+
+
 def test_a_second_thread_s_lines_are_left_alone(capfd):
     with kept_back(), kept_back():
         os.write(2, LOG)
