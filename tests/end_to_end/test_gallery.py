@@ -85,12 +85,12 @@ def test_findings_are_those_that_a_person_read(gallery):
 
 
 def test_what_was_read_is_of_programs_and_targets_there_are(gallery):
-    import gallery_findings
+    import gallery_list
 
     from bytescope.memory.findings.rules import RULES
 
     kinds = {rule.__name__ for rule in RULES}
-    for program, targets in gallery_findings.READ.items():
+    for program, targets in gallery_list.READ.items():
         assert program in gallery.PROGRAMS
         assert set(targets) <= {"*", *gallery.TARGETS, *(gallery.SHARDED if gallery.PROGRAMS[program] else ())}
         assert all(set(found) <= kinds for found in targets.values())
