@@ -51,13 +51,15 @@ def held_arrays(device: Any, arguments: Sequence[Any]) -> tuple[HeldArrays, ...]
     """
     import jax
 
-    own = {id(leaf) for leaf in arguments if isinstance(leaf, jax.Array)}
+    own = {id(getattr(leaf, "_base_array", leaf)) for leaf in arguments if isinstance(leaf, jax.Array)}  # of keys too
     shapes = collections.Counter(_type(leaf) for leaf in arguments
                                  if not isinstance(leaf, jax.Array) and hasattr(leaf, "shape"))
     groups: dict[tuple, list[int]] = {}
-    for array in jax.live_arrays():
+    places: set[int] = set()
+    # A part of an array is an array too, in the same memory: the whole ones count.
+    for array in sorted(jax.live_arrays(), key=lambda array: (id(array) not in own, -len(array.sharding.device_set))):
         with contextlib.suppress(Exception):  # deleted since, or of a kind that has no bytes
-            if (size := _bytes_on(array, device)) is None:
+            if (size := _bytes_on(array, device)) is None or not _is_new(array, device, places):
                 continue
             found, argument = groups.setdefault(_type(array), [0, 0, 0, 0]), id(array) in own
             if not argument and shapes[_type(array)] > 0:
@@ -79,6 +81,17 @@ def _bytes_on(array: Any, device: Any) -> int | None:
     if device not in sharding.device_set or sharding.memory_kind == "pinned_host":
         return None
     return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _is_new(array: Any, device: Any, places: set[int]) -> bool:
+    """Whether no array before lies where this one does on a device; it is added to the `places`."""
+    try:
+        found = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if shard.device == device}
+    except Exception:  # a runtime without addresses, or an array that was never computed
+        return True
+    new = found - places
+    places |= found
+    return bool(new)
 
 
 def allocator_of(device: Any) -> dict[str, int]:

@@ -183,6 +183,23 @@ def test_a_program_that_the_cpu_has_no_memory_for(watch, told, tmp_path):
     assert report.predicted_bytes > 2**46
 
 
+def test_arrays_are_counted_once_on_the_device_that_they_are_on(devices):
+    mesh = jax.sharding.Mesh(np.array(devices[:4]), ("data",))
+    split = jax.device_put(jnp.ones((1028, 3)), jax.sharding.NamedSharding(mesh, jax.P("data")))
+    whole = jax.device_put(jnp.ones((1029, 3)), jax.sharding.NamedSharding(mesh, jax.P()))
+    elsewhere, key = jax.device_put(jnp.ones((1030, 3)), devices[5]), jax.random.key(3)
+    parts = [shard.data for shard in (*split.addressable_shards, *whole.addressable_shards)]
+    held = {group.shape: group for group in failure.held_arrays(devices[1], [split, key]) if sum(group.shape) > 1020}
+    assert {shape: (group.arrays, group.bytes, group.others) for shape, group in held.items()} == {
+        (1028, 3): (1, 257 * 3 * 4, 0), (1029, 3): (1, 1029 * 3 * 4, 1)}
+    assert parts and elsewhere.size
+    given, bare = (next(group.others for group in failure.held_arrays(devices[0], leaves) if group.name == "uint32[2]")
+                   for leaves in ([key], []))
+    assert bare == given + 1, "what a key lies in is an argument"
+    of_shapes = failure.held_arrays(devices[1], [jax.ShapeDtypeStruct(whole.shape, whole.dtype)])
+    assert next(group for group in of_shapes if group.shape == whole.shape).others == 0
+
+
 def raising(x):
     """What a device says of it when it is read: nothing, for there is no memory."""
     def fail(x):
