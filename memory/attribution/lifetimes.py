@@ -9,6 +9,7 @@ its output exists, before what it was the last to read is freed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
 from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, Program, Trace
@@ -36,14 +37,14 @@ class Life:
     values: tuple[Value, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Curve:
     """Temporary memory over the step: (live bytes, (computation, instruction)) per point, and every life in it."""
 
     points: tuple[tuple[int, Name], ...]
     lives: tuple[Life, ...]
 
-    @property
+    @functools.cached_property
     def peak_index(self) -> int:
         """The first point at which the most bytes are live."""
         return max(range(len(self.points)), key=lambda i: (self.points[i][0], -i))

@@ -24,6 +24,8 @@ _BOOKKEEPING = NOISE | {"reduce_precision"}
 _STACKING = ("jit(dynamic_update_index_in_dim)", "jit(dynamic_index_in_dim)")
 # Operations that take a part of their operand, or bring its parts together.
 _TAKING = frozenset(("dynamic-slice", "slice", "all-gather", "all-gather-start", "all-gather-done"))
+# Operations whose result is their operand.
+_MOVING = frozenset(("copy", "bitcast", "opt-barrier", "copy-done"))
 # Values that stand for nothing of their own until something is written into them or made of them.
 _FILLERS = frozenset(("broadcast", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"))
 
@@ -74,6 +76,8 @@ class Naming:
 
     def _find(self, instruction: Instruction, index: Index) -> tuple[Instruction | None, Metadata, Scope]:
         rank, named = self._nearest(self.flow.makers(instruction, index))
+        if rank and (filled := self._filled(instruction, index)):
+            rank, named = 0, filled
         if named is None:
             named = self._nearest(self._near(instruction, index), first=True)[1]
         if named is None:
@@ -121,6 +125,28 @@ class Naming:
             if not rank:
                 return named
             made = self.flow.origin(operand).instruction
+        return None
+
+    def _filled(self, instruction: Instruction, index: Index) -> Instruction | None:
+        """What is named best of the values that a loop writes over one that it starts with, such as zeros."""
+        made = self.flow.origin(instruction, index).instruction
+        if made is None or made.opcode not in _FILLERS:
+            return None
+        pending, seen = [(instruction, index)], set()
+        while pending and len(seen) < 40:
+            value, at = pending.pop(0)
+            if (value.id, at) in seen:
+                continue
+            seen.add((value.id, at))
+            for user in self.flow.users.get(value.id, ()):
+                if user.opcode == "while":
+                    rank, named = self._nearest(self.flow.makers(user, at))
+                    if not rank:
+                        return named
+                elif user.opcode == "tuple":
+                    pending += [(user, (i, *at)) for i, operand in enumerate(user.operands) if operand == value.id]
+                elif user.opcode in _MOVING:
+                    pending.append((user, at))
         return None
 
     def _frames(self, instruction: Instruction, index: Index) -> tuple[Frame, ...]:

@@ -47,6 +47,8 @@ CONTAINERS = frozenset(("blocks", "block", "layers", "layer", "transformer", "de
 LAYERS = re.compile(
     r"^(\w+_)?(dense|linear|conv|proj|projection|einsum|dropout)(_?general|_?transpose|_?\dd|\d+)?$"
     r"|^(fc|w|wi|wo|w[qkvo])\d*$|^(q|k|v|o|qkv|kv|query|key|value|out|kernel|bias)$")
+# What Flax Linen puts before the class of a module that is transformed.
+_TRANSFORMED = re.compile(r"^(Scan|Checkpoint|Remat|Vmap|Jit)+(?=[A-Z])")
 LOSS_COMPONENTS = frozenset(("head", "loss"))
 
 
@@ -133,10 +135,11 @@ def is_layer(word: str) -> bool:
 
 
 def plain(word: str) -> str:
-    """A scope without its library and its method: `eqx.nn.Linear` is Linear, `embed.attend` is embed."""
+    """A scope without its library, method and transformations: `eqx.nn.Linear` is Linear, `embed.attend` is embed,
+    `ScanCheckpointBlock_0` is Block_0."""
     if word.startswith("eqx."):
         return word.rpartition(".")[2]
-    return word.partition(".")[0] or word
+    return _TRANSFORMED.sub("", word.partition(".")[0]) or word
 
 
 def _words(op_name: str) -> list[str]:

@@ -75,10 +75,14 @@ def source_line(metadata: Metadata) -> str:
 
     A line at the top of a script, which only starts the program, comes last.
     """
-    visible = list(_visible(metadata.frames))
-    ranked = [frame for wanted in (OWN, FRAMEWORK, PLUMBING) for kind, frame in visible if kind == wanted]
-    ranked += [frame for frame in metadata.frames if kind_of(frame.file) == OWN]
-    return f"{ranked[0].file}:{ranked[0].line}" if ranked else ""
+    library: dict[str, Frame] = {}
+    for kind, frame in _visible(metadata.frames):
+        if kind == OWN:
+            return f"{frame.file}:{frame.line}"
+        library.setdefault(kind, frame)
+    last = next((frame for frame in metadata.frames if kind_of(frame.file) == OWN), None)
+    best = library.get(FRAMEWORK) or library.get(PLUMBING) or last
+    return f"{best.file}:{best.line}" if best else ""
 
 
 def component_of_code(frames: Iterable[Frame]) -> str:

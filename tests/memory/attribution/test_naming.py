@@ -72,6 +72,20 @@ def test_zeros_belong_to_what_reads_them():
     assert of("fill") == PLACE
 
 
+def test_zeros_that_a_loop_fills_belong_to_what_it_writes():
+    of = naming([("zero", "constant", [], ("jit(step)/jvp(Net)/while", "net.py:30")),
+                 ("fill", "broadcast", ["zero"], ("jit(step)/jvp(Net)/while", "net.py:30")),
+                 ("copy", "copy", ["fill"], NOTHING), ("start", "tuple", ["zero", "copy"], NOTHING),
+                 ("loop", "while", ["start"], ("jit(step)/jvp(Net)/while", "net.py:30"), {"called": ["body"]})],
+                body=[("state", "parameter", [], NOTHING),
+                      ("count", "get-tuple-element", ["state"], NOTHING, {"tuple_index": 0}),
+                      ("stack", "get-tuple-element", ["state"], NOTHING, {"tuple_index": 1}),
+                      ("dot", "dot", ["count"], ATTEND),
+                      ("write", "dynamic-update-slice", ["stack", "dot", "count"], LOOP), ("root", "tuple", ["count", "write"], NOTHING)])
+    assert of("fill") == of("copy") == PLACE
+    assert of("zero")[2] == "net.py:30"
+
+
 def test_a_fusion_without_a_name_has_that_of_what_is_in_it():
     of = naming([("x", "parameter", [], ("x", "")), ("fusion", "fusion", ["x"], NOTHING, {"called": ["inside"]})],
                 inside=[("p", "parameter", [], NOTHING), ("dot", "dot", ["p"], ATTEND),

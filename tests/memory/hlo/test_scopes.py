@@ -57,6 +57,7 @@ def frames(*places):
     (("TransformerDo", "embed.attend"), "embed", 2),
     (("M", "RNN_0", "LSTMCell_0.scan_fn", "LSTMCell_0"), "LSTMCell", 4),
     (("TransformerDo", "blocks_3"), "blocks", 2),
+    (("Gpt", "ScanCheckpointDecoderLayer_0", "Dense_1"), "DecoderLayer", 2),
     (("CNN", "Conv_1"), "Conv", 2),
     (("eqx.nn.Linear",), "Linear", 1),
     (("eqx.nn.MultiheadAttention", "eqx.nn.Linear"), "attention", 1),
