@@ -81,7 +81,8 @@ def test_zeros_that_a_loop_fills_belong_to_what_it_writes():
                       ("count", "get-tuple-element", ["state"], NOTHING, {"tuple_index": 0}),
                       ("stack", "get-tuple-element", ["state"], NOTHING, {"tuple_index": 1}),
                       ("dot", "dot", ["count"], ATTEND),
-                      ("write", "dynamic-update-slice", ["stack", "dot", "count"], LOOP), ("root", "tuple", ["count", "write"], NOTHING)])
+                      ("write", "dynamic-update-slice", ["stack", "dot", "count"], LOOP),
+                      ("root", "tuple", ["count", "write"], NOTHING)])
     assert of("fill") == of("copy") == PLACE
     assert of("zero")[2] == "net.py:30"
 
