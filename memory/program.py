@@ -19,7 +19,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import dumps
 from bytescope.memory.steps import callbacks, retarget, tracing
 
-_PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU, it does not say which", "tpu": "a TPU, it does not say which"}
+_PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU (it does not say which)", "tpu": "a TPU (it does not say which)"}
 _FAMILIES = {"cuda": "gpu", "rocm": "gpu"}
 _CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
 
@@ -107,8 +107,8 @@ def _dumped(compilation: Compilation, target: Target | None) -> tuple[Compilatio
         return compilation, target
     note = f"an HLO dump, compiled for {_PLATFORMS[platform]}"
     if target is not None and platform != _FAMILIES.get(target.platform, target.platform):
-        note += (f": {target.name} does not judge it, whose compiler makes another program; give the step, {_CALLED}, "
-                 "or a target of its own kind")
+        note += (f": {target.name} does not judge it, since its compiler makes another program; name a target of the "
+                 "dump's kind, or give the step itself")
         target = None
     return dataclasses.replace(compilation, notes=(*compilation.notes, note)), target
 
