@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import Buffer, Report
+from bytescope.memory.records import Report
 from bytescope.memory.tables.table import Column, Table
 from bytescope.memory.text import buffers
 
-COLUMNS = (Column("what", "largest at the peak", "path"), Column("bytes", "bytes", "bytes"),
-           Column("type", "type", "text"), Column("row", "row", "text"), Column("line", "line", "place"))
+COLUMNS = (Column("what", "largest at the peak", "path"), Column("times", "", "times"),
+           Column("bytes", "bytes", "bytes"), Column("type", "type", "text"), Column("row", "row", "text"),
+           Column("line", "line", "place"))
 
 
 def largest(report: Report, n: int = 10) -> Table:
-    """The `n` largest buffers at the peak.
+    """The `n` largest buffers at the peak; those that differ in the number of their layer alone are one row.
 
-    Keys of a row: what (path of an argument, else scopes and operation), bytes, dtype, shape, type (both as text), row
-    (of the breakdown), phase, scope (the named scopes), checkpoint_name, line ("file.py:line", from where this process
-    works), source (the same as the compiler has it), name (the compiler's).
+    Keys of a row: what (path of an argument, else scopes and operation), times (how many), bytes (of one), dtype,
+    shape, type (both as text), row (of the breakdown), phase, scope (the named scopes), checkpoint_name, line
+    ("file.py:line", from where this process works), source (the same as the compiler has it), name (the compiler's).
 
     Raises ReportError for an `n` that is not a whole number from 1 up.
     """
@@ -26,8 +27,9 @@ def largest(report: Report, n: int = 10) -> Table:
     return Table(COLUMNS, tuple(map(_row, found)), note=buffers.of_all(report, found))
 
 
-def _row(buffer: Buffer) -> dict:
-    return {"what": buffers.what(buffer), "bytes": buffer.bytes, "dtype": buffer.dtype, "shape": tuple(buffer.shape),
-            "type": buffers.array_type(buffer), "row": buffer.category, "phase": buffer.phase, "scope": buffer.module,
-            "checkpoint_name": buffer.checkpoint_name, "line": buffers.line(buffer.source),
-            "source": buffer.source, "name": buffer.name}
+def _row(alike: buffers.Alike) -> dict:
+    one = alike.one
+    return {"what": alike.name, "times": alike.times, "bytes": one.bytes, "dtype": one.dtype, "shape": tuple(one.shape),
+            "type": buffers.array_type(one), "row": one.category, "phase": one.phase, "scope": one.module,
+            "checkpoint_name": one.checkpoint_name, "line": buffers.line(one.source), "source": one.source,
+            "name": one.name}

@@ -19,6 +19,7 @@ KINDS: Mapping[str, tuple[Callable[[Any], str], bool]] = {
     **dict.fromkeys(("path", "name", "text", "words", "place"), (str, False)), "bytes": (human, True),
     "gib": (lambda value: f"{value / GIB:.1f}", True), "tera": (lambda value: f"{value / 1e12:,.2f}", True),
     "whole tera": (lambda value: f"{value / 1e12:,.0f}", True),
+    "times": (lambda value: f"{value:,} x" if value > 1 else "", True),
     "share": (lambda value: f"{value:.1%}", True),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,34 +21,64 @@ SHOWN = 10
 # Columns of what a buffer is and of its type, at most.
 _NAME, _TYPE = 60, 28
 _KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
+# What tells layers apart.
+_NUMBER = re.compile(r"(\d+)")
 # What a notebook's kernel calls the file of a cell.
 _CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 
 
 def render(report: Report, shown: int = SHOWN) -> RenderableType | None:
-    """The largest buffers at the peak, one a line; None for a report without any."""
+    """The largest buffers at the peak, those alike in one line; None for a report without any."""
     found = largest(report, shown)
     if not found:
         return None
-    table = FigureTable(path(Text("largest at the peak", style="bold")), figure("bytes"), fixed("type"),
-                        fixed("row"), place("line", "dim"), heading="dim")
-    for buffer in found:
-        name, kind = shorten(one_line(what(buffer)), _NAME), shorten(one_line(array_type(buffer)), _TYPE)
-        table.add(name, human(buffer.bytes), kind, buffer.category, line(buffer.source))
+    table = FigureTable(path(Text("largest at the peak", style="bold")), figure(), figure("bytes"),
+                        fixed("type"), fixed("row"), place("line", "dim"), heading="dim")
+    for alike in found:
+        name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
+        table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
     return Group(table, Prose(of_all(report, found), "dim"))
 
 
-def largest(report: Report, n: int) -> tuple[Buffer, ...]:
-    """The `n` largest buffers of main memory that are alive at the peak."""
-    return report.alive_at(report.peak_index)[:n]
+class Alike(NamedTuple):
+    """Buffers that are alike in all that is listed of them: what they are, how many, and one of them."""
+
+    name: str
+    times: int
+    one: Buffer
+
+    @property
+    def times_text(self) -> str:
+        """How many there are: "6 x"; "" for one."""
+        return f"{self.times:,} x" if self.times > 1 else ""
 
 
-def of_all(report: Report, found: tuple[Buffer, ...]) -> str:
+def largest(report: Report, n: int) -> tuple[Alike, ...]:
+    """The `n` largest buffers of main memory that are alive at the peak.
+
+    Layers that are not scanned have one each: those that differ in the number of their layer alone are one.
+    """
+    found: dict[tuple, list[Buffer]] = {}
+    for buffer in report.alive_at(report.peak_index):
+        name = _NUMBER.sub("*", what(buffer))
+        alike = (name, buffer.bytes, buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.source)
+        found.setdefault(alike, []).append(buffer)
+    return tuple(Alike(_common(list(map(what, alike))), len(alike), alike[0]) for alike in list(found.values())[:n])
+
+
+def _common(names: list[str]) -> str:
+    """Names that differ in numbers alone as one, with a star for each that differs."""
+    parts = zip(*(_NUMBER.split(name) for name in names))
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
+
+
+def of_all(report: Report, found: Iterable[Alike]) -> str:
     """What share of the peak some buffers are, in words."""
-    count = len(report.alive_at(report.peak_index))
-    share = sum(buffer.bytes for buffer in found) / max(report.peak_bytes, 1)
-    return f"{len(found)} of {count:,} buffers, {share:.1%} of the peak"
+    found = tuple(found)
+    count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in found)
+    share = sum(alike.times * alike.one.bytes for alike in found) / max(report.peak_bytes, 1)
+    return f"{listed:,} of {count:,} buffers, {share:.1%} of the peak"
 
 
 def what(buffer: Buffer) -> str:

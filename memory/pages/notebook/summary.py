@@ -10,7 +10,7 @@ from bytescope.memory.pages.notebook import piece
 from bytescope.memory.pages.notebook.timeline import BAND, HIGH, WIDE, timeline
 from bytescope.memory.pages.report import figures, verdict
 from bytescope.memory.records import METHODS, Finding, Report
-from bytescope.memory.text.buffers import array_type, largest, line, of_all, what
+from bytescope.memory.text.buffers import array_type, largest, line, of_all
 from bytescope.memory.text.report import versions_text
 from bytescope.memory.units import human
 
@@ -22,7 +22,8 @@ HEADS = (("what", False), ("bytes", True), ("type", False), ("row", False), ("li
 def render(report: Report) -> str:
     """The piece of a report; under 300 KB whatever the program."""
     found = largest(report, BUFFERS)
-    cells = [[cut(what(b)), human(b.bytes), cut(array_type(b)), b.category, cut(line(b.source))] for b in found]
+    cells = [[cut(alike.name), f"{alike.times_text} {human(alike.one.bytes)}", cut(array_type(alike.one)),
+              alike.one.category, cut(line(alike.one.source))] for alike in found]
     notes = [METHODS.get(report.method, report.method), *report.notes][:NOTES]
     return piece.render(
         "summary", name=cut(report.subject.name or report.program or "program"), where=cut(where(report.target)),

@@ -28,13 +28,28 @@ def report():
 
 def test_the_ten_largest_are_plain_data(report):
     table, alive = report.table(), report.alive_at(report.peak_index)
-    assert len(table) == 10 and [row["bytes"] for row in table] == sorted((b.bytes for b in alive), reverse=True)[:10]
+    assert len(table) == 10 and len(report.table(3)) == 3
     assert json.loads(json.dumps(table.rows))[0]["shape"] == [64, 4096]
-    argument = table[0]
-    assert argument["what"] == "params['w0']" and argument["dtype"] == "bf16" and argument["row"] == "params"
-    made = next(row for row in table if row["phase"] != "argument")
+    arguments, made = table[:2]
+    assert arguments["what"] == "params['w*']" and arguments["times"] == 4 and arguments["row"] == "params"
+    assert arguments["bytes"] == 64 * MIB and arguments["dtype"] == "bf16"
     assert made["what"] == "blocks/attention · softmax" and re.fullmatch(r"model/block.py:\d+", made["line"])
-    assert len(report.table(3)) == 3 and len(report.table(10**6)) == len(alive)
+    every = report.table(10**6)
+    assert sum(row["times"] for row in every) == len(alive)
+    assert [row["bytes"] for row in every] == sorted((row["bytes"] for row in every), reverse=True)
+    assert sum(row["times"] * row["bytes"] for row in every) == report.peak_bytes
+
+
+def test_layers_that_differ_in_their_number_alone_are_one_row():
+    def layer(number, name, **more):
+        where = {"module": f"layers_{number}/mlp", "op_name": "jit(f)/tanh", "source": "f.py:3", **more}
+        return Buffer(f"{name}.{number}", 8, (2,), "float32", "residuals", "forward", at_peak=True, **where)
+
+    found = [*(layer(number, "fusion") for number in range(6)), layer(7, "fusion", source="f.py:4"),
+             *(Buffer(f"p['b_2']['layers_{at}']", 4, category="params", phase="argument") for at in range(3))]
+    rows = memory.Report(70, 70, {"residuals": 58, "params": 12}, buffers=tuple(found)).table().rows
+    assert [(row["what"], row["times"]) for row in rows] == [
+        ("layers_*/mlp · tanh", 6), ("layers_7/mlp · tanh", 1), ("p['b_2']['layers_*']", 3)]
 
 
 def test_the_table_prints_within_80_columns_and_shows_itself(report, monkeypatch):
@@ -47,7 +62,7 @@ def test_the_table_prints_within_80_columns_and_shows_itself(report, monkeypatch
     words = " ".join(Page(table._repr_html_()).words)
     for row in table:
         assert row["what"] in words and row["line"] in words
-    assert "10 of " in words
+    assert "13 of " in words and "4 x" in words
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.5, True, "ten"])
