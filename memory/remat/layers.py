@@ -18,6 +18,7 @@ from bytescope.memory.remat.block_graph import INLINED, alike, carried_count
 # Equations whose bodies the compiled gradient does not differentiate: they have rules of their own.
 _OWN_RULE = ("custom_jvp_call", "custom_vjp_call")
 _STOPS = ("stop_gradient",)
+_OF_LIBRARIES = re.compile(r"/(jax|jaxlib|flax|equinox|haiku)/|<frozen|/contextlib.py|/memory/remat(_plan)?/")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 CHECKPOINT, LOOP, CALL = "checkpoint", "scan", "call"
 
@@ -30,7 +31,7 @@ class Layer:
         body: its ClosedJaxpr. times: how often it runs in one evaluation of the loss.
         active: of each of its inputs, whether what is differentiated reaches it.
         mark: tells it from the others. how: CHECKPOINT, or the LOOP or CALL that has none yet.
-        name: of its function. policy: what its checkpoint has now.
+        name: of its function; where: file:line of its call. policy: what its checkpoint has now.
     """
 
     body: Any
@@ -39,6 +40,7 @@ class Layer:
     mark: str
     how: str
     name: str = ""
+    where: str = dataclasses.field(default="", compare=False)
     policy: Any = dataclasses.field(default=None, compare=False)
 
     @property
@@ -140,7 +142,7 @@ class _Finder:
     def _note(self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int) -> None:
         closed = _closed(body)
         self.seen.append(Layer(closed, times, tuple(active), mark(body), how, _name(equation, closed),
-                               equation.params.get("policy")))
+                               where_of(equation), equation.params.get("policy")))
 
 
 def is_checkpoint(equation: Any) -> bool:
@@ -235,3 +237,11 @@ def _name(equation: Any, body: Any) -> str:
     """The name of the function, as jax keeps it for its error messages."""
     told = getattr(body.jaxpr.debug_info, "func_name", "") or ""
     return str(equation.params.get("name") or told)
+
+
+def where_of(equation: Any) -> str:
+    """file:line of the innermost frame that is not a library's."""
+    traceback = equation.source_info.traceback
+    frames = list(traceback.frames) if traceback is not None else []
+    frame = next((f for f in frames if not _OF_LIBRARIES.search(f.file_name)), None)
+    return f"{frame.file_name}:{frame.line_num}" if frame else ""

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from bytescope.memory.remat.block_graph import INLINED, Block, Step, size_of, step_of
-from bytescope.memory.remat.layers import Layer, is_checkpoint, specs_of
+from bytescope.memory.remat.layers import Layer, is_checkpoint, specs_of, where_of
 from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
 from bytescope.memory.remat.worth import with_names, worth_deciding
 
 # Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
 _OPENED = INLINED | {"custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"}
-_OF_LIBRARIES = re.compile(r"/(jax|jaxlib|flax|equinox|haiku)/|<frozen|/contextlib.py|/memory/(remat/|remat_plan)")
+# A scope that a person gave, or a module: transformations have brackets, einsum writes its equation.
+_SCOPE = re.compile(r"[\w.-]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _labels(graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: i
         if told not in alike:
             label = _label(one.equation, name, {value.label for value in alike.values()})
             alike[told] = Value(label, (), name, one.key, at, type_of(one.equation.outvars[0].aval), 0, 0,
-                                _where(one.equation))
+                                where_of(one.equation))
         value = alike[told]
         alike[told] = dataclasses.replace(value, kinds=tuple(dict.fromkeys((*value.kinds, kind))),
                                           count=value.count + times, bytes=value.bytes + size)
@@ -253,15 +254,7 @@ def _told(name: str, key: str, before: tuple[str, ...]) -> tuple[str, Any]:
 
 def _label(equation: Any, name: str, taken: set[str]) -> str:
     """The name of a value, else the last of its scopes and its primitive; numbered where that is taken."""
-    scopes = [part for part in str(equation.source_info.name_stack).split("/") if part and "(" not in part]
+    scopes = [part for part in str(equation.source_info.name_stack).split("/") if _SCOPE.fullmatch(part)]
     plain = name or ".".join([*scopes[-1:], equation.primitive.name])
     return next(label for number in range(1, len(taken) + 2)
                 if (label := plain if number == 1 else f"{plain}.{number}") not in taken)
-
-
-def _where(equation: Any) -> str:
-    """file:line of the innermost frame that is not a library's."""
-    traceback = equation.source_info.traceback
-    frames = list(traceback.frames) if traceback is not None else []
-    frame = next((f for f in frames if not _OF_LIBRARIES.search(f.file_name)), None)
-    return f"{frame.file_name}:{frame.line_num}" if frame else ""

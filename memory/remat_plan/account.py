@@ -34,7 +34,8 @@ def render(plan: RematPlan) -> RenderableType:
     head = Text.assemble((f"remat plan on {plan.target}", "bold"),
                          f"  {human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}  ",
                          f"recomputes {_share(plan.recomputed_flops, plan)}")
-    layers = [Prose(f"{times} x {one_line(name) or 'layer'}, {_HOW[how]}") for name, times, how in plan.layers]
+    layers = [Prose(f"{layer.times} x {one_line(layer.name) or 'layer'} at {_short(layer.where)}, {_HOW[layer.how]}")
+              for layer in plan.layers]
     return blocks(Group(head, *layers), _kept(plan), _policies(plan),
                   Prose("jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"))
 
@@ -44,7 +45,7 @@ def _kept(plan: RematPlan) -> RenderableType:
         return Prose(f"jax.checkpoint_policies.{plan.name} is best here" if plan.name else "nothing is kept")
     table = FigureTable(label("kept by every layer"), figure("all layers"), label("type"), path("where"))
     for value in plan.kept:
-        several = value.count // sum(plan.layers[kind][1] for kind in value.kinds)
+        several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
         name = f"{value.label} ({several} of them)" if several > 1 else value.label
         table.add(name, human(value.bytes), value.type, _short(value.where))
     return table

@@ -52,9 +52,8 @@ class RematPlan:
         allocated_bytes: what the gradient's program takes on one device, as compiled; at most budget_bytes.
         recomputed_flops, model_flops: of one step over all devices, what is recomputed, and all else.
         built_in: the figures of jax's own policies. compiled: how many programs were compiled.
-        layers: (name of a function under jax.checkpoint, how often it runs, how it was found: "checkpoint", or "scan"
-            and "call" where it has no checkpoint yet).
-        report: of the program under the plan. target: its name. kinds: the layers, as `remat.layers` has them.
+        layers: what was planned for, as `remat.layers` has it.
+        report: of the program under the plan. target: its name.
     """
 
     policy: Any
@@ -66,10 +65,9 @@ class RematPlan:
     model_flops: int
     built_in: tuple[PolicyFigures, ...]
     compiled: int
-    layers: tuple[tuple[str, int, str], ...]
+    layers: tuple[Layer, ...]
     target: str
     report: Report
-    kinds: tuple[Layer, ...]
 
     def apply(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The same loss with this policy in the checkpoints of its layers, without a change to its code; layers that
@@ -77,7 +75,7 @@ class RematPlan:
         """
         @functools.wraps(loss)
         def planned(*args: Any, **kwargs: Any) -> Any:
-            return Loss(loss, args, kwargs).under(self.kinds, self.policy)(*args, **kwargs)
+            return Loss(loss, args, kwargs).under(self.layers, self.policy)(*args, **kwargs)
 
         return planned
 
@@ -130,10 +128,10 @@ def plan_remats(loss: Callable[..., Any], args: Sequence[Any], target: Target | 
 
     search = Search(compiler.problem(), compiler, show)
     search.compile(search.fixed)
-    return [_plan(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
+    return [plan_of(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
 
 
-def _plan(compiler: Compiler, search: Search, outcome: Outcome, budget: int) -> RematPlan:
+def plan_of(compiler: Compiler, search: Search, outcome: Outcome, budget: int) -> RematPlan:
     """What a search found for a budget. Raises ReportError where nothing fits it."""
     report = compiler.full.report
     if outcome.best is None:
@@ -148,8 +146,8 @@ def _plan(compiler: Compiler, search: Search, outcome: Outcome, budget: int) -> 
         recomputed_flops=built.counted.recomputed, model_flops=built.counted.total - built.counted.recomputed,
         built_in=tuple(PolicyFigures(BUILT_IN[name_of(tried.plan)], tried.compiled.allocated_bytes,
                                      int(tried.compiled.flops), tried.compiled.status) for tried in figures),
-        compiled=len(search.tried), layers=tuple((layer.name, layer.times, layer.how) for layer in compiler.layers),
-        target=report.target.get("name", ""), report=built.report, kinds=tuple(compiler.layers))
+        compiled=len(search.tried), layers=tuple(compiler.layers),
+        target=report.target.get("name", ""), report=built.report)
 
 
 def _nothing_fits(outcome: Outcome, budget: int) -> ReportError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from bytescope.memory import ReportError
@@ -208,6 +209,55 @@ def test_without_an_order_equal_keys_are_kept_together():
     for labels in ([], list(values.values)[:1], list(values.values)):
         predicted = kept_under(values.block, RATES, "", labels).flops
         assert recomputed(foreign.loss_of("scan", policy_of(values, labels))) == predicted
+
+
+# ---- the step that is compiled ----------------------------------------------------------------------------------
+
+def test_a_step_with_an_optimizer_reuses_its_params_and_state():
+    """And is the update that a user would write: value, then params moved by optax."""
+    args = foreign.values()
+
+    def with_metrics(weights, x):
+        value = foreign.loss_of("scan")(weights, x)
+        return value, {"loss": value}
+
+    loss, optimizer = Loss(jax.jit(with_metrics), args, {}), optax.sgd(0.1, momentum=0.9)
+    assert loss.has_aux and sum(loss.active) == len(foreign.SHAPES)
+    layers = layers_of(loss.jaxpr, loss.active)
+    traced = loss.step(layers, None, optimizer)
+    donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
+    assert donated == [True] * (len(donated) - 1) + [False]
+    params, state, (value, metrics) = traced.lower().compile()(args[0], optimizer.init(args[0]), args[1])
+
+    @jax.jit
+    def plain(weights, x):
+        own, grads = jax.value_and_grad(foreign.loss_of("scan"))(weights, x)
+        return own, optax.apply_updates(weights, optimizer.update(grads, optimizer.init(weights), weights)[0])
+
+    own, moved = plain(*foreign.values())
+    assert float(value) == float(metrics["loss"]) and abs(float(value) - float(own)) < 1e-6 and state
+    for name in moved:
+        np.testing.assert_allclose(params[name], moved[name], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_and_state_lie_as_their_params(devices):
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    weights, x = foreign.arguments(8)
+    weights = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows) for name, leaf in weights.items()}
+    loss = Loss(foreign.loss_of("scan"), (weights, x), {})
+    assert loss.devices == 8
+    traced = loss.step(layers_of(loss.jaxpr, loss.active), None, optax.adamw(1e-2))
+    moments = traced.args_info[0][1][0].mu
+    assert str(traced.jaxpr).count("sharding_constraint") >= len(weights) and set(moments) == set(weights)
+    whole, shared = (values_of(layers_of(loss.jaxpr, loss.active), parts) for parts in (1, loss.devices))
+    assert [8 * value.bytes for value in shared.values.values()] == [value.bytes for value in whole.values.values()]
+
+
+def test_an_optimizer_without_an_update_is_refused():
+    loss = Loss(foreign.loss_of("scan"), foreign.arguments(), {})
+    with pytest.raises(ReportError, match="optimizer='adam': give one with init and update, such as optax.adamw"):
+        loss.step(layers_of(loss.jaxpr, loss.active), None, "adam")
 
 
 # ---- what is no loss --------------------------------------------------------------------------------------------
