@@ -21,7 +21,7 @@ from typing import Any
 from bytescope.memory.analyze import report_of, with_roofline
 from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError, in_one_line
-from bytescope.memory.execution import failure
+from bytescope.memory.execution import failure, measured
 from bytescope.memory.execution.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.report import Report
@@ -181,7 +181,7 @@ class Watched:
             self._unwatched(error)
             return known
         if self._before is None:
-            self._before = _before(device, known.report)
+            self._before = measured.before_arguments(device, known.report)
         _latest[:] = [weakref.ref(self)]
         _listen()
         self._announce(known.report)
@@ -223,7 +223,7 @@ class Watched:
     def _compare(self) -> None:
         """One line: predicted against measured."""
         if self._now.report is not None:
-            seen = _since(self._before, live.sample(self._now.device))
+            seen = measured.since(self._before, live.sample(self._now.device))
             line = live.predicted_against_measured(self._now.report, seen, self._before)
             self._say(f"{self._name}, call {self.calls:,}: {line}")
 
@@ -286,24 +286,6 @@ def watch(step: Callable[..., Any] | None = None, *, every: int = 100, limit: in
         raise ReportError(f"a {type(step).__name__} is not a step: memory.watch(step) takes a function, plain or "
                           "jitted")
     return Watched(step, **given)
-
-
-def _before(device: Any, report: Report) -> live.LiveMemory | None:
-    """What was on a device before the step's arguments were, as far as it can be told when they are there already.
-
-    On the CPU the process is measured, arguments and all: they are part of what is predicted."""
-    seen = live.sample(device)
-    if seen is None or seen.source != "host" or seen.in_use_bytes is None:
-        return seen
-    arguments = (report.xla.argument_bytes or 0) * seen.sharing
-    return dataclasses.replace(seen, in_use_bytes=max(seen.in_use_bytes - arguments, 0))
-
-
-def _since(before: live.LiveMemory | None, seen: live.LiveMemory | None) -> live.LiveMemory | None:
-    """What is measured, without a peak of the process from before the loop: compiling takes more than most steps."""
-    if before is None or seen is None or seen.source != "host" or seen.peak_bytes != before.peak_bytes:
-        return seen
-    return dataclasses.replace(seen, peak_bytes=seen.in_use_bytes)
 
 
 # The step that compiled last, for errors that come when its results are read.

@@ -21,6 +21,8 @@ from bytescope.memory.report_json import plain
 # Ways out that are told; the share of the peak from which arrays, findings and residuals are worth one; that from which
 # a buffer is worth being computed in parts; and the share of a card below which a pool could be larger.
 WAYS, WORTH, WORTH_PARTS, FRACTION_IS_LOW = 3, 0.01, 0.10, 0.85
+# Findings that say how to use more memory.
+_NO_WAY_OUT = ("spare_memory",)
 _BATCH = "make the batch smaller, or accumulate gradients over parts of it"
 
 
@@ -147,8 +149,8 @@ def _levers(report: Report) -> Iterator[WayOut]:
 def _of_findings(report: Report) -> Iterator[WayOut]:
     """What the findings of a report say to do, those of most bytes first."""
     for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
-        if finding.bytes >= WORTH * report.peak_bytes:
-            yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})")
+        if finding.bytes >= WORTH * report.peak_bytes and finding.kind not in _NO_WAY_OUT:
+            yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})", finding.flags)
 
 
 def _in_parts(report: Report) -> Iterator[WayOut]:

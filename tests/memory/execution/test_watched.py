@@ -14,7 +14,7 @@ import pytest
 from bytescope.memory import records
 from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError
-from bytescope.memory.execution import failure, watched
+from bytescope.memory.execution import failure, measured, watched
 from bytescope.memory.units import MIB
 
 WIDTH = 64
@@ -263,21 +263,21 @@ float(out[0])
 def test_what_the_line_is_compared_with(monkeypatch):
     """The process holds the step's arguments when it is first called: they are part of what is predicted."""
     seen = live.LiveMemory("cpu", "host", sharing=2, in_use_bytes=1000)
-    monkeypatch.setattr(live, "sample", lambda device: seen)
+    monkeypatch.setattr(measured, "sample", lambda device: seen)
     report = records.Report(0, 0, {}, xla=records.XlaStats(argument_bytes=300))
-    assert watched._before(None, report).in_use_bytes == 400
-    monkeypatch.setattr(live, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
-    assert watched._before(None, report).in_use_bytes == 1000
+    assert measured.before_arguments(None, report).in_use_bytes == 400
+    monkeypatch.setattr(measured, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
+    assert measured.before_arguments(None, report).in_use_bytes == 1000
 
 
 @pytest.mark.quick
 def test_a_peak_from_before_the_loop_is_none_of_the_steps():
     before = live.LiveMemory("cpu", "host", in_use_bytes=3 * MIB, peak_bytes=9 * MIB)
     same = dataclasses.replace(before, in_use_bytes=4 * MIB)
-    assert watched._since(before, same).peak_bytes == 4 * MIB
-    assert watched._since(before, dataclasses.replace(same, peak_bytes=10 * MIB)).peak_bytes == 10 * MIB
+    assert measured.since(before, same).peak_bytes == 4 * MIB
+    assert measured.since(before, dataclasses.replace(same, peak_bytes=10 * MIB)).peak_bytes == 10 * MIB
     card = dataclasses.replace(same, source="allocator")
-    assert watched._since(card, card) is card and watched._since(None, card) is card
+    assert measured.since(card, card) is card and measured.since(None, card) is card
 
 
 @pytest.mark.quick

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from bytescope.memory import records
-from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem, ways_out
+from bytescope.memory.findings import rules
+from bytescope.memory.findings.post_mortem import _BATCH, HeldArrays, PostMortem, ways_out
 from bytescope.memory.records import ROWS, Buffer, Finding, Report
 from bytescope.memory.text import post_mortem as text
 from bytescope.memory.units import GIB, MIB
@@ -40,6 +41,14 @@ def test_a_foreign_program_has_its_findings_then_recomputation_then_parts():
     assert found[2].words.startswith("compute bfloat16[512,1024] of model.py:40 in parts")
     alone = ways_out(report_of(dataclasses.replace(WIDE, source="")))
     assert [(way.bytes, way.words.partition(",")[0]) for way in alone] == [(3 * GIB // 2, "make the batch smaller")]
+
+
+def test_no_finding_that_takes_more_memory_and_none_said_twice():
+    spare = Finding("spare_memory", 5 * GIB, "5 GiB are free", "keep more")
+    saves = Finding("checkpoint_saves", 4 * GIB, "Decoder keeps 6 GiB", "wrap Decoder in jax.checkpoint")
+    found = ways_out(report_of(KEPT, findings=(spare, saves)))
+    assert [way.words.partition(" (")[0] for way in found] == ["wrap Decoder in jax.checkpoint", _BATCH]
+    assert {spare.kind, saves.kind} <= {rule.__name__ for rule in rules.RULES}, "the findings are called so"
 
 
 def test_what_the_step_does_not_need_comes_first():
