@@ -9,6 +9,7 @@ the buffers of one kind, and `folded` tells how many modules such a name stands 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 
 from bytescope.memory.attribution.checkpoint_names import MARK
@@ -29,6 +30,7 @@ _MOVING = frozenset(("copy", "bitcast", "opt-barrier", "copy-done"))
 # Values that stand for nothing of their own until something is written into them or made of them.
 _FILLERS = frozenset(("broadcast", "constant", "iota", "partition-id", "replica-id", "rng-bit-generator"))
 
+_NUMBERED = re.compile(r"\d$")
 # Words of transformations that are operations too.
 _OPERATIONS = frozenset(("transpose", ""))
 
@@ -189,7 +191,8 @@ def folded(buffers: Iterable[Buffer]) -> dict[str, str]:
     """Key -> the key with the number of modules it stands for, "backward/CausalAttn x 6", where there are several.
 
     `Attention_0` of six blocks, or `attn_0` to `attn_5`, are six of a kind: the buffers at the peak tell them apart by
-    their module paths, up to the scope that names the component.
+    their module paths, up to the scope that names the component. Paths without numbers, such as those of classes, do
+    not tell how many there are.
     """
     modules: dict[str, set[tuple[str, ...]]] = {}
     examples: dict[str, Buffer] = {}
@@ -201,4 +204,5 @@ def folded(buffers: Iterable[Buffer]) -> dict[str, str]:
         if component == buffer.component and not buffer.checkpoint_name:
             modules.setdefault(label(buffer), set()).add(path[:depth])
             examples[label(buffer)] = buffer
-    return {key: label(examples[key], len(found)) for key, found in modules.items() if len(found) > 1}
+    return {key: label(examples[key], len(found)) for key, found in modules.items()
+            if len(found) > 1 and any(_NUMBERED.search(word) for path in found for word in path)}

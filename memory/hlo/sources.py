@@ -121,7 +121,7 @@ def _known(kind: str, frame: Frame, inmost: bool) -> str:
     owner = outer.rpartition(".")[2]
     if inmost and _LOSS.search(function):
         return "loss"
-    if _OPTIMIZER.search(frame.file):
+    if kind != OWN and _OPTIMIZER.search(frame.file):
         return "optimizer"
     for word in (function, owner):
         part = COMPONENTS.get(word.lower(), "")

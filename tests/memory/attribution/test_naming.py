@@ -140,6 +140,7 @@ def test_siblings_fold():
         *(buffer(f"net/attn_{n}", "attention", category="residuals", checkpoint_name="q") for n in range(3)),
         *(buffer(f"net/mlp_{n}", "param_copy") for n in range(3)),
         buffer("Net/head", "head"), buffer("Net/head", "head"),
+        buffer("Gpt/LayerNorm", "norm"), buffer("Gpt/Block/LayerNorm", "norm"),  # classes: nobody knows how many
         Buffer("late", 1, category="workspace", phase="backward", component="head", module="Net/head_1")])
     assert found == {"backward/CausalAttn": "backward/CausalAttn x 6", "(attention/div)": "(attention x 3/div)"}
 

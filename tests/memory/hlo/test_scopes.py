@@ -86,6 +86,7 @@ def test_einsums_functions_and_merged_names_are_no_scopes():
 @pytest.mark.parametrize(("chain", "expected"), [
     (("/x/optax/losses/_classification.py:1 softmax_cross_entropy",), "loss"),
     (("/x/optax/_src/transform.py:3 update_fn", "mine.py:9 train_step"), "optimizer"),
+    (("/home/me/optax/examples/mnist.py:3 predict",), "predict()"),
     (("mine.py:3 main",), "main()"),
     (("mine.py:3 gpt.<locals>.attend", "mine.py:9 gpt.<locals>.layer", "mine.py:20 gpt.<locals>.loss"), "attend()"),
     (("mine.py:3 gelu", "mine.py:9 Block.mlp", "mine.py:20 train"), "mlp"),
