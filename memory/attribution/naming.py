@@ -51,6 +51,8 @@ class Naming:
             scope = parse(metadata.op_name)
             if metadata.op_name and all(map(scopes.is_layer, map(scopes.plain, scope.path))):
                 scope = self._by_code(scope, metadata)
+            elif scope.path and all(word.startswith(scopes.EQUINOX) for word in scope.path):  # not the user's modules
+                scope = dataclasses.replace(scope, path=self._by_code(scope, metadata).path)
             self._scopes[instruction.id] = scope
         return self._scopes[instruction.id]
 

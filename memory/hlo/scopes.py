@@ -39,6 +39,7 @@ COMPONENTS = {
     "loss": "loss", "cross_entropy": "loss", "xent": "loss", "loss_fn": "loss",
     "optimizer": "optimizer", "opt": "optimizer", "grad_norm": "grad_norm", "clip": "grad_norm",
 }
+EQUINOX = "eqx."  # before the scopes that Equinox opens around its layers
 KNOWN = frozenset((*COMPONENTS.values(), "norm"))
 NORMS = re.compile(r"^(rms|layer|batch|group|ln|pre|post)?_?(norm(?!al(?!i[sz]))|ln)(_?\w+)?$|(norm|_ln)_?\d*$")
 CONTAINERS = frozenset(("blocks", "block", "layers", "layer", "transformer", "decoder", "encoder", "model",
@@ -137,7 +138,7 @@ def is_layer(word: str) -> bool:
 def plain(word: str) -> str:
     """A scope without its library, method and transformations: `eqx.nn.Linear` is Linear, `embed.attend` is embed,
     `ScanCheckpointBlock_0` is Block_0."""
-    if word.startswith("eqx."):
+    if word.startswith(EQUINOX):
         return word.rpartition(".")[2]
     return _TRANSFORMED.sub("", word.partition(".")[0]) or word
 

@@ -24,7 +24,7 @@ _FRAMEWORK = re.compile(
     r"|/flax/(linen|nnx|core|training)/|/haiku/_src/|/equinox/(nn/|internal/|_)")
 # Of frameworks, what only hands calls on.
 _PLUMBING = re.compile(
-    r"/flax/(core/|linen/(module|transforms|summary)|nnx/(transforms/|graph|extract|compat|module|object|spmd))"
+    r"/flax/(core/|linen/(module|transforms|summary|dtypes)|nnx/(transforms/|graph|extract|compat|module|object|spmd|nn/dtypes))"
     r"|/haiku/_src/(module|transform|multi_transform|lift|stateful|base)\b|/equinox/(internal/|_(?!nn))|/jaxtyping/"
     r"|/beartype/|/chex/|/tree/|/numpyro/(handlers|primitives|util)\b|/quax/")
 _HIDDEN = re.compile(

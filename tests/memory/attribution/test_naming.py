@@ -118,6 +118,17 @@ def test_what_only_a_line_tells():
     assert of("dot") == ("handlers.py:7", "", "/site-packages/numpyro/handlers.py:7")
 
 
+def test_the_scopes_of_a_librarys_own_layers_go_into_the_users_modules():
+    said = "jit(step)/jvp(vmap(eqx.nn.{}))/sd,Sd->sS/dot_general", "net.py:7 gpt.<locals>.Block.__call__"
+
+    def of(layer):
+        rows = [("x", "parameter", [], ("x", "")), ("dot", "dot", ["x"], (said[0].format(layer), said[1]))]
+        return naming(rows)("dot")
+
+    assert of("MultiheadAttention") == ("attention", "Block", "net.py:7")
+    assert of("Linear") == ("Block", "Block", "net.py:7")
+
+
 def test_the_path_of_an_argument_is_no_name_of_an_operation():
     of = naming([("x", "parameter", [], ("p['net/linear']['w']", "")),
                  ("wide", "convert", ["x"], ("p['net/linear']['w']", "")), ("dot", "dot", ["wide"], ATTEND)])
