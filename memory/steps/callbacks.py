@@ -31,7 +31,7 @@ def count(jaxpr: Any) -> int:
         return sum(1 if equation.primitive.name in CALLBACKS else sum(map(found, _inner(equation)))
                    for equation in jaxpr.eqns)
 
-    return found(getattr(jaxpr, "jaxpr", jaxpr))
+    return found(_open(jaxpr))
 
 
 def without_runtime(closed: Any, platform: str) -> Any:
@@ -51,11 +51,12 @@ def _inner(equation: Any) -> list[Any]:
         return []
     values = [each for value in equation.params.values()
               for each in (value if isinstance(value, (tuple, list)) else (value,))]
-    return [getattr(each, "jaxpr", each) for each in values if _is_jaxpr(getattr(each, "jaxpr", each))]
+    return [_open(each) for each in values if hasattr(each, "eqns")]
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") and not hasattr(value, "jaxpr")  # a ClosedJaxpr has both
+def _open(jaxpr: Any) -> Any:
+    """The Jaxpr of a ClosedJaxpr, and of itself: from jax 0.12 on they are one type, its own `jaxpr`."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 class _Rewriting:
@@ -67,10 +68,9 @@ class _Rewriting:
 
     def value(self, value: Any) -> Any:
         """A parameter of an equation with every jaxpr in it rewritten."""
-        if _is_jaxpr(value):
-            return self.jaxpr(value)
-        if _is_jaxpr(getattr(value, "jaxpr", None)):
-            return value.replace(jaxpr=self.jaxpr(value.jaxpr))
+        if hasattr(value, "eqns"):
+            bare = _open(value)
+            return self.jaxpr(bare) if bare is value else value.replace(jaxpr=self.jaxpr(bare))
         if type(value) in (tuple, list):
             return type(value)(map(self.value, value))
         return value
