@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.findings.evidence import LARGE, NOTABLE, Found, at_peak, largest, words
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, words
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 
@@ -21,15 +21,20 @@ def wide_activations(report: Report, program: PlacedProgram) -> Found | None:
     wide = sum(b.bytes for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32")
     made = any(b.dtype == "bfloat16" for b in report.buffers if b.phase != "argument")
     asked = made or any("bf16" in word or "bfloat16" in word for word in words(report.config, "precision"))
-    if not asked or wide <= LARGE * report.peak_bytes:
+    if not asked or wide <= max(LARGE * report.peak_bytes, TOY):
         return None
-    why = "; the CPU computes bfloat16 in float32" if report.target.get("platform") == "cpu" else ""
-    return Found(wide, f"{human(wide)} of residuals are float32 in a bfloat16 program{why}")
+    message = f"{human(wide)} of residuals are float32 in a bfloat16 program"
+    if report.target.get("platform") == "cpu":
+        return Found(wide, f"{message}; the CPU computes bfloat16 in float32",
+                     "compile for the device that it will run on, such as target='h200', where bfloat16 stays narrow")
+    first = max((b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"), key=lambda b: b.bytes)
+    where = f", made at {first.source.rsplit('/', 1)[-1]}" if first.source else ""
+    return Found(wide, f"{message}, the largest {first.dtype}{list(first.shape)}{where}")
 
 
 def fragmentation(report: Report, program: PlacedProgram) -> Found | None:
     """Holes in the packed memory."""
     size = report.breakdown["fragmentation"]
-    if size <= LARGE * report.allocated_bytes:
+    if size <= max(LARGE * report.allocated_bytes, TOY):
         return None
     return Found(size, f"{human(size)} of the allocated memory is not in use at the peak")

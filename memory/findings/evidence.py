@@ -13,8 +13,9 @@ from bytescope.memory.units import MIB
 
 # Shares of the peak (of the allocated bytes for fragmentation) from which a thing is worth a line.
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
-# Bytes below which a thing is not worth one, whatever its share.
-LEAST = 16 * MIB
+# Bytes below which a thing is not worth one, whatever its share: of a toy nobody wants to hear, and of what is worth an
+# array's own sharding.
+TOY, LEAST = MIB, 16 * MIB
 STATE = ("params", "optimizer", "accumulator")
 
 

@@ -45,7 +45,7 @@ RULES: Mapping[Rule, str] = {
     replicated_batch: "shard the batch over the data axis of the mesh",
     replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that shard the batch",
     not_donated: "pass donate_argnums for the state to jax.jit",
-    wide_activations: "cast before the tensor is saved and name the narrow one; compile for a GPU, not for a CPU",
+    wide_activations: "cast it to bfloat16 where it is made, before the backward pass keeps it",
     fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
     host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",

@@ -10,6 +10,7 @@ from bytescope.memory.findings.evidence import (
     LARGE,
     LEAST,
     SMALL,
+    TOY,
     Found,
     arguments,
     at_peak,
@@ -60,7 +61,7 @@ def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:
     kept = [b for b in report.buffers if b.category == "collectives" and "all-gather" in b.name
             and b.start < backward <= b.end and b.phase == "forward"]
     size = sum(b.bytes for b in kept)
-    if size <= SMALL * report.peak_bytes:
+    if size <= max(SMALL * report.peak_bytes, TOY):
         return None
     return Found(size, f"{human(size)} of gathered parameters outlive the layer that needs them ({kept[0].name})")
 
@@ -68,7 +69,7 @@ def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:
 def large_collective(report: Report, program: PlacedProgram) -> Found | None:
     """One collective's buffer is a good part of the peak."""
     size = max((b.bytes for b in at_peak(report, "collectives")), default=0)
-    if size <= LARGE * report.peak_bytes:
+    if size <= max(LARGE * report.peak_bytes, TOY):
         return None
     return Found(size, f"one collective holds {human(size)}, {largest(report, 'collectives')}")
 

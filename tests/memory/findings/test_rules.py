@@ -21,6 +21,7 @@ from bytescope.memory.hlo.buffers import Allocation, Program
 from bytescope.memory.hlo.mesh import of_compiled
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.records import ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.units import MIB
 from support import programs
 from support.oracles import require
 
@@ -50,16 +51,26 @@ def test_full_logits():
 
 
 def test_fragmentation():
-    assert kinds(report({"fragmentation": 300}, allocated=1300)) == {"fragmentation"}
-    assert kinds(report({"fragmentation": 100}, allocated=1100)) == set()
+    assert kinds(report({"fragmentation": 300 * MIB}, peak=1000 * MIB, allocated=1300 * MIB)) == {"fragmentation"}
+    assert kinds(report({"fragmentation": 100 * MIB}, peak=1000 * MIB, allocated=1100 * MIB)) == set()
+    assert kinds(report({"fragmentation": 300}, allocated=1300)) == set()  # of a toy
 
 
 def test_wide_activations_only_where_narrow_ones_were_asked():
-    wide = Buffer("a", 500, (5,), "float32", "residuals", "forward", at_peak=True)
+    wide = Buffer("a", 5 * MIB, (5,), "float32", "residuals", "forward", source="/w/model.py:3", at_peak=True)
     narrow = Buffer("b", 10, (5,), "bfloat16", "workspace", "forward")
-    assert kinds(report({"residuals": 500}, [wide])) == set()
-    assert kinds(report({"residuals": 500}, [wide, narrow])) == {"wide_activations"}
-    assert kinds(report({"residuals": 500}, [wide], config={"precision": {"preset": "bf16"}})) == {"wide_activations"}
+    asked = {"config": {"precision": {"preset": "bf16"}}}
+
+    def found(*buffers, **fields):
+        return findings.find(report({"residuals": 5 * MIB}, buffers, peak=10 * MIB, **fields), NOTHING)
+
+    assert found(wide) == ()
+    one, = found(wide, narrow)
+    assert one.kind == "wide_activations" and one.message.endswith("the largest float32[5], made at model.py:3")
+    assert [each.kind for each in found(wide, **asked)] == ["wide_activations"]
+    on_cpu, = found(wide, narrow, target={"platform": "cpu"})
+    assert "the CPU computes bfloat16 in float32" in on_cpu.message and "target='h200'" in on_cpu.remedy
+    assert found(dataclasses.replace(wide, bytes=MIB), narrow) == ()
 
 
 def test_idle_offload():
@@ -75,10 +86,14 @@ def test_xla_remat():
 
 def test_lasting_gathers_and_large_collective():
     points = tuple(TimelinePoint(i, 0, phase, "") for i, phase in enumerate(["forward"] * 5 + ["backward"] * 5))
-    kept = Buffer("all-gather.1", 300, (3,), "bfloat16", "collectives", "forward", start=1, end=8, at_peak=True)
-    assert kinds(report({"collectives": 300}, [kept], timeline=points)) == {"lasting_gathers", "large_collective"}
-    brief = dataclasses.replace(kept, end=3)
-    assert kinds(report({"collectives": 300}, [brief], timeline=points)) == {"large_collective"}
+    kept = Buffer("all-gather.1", 3 * MIB, (3,), "bfloat16", "collectives", "forward", start=1, end=8, at_peak=True)
+
+    def found(buffer):
+        return kinds(report({"collectives": buffer.bytes}, [buffer], peak=10 * MIB, timeline=points))
+
+    assert found(kept) == {"lasting_gathers", "large_collective"}
+    assert found(dataclasses.replace(kept, end=3)) == {"large_collective"}
+    assert found(dataclasses.replace(kept, bytes=MIB)) == set()
 
 
 def test_not_donated(devices):
