@@ -83,10 +83,11 @@ def _with_config(message: str, case: Case, free: int, recomputed: float) -> Foun
         return None
     plan = _plan(case, free, recomputed)
     if plan is None:
-        remedy = "the least recomputation within the free memory, found by compiling"
+        remedy = "remat.policy=auto keeps what fits: the least recomputation, found by compiling"
         return Found(free, message, remedy, flags(_keys(case, "auto")))
+    left = max(recomputed - plan.spares, 0.0)
     remedy = (f"{plan.name} should fit by the formula: it keeps {human(plan.adds)} more, of the {human(free)} free, "
-              f"and spares {plan.spares:.0%} of them")
+              f"and leaves {f'{left:.0%}' if left >= 0.005 else 'nothing'} recomputed")
     return Found(int(plan.adds), message, remedy, flags(plan.keys))
 
 

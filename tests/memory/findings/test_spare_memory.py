@@ -46,7 +46,8 @@ def test_the_policy_that_should_fit_by_the_formula():
     found = spare_memory(report(config()), NOTHING)
     assert found.flags == "--config.remat.policy=minimal"
     assert found.message == "52.00 GiB free and 20% of the model's FLOPs recomputed"
-    added, free = re.search(r"keeps ([\d.]+) GiB more, of the ([\d.]+) GiB free, and spares 20%", found.remedy).groups()
+    said = r"keeps ([\d.]+) GiB more, of the ([\d.]+) GiB free, and leaves nothing recomputed"
+    added, free = re.search(said, found.remedy).groups()
     assert (float(added), float(free)) == (pytest.approx(21.03, abs=0.02), 52.0)
     assert found.bytes == pytest.approx(float(added) * GIB, rel=1e-3) and "should fit by the formula" in found.remedy
 
@@ -56,6 +57,7 @@ def test_as_many_layers_as_should_fit():
     count = int(re.fullmatch(r"--config\.remat\.layers=0-(\d+):minimal", found.flags)[1])
     each = 21.03 / 32
     assert count == int(0.85 * 12 / each) and f"minimal in the first {count} of 32 layers" in found.remedy
+    assert found.remedy.endswith(f"leaves {0.2 * (1 - count / 32):.0%} recomputed")
     assert found.bytes <= 0.85 * 12 * GIB < found.bytes + each * GIB
     unrolled = spare_memory(report(config(**{"model.unroll": "4"}), free=12 * GIB), NOTHING)
     assert f"0-{count // 4 * 4}:minimal" in unrolled.flags
