@@ -58,8 +58,9 @@ def replicated_activations(report: Report, program: PlacedProgram) -> Found | No
 def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:
     """Gathered parameters that are kept from the forward into the backward pass."""
     backward = start_of_backward(report)
-    kept = [b for b in report.buffers if b.category == "collectives" and "all-gather" in b.name
-            and b.start < backward <= b.end and b.phase == "forward"]
+    gathers = [b for b in report.buffers if b.category == "collectives" and "all-gather" in b.name
+               and b.component == "param_copy" and "float" in b.dtype]  # activations and tokens are gathered too
+    kept = [b for b in gathers if b.start < backward <= b.end and b.phase == "forward"]
     size = sum(b.bytes for b in kept)
     if size <= max(SMALL * report.peak_bytes, TOY):
         return None

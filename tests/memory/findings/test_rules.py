@@ -86,13 +86,16 @@ def test_xla_remat():
 
 def test_lasting_gathers_and_large_collective():
     points = tuple(TimelinePoint(i, 0, phase, "") for i, phase in enumerate(["forward"] * 5 + ["backward"] * 5))
-    kept = Buffer("all-gather.1", 3 * MIB, (3,), "bfloat16", "collectives", "forward", start=1, end=8, at_peak=True)
+    kept = Buffer("all-gather.1", 3 * MIB, (3,), "bfloat16", "collectives", "forward", "param_copy", start=1,
+                  end=8, at_peak=True)
 
     def found(buffer):
         return kinds(report({"collectives": buffer.bytes}, [buffer], peak=10 * MIB, timeline=points))
 
     assert found(kept) == {"lasting_gathers", "large_collective"}
     assert found(dataclasses.replace(kept, end=3)) == {"large_collective"}
+    assert found(dataclasses.replace(kept, component="head")) == {"large_collective"}  # an activation
+    assert found(dataclasses.replace(kept, dtype="int32")) == {"large_collective"}  # tokens
     assert found(dataclasses.replace(kept, bytes=MIB)) == set()
 
 
