@@ -113,6 +113,19 @@ def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
     assert "(their_steps.py:5)" in err
 
 
+def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys, monkeypatch):
+    """Simulated ones, where there is no accelerator: the mesh that it makes is moved to the target."""
+    from bytescope.memory.devices import platform
+
+    asked = []
+    monkeypatch.setattr(platform, "simulate_devices", asked.append)
+    for target, simulated in (("h100:2x8", ["cpu:16"]), ("cpu:4", ["cpu:4"]), ("local", ["local"])):
+        assert run(capsys, "report", "--program=their_steps:missing", target)[0] == 2
+        assert asked[-1] == simulated
+    monkeypatch.setattr(platform, "choose_platform", lambda: "cuda")
+    assert run(capsys, "report", "--program=their_steps:missing", "h100:4")[0] == 2 and asked[-1] == ["h100:4"]
+
+
 def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
     require("cuda")
     code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")

@@ -200,24 +200,41 @@ def test_arrays_are_counted_once_on_the_device_that_they_are_on(devices):
     assert next(group for group in of_shapes if group.shape == whole.shape).others == 0
 
 
+NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901888 bytes."
+
+
 def raising(x):
-    """What a device says of it when it is read: nothing, for there is no memory."""
+    """A step that runs out of memory where its argument is not zero, in the middle of what it computes."""
     def fail(x):
         if x.sum() > 0:
-            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12884901888 bytes.")
+            raise RuntimeError(NO_MEMORY)
         return x
 
     return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1
 
 
-def test_an_error_that_comes_when_results_are_read(watch, told, tmp_path):
+def test_an_error_of_a_later_call(watch, told, tmp_path):
     raising.__name__ = "step"
     run = watch(jax.jit(raising), every=0)
     run(jnp.zeros(4))
     with pytest.raises(jax.errors.JaxRuntimeError, match="12884901888"), run as inside:
         jax.block_until_ready(inside(jnp.ones(4)))
-    check(told[-1], tmp_path, ["call 2"])
+    check(told[-1], tmp_path, ["call 2", NO_MEMORY])
     assert len(told) == 2, "once, wherever it passes"
+
+
+def test_an_error_that_comes_when_results_are_read(watch, told, tmp_path):
+    """The arguments are gone then: as many arrays of their shapes are the step's."""
+    run, (state, batch) = watch(step, every=0), arguments()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="12884901888"), run as inside:
+        inside(state, batch)
+        raise jax.errors.JaxRuntimeError(NO_MEMORY)  # as float(loss) would
+    check(told[-1], tmp_path, ["call 1", NO_MEMORY])
+    own = next(group for group in run.post_mortem.held if group.shape == (WIDTH, WIDTH))
+    assert own.arrays - own.others == 1 and len(told) == 2
+    with pytest.raises(KeyError), run:
+        raise KeyError("another")
+    assert len(told) == 2
 
 
 def test_a_compiler_without_memory_has_no_report(watch, told, tmp_path):
@@ -240,23 +257,18 @@ def test_a_folder_that_cannot_be_written_hides_no_error(told, tmp_path):
 
 
 def test_an_error_that_nobody_catches_is_explained():
-    code = """
+    code = f"""
 import jax, jax.numpy as jnp
-from bytescope.memory.execution.watched import watch
-def fail(x):
-    if x.sum() > 0:
-        raise RuntimeError("RESOURCE_EXHAUSTED: no memory")
-    return x
+from bytescope import memory
 def step(x):
-    return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1
-step = watch(jax.jit(step), every=0, folder="/dev/null/no")
+    return x + 1
+step = memory.watch(step, every=0, folder="/dev/null/no")
 step(jnp.zeros(4))
-out = step(jnp.ones(4))
-float(out[0])
+raise jax.errors.JaxRuntimeError({NO_MEMORY!r})
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "Traceback" in ended.stderr
-    assert ended.stdout.count("out of memory in step") == 1, ended.stdout + ended.stderr
+    assert ended.returncode == 1 and "Traceback" in ended.stderr and NO_MEMORY in ended.stderr
+    assert ended.stdout.count("out of memory in step, call 1") == 1, ended.stdout + ended.stderr
 
 
 @pytest.mark.quick
