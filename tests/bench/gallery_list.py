@@ -30,13 +30,14 @@ TARGETS, SHARDED = ("cpu", "h200"), ("h100:8",)
 _STATE = "the step returns new state, and jit was not told to donate the old"
 _LOGITS = "the loss takes all logits of a batch at once, in float32"
 _SCORES = "attention's scores are kept in float32, the rest of the model computes in bfloat16"
+_REMAT = "every layer is recomputed, and the device has room for what that would save"
 _WIDE_CPU = "the CPU computes bfloat16 in float32, and keeps what it computed"
 
 # Program -> target, or "*" for all -> kind -> why.
 READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "linen_models:mnist": {"*": {"not_donated": _STATE}},
     "linen_models:resnet50": {"cpu": {"wide_activations": _WIDE_CPU}},
-    "linen_models:gpt": {"*": {"full_logits": _LOGITS}},
+    "linen_models:gpt": {"*": {"full_logits": _LOGITS, "spare_memory": _REMAT}},
     "linen_models:seq2seq": {"*": {"not_donated": _STATE}},
     "linen_models:vae": {"*": {"not_donated": _STATE}},
     "linen_sharded:fsdp": {"*": {"full_logits": _LOGITS}},
@@ -45,16 +46,22 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "nnx_models:functional": {"*": {"full_logits": _LOGITS}, "h200": {"wide_activations": _SCORES},
                               "cpu": {"wide_activations": _WIDE_CPU}},
     "equinox_models:mlp": {"*": {"not_donated": _STATE}},
-    "equinox_models:gpt": {"*": {"full_logits": _LOGITS}},
+    "equinox_models:gpt": {
+        "cpu": {"checkpoint_saves": "six blocks keep their scores in float32, and none is under a checkpoint"},
+        "h200": {"full_logits": _LOGITS}},
     "haiku_models:transformer": {"*": {"full_logits": _LOGITS, "not_donated": _STATE}},
     "plain_jax:linear": {"*": {"not_donated": _STATE}},
-    "plain_jax:rnn": {"*": {"not_donated": _STATE}},
+    "plain_jax:rnn": {"cpu": {"not_donated": _STATE}},
     "plain_jax:decode_kept": {"*": {"not_donated": "the cache comes back, and jit was not told to donate the old one"}},
     "plain_jax:gan": {"*": {"not_donated": _STATE}},
     "parallel:tensor_parallel": {
         "*": {"not_donated": _STATE}, "cpu": {"wide_activations": _WIDE_CPU},
         "h100:8": {"large_collective": "one psum sums the whole activation, an eighth of the peak"}},
     "parallel:data_parallel": {"*": {"not_donated": _STATE}},
+    "model_libraries:qwen3_train": {
+        "*": {"spare_memory": _REMAT}, "cpu": {"full_logits": _LOGITS}, "h200": {"full_logits": _LOGITS},
+        "h100:8": {"large_collective": "tunix, traced on a CPU, constrains no activation: the logits are gathered"}},
+    "model_libraries:vit": {"*": {"not_donated": _STATE}},
 }
 
 
