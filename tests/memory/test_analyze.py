@@ -160,7 +160,7 @@ def test_compiled_gpu_has_xlas_peak(gpu):
 # What the code of programs without scopes is called by: functions, classes of modules, lines of lambdas.
 COMPONENTS = {
     "linen": {"mlp", "step()"}, "scan": {"scan()"}, "convolution": {"loss()"}, "two_scans": {"outer()", "two_scans()"},
-    "identity": {"argument_copy"}}
+    "identity": set()}
 
 
 @pytest.mark.parametrize("name", programs.OTHERS)
@@ -170,9 +170,10 @@ def test_other_programs(name):
     check(exact)
     check(derived)
     made = [b for b in exact.buffers if b.at_peak and b.phase != "argument" and b.shape]
-    files = {b.source.rpartition("/")[2].partition(":")[0] for b in made if b.component != "argument_copy"}
-    assert files <= {"programs.py"}, "lines of the program"
-    found = {b.component for b in made} - {"constants", "param_copy"}
+    # A jitted function of jax that another program called first keeps the lines of that call.
+    own = [b for b in made if b.component != "argument_copy" and b.op_name.count("jit(") < 2]
+    assert {b.source.rpartition("/")[2].partition(":")[0] for b in own} <= {"programs.py"}, "lines of the program"
+    found = {b.component for b in own} - {"constants", "param_copy"}
     assert found <= COMPONENTS.get(name, found) and all(map(str.strip, found))
     assert exact.unplaced_bytes <= 8 * 16, "tables of tuples at most"
 
