@@ -25,6 +25,8 @@ from bytescope.memory.records import Finding, Report
 
 Remedy = tuple[str, Keys] | None
 
+# Of the share from which logits are a finding, what a smaller chunk should leave.
+_WELL_BELOW = 0.8
 # Tokens of a chunk of the loss, at least: smaller products leave a device idle. And devices of a tensor group, at most.
 _LEAST_CHUNK, _MOST_TENSOR = 256, 8
 
@@ -48,7 +50,9 @@ def _chunked_loss(case: Case, finding: Finding) -> Remedy:
     if case.flat[LOSS_KIND] == "full":
         return "compute the loss in chunks", {LOSS_KIND: "chunked"}
     size = case.flat[LOSS_CHUNK]
-    wanted = size * NOTABLE * case.report.peak_bytes / max(finding.bytes, 1)
+    share = NOTABLE * _WELL_BELOW  # of the peak that is left then
+    left = max(case.report.peak_bytes - finding.bytes, 0) * share / (1 - share)
+    wanted = size * left / max(finding.bytes, 1)
     chunk = 2 ** math.floor(math.log2(max(wanted, _LEAST_CHUNK)))
     return ("smaller chunks of the loss", {LOSS_CHUNK: str(chunk)}) if chunk < size else None
 

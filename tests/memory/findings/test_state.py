@@ -188,7 +188,7 @@ def test_of_two_parameters_alike_the_one_that_is_not_transposed():
 @pytest.mark.parametrize(("keys", "rows", "kind", "flags"), [
     ({"loss.kind": "full"}, {"logits_loss": 10 * GIB}, "full_logits", "--config.loss.kind=chunked"),
     ({"loss.chunk": "8192"}, {"logits_loss": 10 * GIB, "residuals": 30 * GIB}, "full_logits",
-     "--config.loss.chunk=2048"),
+     "--config.loss.chunk=1024"),
     ({"loss.chunk": "256"}, {"logits_loss": 10 * GIB}, "full_logits", "")])
 def test_a_config_has_flags(keys, rows, kind, flags):
     rows = dict.fromkeys(ROWS, 0) | {"params": 10 * GIB, **rows}
