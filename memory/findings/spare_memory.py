@@ -54,7 +54,8 @@ class Kept(NamedTuple):
 
 def spare_memory(report: Report, program: PlacedProgram) -> Found | None:
     """A good part of the memory is free, and FLOPs are recomputed."""
-    if not report.limit_bytes or not report.fits:
+    # What is free of a host's memory changes, and a CPU widens what it keeps.
+    if not report.limit_bytes or not report.fits or report.target.get("platform") == "cpu":
         return None
     free, (recomputed, model) = report.limit_bytes - report.predicted_bytes, _flops(report)
     if free < FREE * report.limit_bytes or recomputed < max(RECOMPUTED * model, LEAST_FLOPS):
@@ -79,7 +80,7 @@ def _flops(report: Report) -> tuple[float, float]:
 
 def _with_config(message: str, case: Case, free: int, recomputed: float) -> Found | None:
     """The keys that keep more. `recomputed`: share of the model's FLOPs."""
-    if case.flat[REMAT_POLICY] == "auto" or not case.host_memory:  # chosen within a budget; a CPU widens what is kept
+    if case.flat[REMAT_POLICY] == "auto":  # chosen within a budget
         return None
     plan = _plan(case, free, recomputed)
     if plan is None:

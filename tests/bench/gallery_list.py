@@ -37,18 +37,16 @@ _WIDE_CPU = "the CPU computes bfloat16 in float32, and keeps what it computed"
 READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "linen_models:mnist": {"*": {"not_donated": _STATE}},
     "linen_models:resnet50": {"cpu": {"wide_activations": _WIDE_CPU}},
-    "linen_models:gpt": {"*": {"full_logits": _LOGITS, "spare_memory": _REMAT}},
+    "linen_models:gpt": {"*": {"full_logits": _LOGITS}, "h200": {"spare_memory": _REMAT}},
     "linen_models:seq2seq": {"*": {"not_donated": _STATE}},
     "linen_models:vae": {"*": {"not_donated": _STATE}},
-    "linen_sharded:fsdp": {"*": {"full_logits": _LOGITS}},
+    "linen_sharded:fsdp": {"*": {"full_logits": _LOGITS}, "h100:8": {"spare_memory": _REMAT}},
     "nnx_models:transformer": {"*": {"full_logits": _LOGITS, "not_donated": _STATE},
                                "h200": {"wide_activations": _SCORES}, "cpu": {"wide_activations": _WIDE_CPU}},
     "nnx_models:functional": {"*": {"full_logits": _LOGITS}, "h200": {"wide_activations": _SCORES},
                               "cpu": {"wide_activations": _WIDE_CPU}},
     "equinox_models:mlp": {"*": {"not_donated": _STATE}},
-    "equinox_models:gpt": {
-        "cpu": {"checkpoint_saves": "six blocks keep their scores in float32, and none is under a checkpoint"},
-        "h200": {"full_logits": _LOGITS}},
+    "equinox_models:gpt": {"h200": {"full_logits": _LOGITS}},
     "haiku_models:transformer": {"*": {"full_logits": _LOGITS, "not_donated": _STATE}},
     "plain_jax:linear": {"*": {"not_donated": _STATE}},
     "plain_jax:rnn": {"cpu": {"not_donated": _STATE}},
@@ -57,10 +55,12 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "parallel:tensor_parallel": {
         "*": {"not_donated": _STATE}, "cpu": {"wide_activations": _WIDE_CPU},
         "h100:8": {"large_collective": "one psum sums the whole activation, an eighth of the peak"}},
-    "parallel:data_parallel": {"*": {"not_donated": _STATE}},
+    "parallel:data_parallel": {"*": {"not_donated": _STATE}, "h100:8": {
+        "whole_state": "data parallelism keeps all parameters and moments on each of eight devices"}},
     "model_libraries:qwen3_train": {
-        "*": {"spare_memory": _REMAT}, "cpu": {"full_logits": _LOGITS}, "h200": {"full_logits": _LOGITS},
-        "h100:8": {"large_collective": "tunix, traced on a CPU, constrains no activation: the logits are gathered"}},
+        "cpu": {"full_logits": _LOGITS}, "h200": {"full_logits": _LOGITS, "spare_memory": _REMAT},
+        "h100:8": {"spare_memory": _REMAT, "large_collective": "tunix, traced on a CPU, constrains no activation: the "
+                                                               "logits are gathered"}},
     "model_libraries:vit": {"*": {"not_donated": _STATE}},
 }
 
