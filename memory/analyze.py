@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bytescope.memory.attribution import arguments, assemble, ledger, runtime_overheads
+from bytescope.memory.arguments import program_arguments
+from bytescope.memory.attribution import assemble, ledger, runtime_overheads
 from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
@@ -88,7 +89,7 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     source = derive(program.module) if derived else program
     try:
         flow = Flow(source.module)
-        inputs = arguments.read(source, flow, compilation.signature, roles)
+        inputs = program_arguments.read(source, flow, compilation.signature, roles)
         placed = place(source, compilation, config or {}, inputs)
         look = assemble.attribution_of(source, inputs, known, flow)
         report = assemble.report(look, "schedule" if derived else "heap_trace")

@@ -22,6 +22,7 @@ FLOORS = (
     ("memory.records",),
     ("memory.hlo", "memory.formulas"),
     ("memory.devices",),
+    ("memory.arguments",),
     ("memory.attribution", "memory.steps"),
     ("memory.costs",),
     ("memory.remat", "memory.findings", "memory.profile", "memory.program"),

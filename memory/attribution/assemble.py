@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from bytescope.memory.attribution import arguments, lifetimes, naming
-from bytescope.memory.attribution.arguments import Arguments
+from bytescope.memory.arguments import program_arguments
+from bytescope.memory.arguments.program_arguments import Arguments
+from bytescope.memory.attribution import lifetimes, naming
 from bytescope.memory.attribution.checkpoint_names import Names
 from bytescope.memory.attribution.ledger import rows as ledger_rows
 from bytescope.memory.attribution.lifetimes import Curve, Life, Value
@@ -34,7 +35,8 @@ def attribution_of(program: Program, known: Arguments | None = None, names: Name
     `known`: its arguments, where they are read already; `names`: checkpoint names; `flow`: of its module.
     """
     flow = flow or Flow(program.module)
-    return Attribution(program, flow, flatten(program.module), known or arguments.read(program, flow), names or Names())
+    known = known or program_arguments.read(program, flow)
+    return Attribution(program, flow, flatten(program.module), known, names or Names())
 
 
 def report(look: Attribution, method: str = "heap_trace") -> Report:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.attribution.arguments import Arguments
+from bytescope.memory.arguments.program_arguments import Arguments
 from bytescope.memory.attribution.batch_axes import Activation, activations_of
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.hlo import mesh as hlo_mesh

@@ -1,7 +1,7 @@
 """What every buffer is: its category, phase, component, module path, checkpoint name and source line.
 
 The rules, in the order in which they are asked, are the table `RULES`; each looks at one `Fact`, the evidence
-gathered for one value. What arguments are is for `memory.attribution.arguments` to say.
+gathered for one value. What arguments are is for `memory.arguments` to say.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from bytescope.memory.attribution.arguments import Arguments
+from bytescope.memory.arguments.program_arguments import Arguments
 from bytescope.memory.attribution.checkpoint_names import Names
+from bytescope.memory.attribution.logits import Logits
 from bytescope.memory.attribution.naming import Naming
 from bytescope.memory.hlo.buffers import LogicalBuffer, Program
 from bytescope.memory.hlo.dataflow import Flow, Origin, is_collective
@@ -40,7 +41,7 @@ class Fact:
     `phase` is the phase of what computed it; `read_later`: the backward pass reads it; `weight_like`: it
     has the dimensions of a parameter, of its gathered form or of one layer of it; `feeds_update`: it reaches
     the optimizer with those dimensions; `of_parameter`: it is a parameter cast, moved or sliced; `known`: some
-    instruction has a name that says what it is.
+    instruction has a name that says what it is; `logits`: it is as wide as the vocabulary and made of logits.
     """
 
     shape: Shape
@@ -53,6 +54,7 @@ class Fact:
     feeds_update: bool = False
     of_parameter: bool = False
     known: bool = True
+    logits: bool = False
 
 
 # (category, rule), first match wins.
@@ -63,7 +65,7 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
     ("gradients", lambda f: f.weight_like and f.feeds_update and f.scope.component != "optimizer"
         and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)),
     ("collectives", lambda f: is_collective(f.opcode)),
-    ("logits_loss", lambda f: f.scope.component in LOSS_COMPONENTS and not f.of_parameter),
+    ("logits_loss", lambda f: (f.scope.component in LOSS_COMPONENTS or f.logits) and not f.of_parameter),
     ("residuals", lambda f: f.phase == "forward" and f.read_later and not f.of_parameter),
     ("residuals", lambda f: f.phase == "recompute" and f.origin.stack is not None and not f.of_parameter),
     ("workspace", lambda f: f.known),
@@ -86,6 +88,7 @@ class Attribution:
         self.after_backward = flow.dependent(
             {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"})
         self.weights = _weight_dims(self)
+        self.logits = Logits(self)
 
     def scope(self, instruction: Instruction) -> Scope:
         """The scope of an instruction (`naming.Naming.scope`)."""
@@ -117,7 +120,8 @@ class Attribution:
         return Fact(shape, scope, phase, origin, origin.instruction.opcode if origin.instruction else "",
                     phase == "forward" and self.read_later(instruction, index), weight_like,
                     weight_like and self.feeds(instruction, index),
-                    self.is_parameter(origin), named is not None)
+                    self.is_parameter(origin), named is not None,
+                    not weight_like and (instruction, index, shape) in self.logits)
 
     def _loop_of(self, instruction: Instruction) -> Instruction:
         """The loop whose state a body's parameter is, where both share a buffer; else the instruction itself."""

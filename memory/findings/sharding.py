@@ -9,6 +9,7 @@ from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.evidence import (
     LARGE,
     LEAST,
+    NOTABLE,
     SMALL,
     TOY,
     Found,
@@ -28,7 +29,7 @@ from bytescope.memory.units import human
 def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
     """The batch replicated on every device of the mesh."""
     module = program.module
-    if module.devices < 2:
+    if module.devices < 2 or (program.mesh and not _data_axes(report, program)):
         return None
     size = 0
     for number, parameter in batch(report, program).items():
@@ -36,7 +37,8 @@ def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
         replicated = module.replicated(parameter) if known is None else number in known
         if replicated and shape.dims:
             size += shape.bytes
-    if not size:
+    computed = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss"))
+    if not size or size + computed <= NOTABLE * report.peak_bytes:
         return None
     return Found(size, f"the batch is replicated on all {module.devices} devices, and so is what is computed from it")
 
@@ -44,15 +46,36 @@ def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
 def replicated_activations(report: Report, program: PlacedProgram) -> Found | None:
     """Activations that are not sharded over the axes that shard the batch."""
     found = list(replicated_arrays(program, batch(report, program)))
+    data = _data_axes(report, program) if found else frozenset()
+    found = [array for array in found if not data.isdisjoint(array.axes)]
     if not found:
         return None
     names = {array.name for array in found}
     size = sum(b.bytes for b in report.buffers if b.at_peak and b.memory == "device" and b.name in names)
     first = found[0]
+    size = max(size, first.bytes)
+    if size <= SMALL * report.peak_bytes:
+        return None
     axes = " and ".join(first.axes)
     message = (f"activations are replicated over {axes}, which shards the batch; the first is {first.what}, "
                f"{first.dtype}{list(first.dims)} on every device")
-    return Found(max(size, first.bytes), message)
+    return Found(size, message)
+
+
+def _data_axes(report: Report, program: PlacedProgram) -> frozenset[str]:
+    """Axes of the mesh that should shard the batch: all but those of tensor parallelism, which shard parameters or
+    caches that nobody gathers: every device needs all of the activations there."""
+    gathered: dict[str, int] = {}
+    held: dict[str, int] = {}
+    for item in report.collectives:
+        for axis in item.axes if item.kind.startswith("all-gather") else ():
+            gathered[axis] = gathered.get(axis, 0) + item.bytes * item.times
+    for number, argument in program.arguments.by_number.items():
+        layout = program.layouts.get(number)
+        for axis in layout.axes if layout is not None and argument.role in ("params", "cache") else ():
+            held[axis] = held.get(axis, 0) + layout.elements
+    return frozenset(axis for axis, size in program.mesh
+                     if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis]))
 
 
 def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:

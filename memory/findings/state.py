@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from bytescope.memory.arguments.pairing import root_of
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.config_keys import MESH_STRATEGY, OFFLOAD
 from bytescope.memory.findings.evidence import LARGE, LEAST, NOTABLE, SMALL, STATE, Found, arguments, spec_words
@@ -24,22 +25,20 @@ _TOGETHER = 4
 
 
 def not_donated(report: Report, program: PlacedProgram) -> Found | None:
-    """State whose argument and result each have memory of their own."""
-    module, total = program.module, 0
-    entry = module.computations.get(module.entry)
-    outputs = [a.size for a in program.allocations if a.live_out and not a.entry_parameter and a.color == 0]
-    roles = {b.name: b.category for b in report.buffers if b.phase == "argument"}
+    """State that comes back changed and whose old and new value each have memory of their own."""
+    sizes: dict[str, int] = {}
     for allocation in program.allocations:
-        if not allocation.entry_parameter or allocation.live_out or entry is None:
+        argument = program.arguments.by_number.get(allocation.parameter) if allocation.entry_parameter else None
+        if argument is None or allocation.live_out or allocation.color or argument.update < 0:
             continue
-        parameter = module.instructions.get(entry.parameters.get(allocation.parameter, -1))
-        path = module.metadata(parameter).op_name if parameter else ""
-        if roles.get(path) in STATE and allocation.size in outputs:
-            outputs.remove(allocation.size)
-            total += allocation.size
+        root = root_of(argument.path)
+        sizes[root] = sizes.get(root, 0) + allocation.size
+    total = sum(sizes.values())
     if total <= SMALL * report.peak_bytes:
         return None
-    return Found(total, f"{human(total)} of state is not donated: the old and the new are held at once")
+    names = sorted(sizes, key=lambda root: -sizes[root])
+    which = f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
+    return Found(total, f"{human(total)} of state is not donated ({which}): the old and the new are held at once")
 
 
 # ---- state that is larger than the device --------------------------------------------------------------------------

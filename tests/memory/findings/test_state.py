@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from bytescope.configs import llama_70b
-from bytescope.memory.attribution.arguments import Argument, Arguments
+from bytescope.memory.arguments.program_arguments import Argument, Arguments
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings import rules
 from bytescope.memory.findings.sharding import unsharded_gradients

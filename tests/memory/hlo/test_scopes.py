@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytescope.memory.arguments.roles import role
 from bytescope.memory.attribution.checkpoint_names import NamedPlace, Names
-from bytescope.memory.attribution.roles import role
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.scopes import is_operation, locate, parse
 from bytescope.memory.hlo.sources import component_of_code, modules_of_code, source_line

@@ -7,10 +7,10 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from bytescope.memory.attribution import roles
-from bytescope.memory.attribution.pairing import Keys, Pair, common_keys, keys_of, pairs, root_of
-from bytescope.memory.attribution.roles import Evidence
-from bytescope.memory.attribution.state_flow import SAME, Reads, StateFlow, Update, Value
+from bytescope.memory.arguments import roles
+from bytescope.memory.arguments.pairing import Keys, Pair, common_keys, keys_of, pairs, root_of
+from bytescope.memory.arguments.roles import Evidence
+from bytescope.memory.arguments.state_flow import SAME, Reads, StateFlow, Update, Value
 from bytescope.memory.devices.signature import Leaf, Signature
 from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.dataflow import Flow
@@ -24,13 +24,14 @@ class Argument:
     Fields:
         path: as the caller named it; role: a row of the breakdown.
         owner: path of the parameter that a moment or a sum of gradients belongs to, "" for none.
-        update: place of the result that is its update, -1 for none.
+        update: place of the result that is its update, -1 for none. shape: over all devices, where jax told it.
     """
 
     path: str
     role: str
     owner: str = ""
     update: int = -1
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +125,14 @@ class _Reading:
         mirrored = self._mirrored([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
         found = self._decided([dataclasses.replace(one, mirrors=place in mirrored)
                                for place, one in enumerate(evidence)])
-        owner = _Owners([leaf for leaf, role in zip(self.leaves, found) if role == "params"])
+        # What learns comes first: a moment is of the parameters, not of their copy of some steps ago.
+        ranked = sorted(range(len(found)), key=lambda place: not evidence[place].learns)
+        owner = _Owners([self.leaves[place] for place in ranked if found[place] == "params"])
         by_number, results = {}, {}
         for place, (leaf, role) in enumerate(zip(self.leaves, found)):
             pair = self.pairs.get(place)
             update = pair.result if pair is not None and self._is_update(place) else -1
-            by_number[leaf.parameter] = Argument(leaf.path, role, owner.of(leaf, role), update)
+            by_number[leaf.parameter] = Argument(leaf.path, role, owner.of(leaf, role), update, leaf.shape)
             if pair is not None and pair.gradient and role == "params":
                 results[pair.result] = leaf.path
         return Arguments(by_number, self._values(by_number, results), results)

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from bytescope.memory.attribution.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
+from bytescope.memory.arguments.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 from bytescope.memory.devices.signature import Leaf
 
 _KEY = re.compile(r"\.(\w+)|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]|\[([^\]]*)\]")

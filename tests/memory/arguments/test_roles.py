@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from bytescope import memory
-from bytescope.memory.attribution.pairing import Pair, keys_of, pairs, root_of
-from bytescope.memory.attribution.roles import RULES, Evidence, decide, role
-from bytescope.memory.attribution.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
+from bytescope.memory.arguments.pairing import Pair, keys_of, pairs, root_of
+from bytescope.memory.arguments.roles import RULES, Evidence, decide, role
+from bytescope.memory.arguments.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.devices.signature import Leaf
 from bytescope.memory.records import ROWS

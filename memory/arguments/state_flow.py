@@ -7,6 +7,7 @@ the batch statistics of a loop over micro-batches come from is not what its grad
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 from bytescope.memory.hlo import scopes
@@ -81,7 +82,11 @@ class StateFlow:
     def __init__(self, flow: Flow):
         self.flow, self.module = flow, flow.module
         self._clean: set[Value] = set()
-        self.trained = any(self._phase(i) == "backward" for i in self.module.instructions.values())
+
+    @functools.cached_property
+    def trained(self) -> bool:
+        """Whether the program has a backward pass."""
+        return any(self._phase(i) == "backward" for i in self.module.instructions.values())
 
     def _phase(self, instruction: Instruction) -> str:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
@@ -227,6 +232,15 @@ class StateFlow:
                 phases.add(scopes.parse(name).phase)
             pending += self._returned(instruction, index)
         return Reads(frozenset(phases), products, unnamed, random)
+
+    def readers(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
+        """What a value goes on to, one step: where it is handed to, else what reads it."""
+        for user in self.flow.users.get(instruction.id, ()):
+            if user.opcode in _HANDING:
+                yield from self._onward(instruction, index, user)
+            else:
+                yield user, ()
+        yield from self._returned(instruction, index)
 
     def _onward(self, instruction: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
         """Where a value goes on through one of its readers."""

@@ -13,7 +13,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from bytescope.memory.attribution.pairing import Keys, keys_of, root_of
+from bytescope.memory.arguments.pairing import Keys, keys_of, root_of
 
 # Roles of arguments are rows of the breakdown.
 ROLES = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")

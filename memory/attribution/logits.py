@@ -1,0 +1,118 @@
+"""Logits by their shape and their way: the last product with a weight, as wide as the vocabulary.
+
+The vocabulary is what a token table is looked up by, or what a head turns activations into. A product with a weight of
+that size makes logits where no other product with a weight follows: an MLP of the same width has one after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from bytescope.memory.arguments.state_flow import StateFlow
+from bytescope.memory.hlo import scopes
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.shapes import Index, Shape
+
+if TYPE_CHECKING:
+    from bytescope.memory.attribution.rules import Attribution
+
+_PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call"))
+# Keys of paths that name what turns activations into logits.
+_HEADS = re.compile(r"(\w*_)?(lm_?head|head|heads|unembed\w*|logits?_?\w*)")
+_MOST = 3000
+
+
+class Logits:
+    """The logits of one program, asked for value by value."""
+
+    def __init__(self, look: Attribution):
+        self.look, self.module = look, look.module
+        self.state = StateFlow(look.flow)
+        self.vocabulary = self._vocabulary()
+        self._products: Mapping[int, bool] | None = None
+
+    def __contains__(self, value: tuple[Instruction, Index, Shape]) -> bool:
+        """Whether a value (instruction, index, shape) is logits, or made of them place by place."""
+        instruction, index, shape = value
+        if not self._wide(shape):
+            return False
+        if self._products is None:
+            self._products = {i.id: True for i in self.module.instructions.values() if self._makes_logits(i)}
+        if not self._products:
+            return False
+        return any(id in self._products for id, _ in self.state.update(instruction, index).values)
+
+    def _wide(self, shape: Shape) -> bool:
+        """Whether an array of numbers with a fraction has a dimension as large as the vocabulary."""
+        return "float" in shape.dtype and len(shape.dims) > 1 and not self.vocabulary.isdisjoint(shape.dims)
+
+    def _vocabulary(self) -> frozenset[int]:
+        """Sizes of the vocabulary: over all devices and on one, of tables and of heads."""
+        found: set[int] = set()
+        arguments = self.look.arguments.by_number
+        entry = self.module.computations.get(self.module.entry)
+        for instruction in self.module.instructions.values():
+            if instruction.opcode == "gather" and instruction.operands:
+                number = self._parameter(self.module.operand(instruction, 0))
+                if number in arguments and len(arguments[number].shape) == 2:
+                    found.update(self._sizes(number, 0, entry))
+        for number, argument in arguments.items():
+            words = re.findall(r"\w+", argument.path.lower())
+            if argument.role == "params" and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
+                found.update(self._sizes(number, -1, entry))
+        return frozenset(size for size in found if size > 1)
+
+    def _sizes(self, number: int, dim: int, entry) -> tuple[int, ...]:
+        """A dimension of an argument over all devices and on one."""
+        local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
+        return self.look.arguments.by_number[number].shape[dim], *(local[dim:][:1])
+
+    def _parameter(self, instruction: Instruction | None) -> int:
+        """The number of the parameter in the params row that a value is, casts and gathers aside; -1 for none."""
+        origin = self.look.flow.origin(instruction)
+        if not self.look.is_parameter(origin):
+            return -1
+        found = origin.instruction
+        while found is not None and found.opcode != "parameter":
+            found = self.look.flow.origin(self.module.operand(found, 0)).instruction
+        return found.parameter if found is not None else -1
+
+    def _makes_logits(self, instruction: Instruction) -> bool:
+        """Whether an operation is a product of activations with a weight as wide as the vocabulary, and the last."""
+        shape = self.module.shape(instruction)
+        shape = shape.leaf((0,)) if shape.parts is not None else shape
+        if not self._is_product(instruction) or not self._wide(shape) or self._phase(instruction) == "backward":
+            return False
+        return self._with_weight(instruction) and not self._goes_on(instruction)
+
+    def _is_product(self, instruction: Instruction) -> bool:
+        return instruction.opcode in _PRODUCTS and len(instruction.operands) > 1
+
+    def _phase(self, instruction: Instruction) -> str:
+        return scopes.parse(self.module.metadata(instruction).op_name).phase
+
+    def _with_weight(self, instruction: Instruction) -> bool:
+        operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
+        weights = [self._parameter(operand) for operand in operands]
+        return sum(number >= 0 for number in weights) == 1
+
+    def _goes_on(self, product: Instruction) -> bool:
+        """Whether another product with a weight follows in the forward pass."""
+        pending, seen = list(self.state.readers(product, ())), set()
+        while pending and len(seen) < _MOST:
+            instruction, index = pending.pop()
+            if (instruction.id, index) in seen:
+                continue
+            seen.add((instruction.id, index))
+            if self._phase(instruction) == "backward" or "float" not in self._dtype(instruction, index):
+                continue
+            if self._is_product(instruction) and self._with_weight(instruction):
+                return True
+            pending += self.state.readers(instruction, index)
+        return False
+
+    def _dtype(self, instruction: Instruction, index: Index) -> str:
+        shape = self.look.flow.shape(instruction, index)
+        return shape.leaf((0,)).dtype if shape.parts is not None else shape.dtype
