@@ -151,8 +151,8 @@ class _Reading:
         learns = state and self.state.trained and self.state.from_backward(*self.values[pair.result])
         return Evidence(
             leaf.path, leaf.shape, leaf.dtype, self.state.trained, state, self._returned(leaf),
-            bool(pair is not None and pair.gradient), learns, self._is_read(reads), reads.products, reads.random,
-            batch_dim=not state and leaf.shape[:1] in self._batch_dims)
+            bool(pair is not None and pair.gradient), learns, self._is_read(reads), "forward" in reads.phases,
+            reads.products, reads.random, batch_dim=not state and leaf.shape[:1] in self._batch_dims)
 
     def _is_update(self, place: int) -> bool:
         """Whether an argument comes back changed."""

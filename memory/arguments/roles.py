@@ -30,7 +30,8 @@ class Evidence:
         trained: the program has a backward pass.
         state: an update of it is among the results; returned: an array of its shape and dtype is.
         gradient: a gradient of it is among the results; learns: its update is made of gradients.
-        read: the forward or the backward pass reads it; products: a product, a convolution or a lookup does.
+        read: the forward or the backward pass reads it; forward: the former does; products: a product, a convolution
+        or a lookup does.
         random: random bits are drawn from it.
         mirrors: it has the last keys and the shape of a parameter; sharded as a batch is: `batch_dim`, its first
             dimension is that of a result, or of data that are whole numbers.
@@ -47,6 +48,7 @@ class Evidence:
     gradient: bool = False
     learns: bool = False
     read: bool = False
+    forward: bool = False
     products: bool = False
     random: bool = False
     mirrors: bool = False
@@ -80,6 +82,8 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("rng", lambda e: e.dtype.startswith("key<")),
     ("rng", lambda e: e.dtype == "uint32" and e.shape[-1:] in ((2,), (4,)) and (e.random or e.name == "rng")),
     ("rng", lambda e: e.name == "rng" and "int" in e.dtype and len(e.shape) < 2 and not e.container),
+    # Some optimizers keep the parameters themselves with their moments.
+    ("params", lambda e: e.container == "optimizer" and e.state and e.floats and e.learns and e.forward),
     # A container says what everything in it is; only data never comes back.
     ("accumulator", lambda e: e.container == "accumulator"),
     ("optimizer", lambda e: e.container == "optimizer"),
@@ -100,11 +104,12 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("params", lambda e: e.mirrors and e.read and e.floats),
     ("batch", lambda e: e.container == "batch"),
     ("optimizer", lambda e: e.name == "optimizer" and not e.batch_dim),
-    ("params", lambda e: e.name == "cache" and e.weight),
+    ("params", lambda e: e.name == "cache" and e.weight and not e.trained),
     ("cache", lambda e: e.name == "cache"),
     ("params", lambda e: e.name == "params" and e.floats and not (e.batch_dim and len(e.shape) == 1)),
     ("batch", lambda e: e.name == "batch"),
-    ("params", lambda e: e.weight or (e.weights and e.floats and not (e.batch_dim and e.products))),
+    # In a step with a backward pass what has no gradient and no name is data: a product reads both.
+    ("params", lambda e: not e.trained and (e.weight or (e.weights and e.floats and not (e.batch_dim and e.products)))),
 )
 
 # (pattern of a whole key, role). The first key of a path that has a row decides, but sums of gradients within the

@@ -108,6 +108,10 @@ def test_donated_memory_tells_where_nothing_else_does():
     ({"path": "tower['kv_proj'].kernel", "gradient": True}, "params"), ({"path": "image", "gradient": True}, "batch"),
     ({"path": "a['s']", "products": True}, "params"),
     ({"path": "a['s']", "products": True, "batch_dim": True}, "batch"),
+    ({"path": "a['s']", "products": True, "trained": True}, "batch"),
+    ({"path": "o.optim_state[1]", "trained": True, "state": True, "learns": True, "read": True}, "optimizer"),
+    ({"path": "o.optim_state[0]", "trained": True, "state": True, "learns": True, "read": True, "forward": True},
+     "params"),
     ({"path": "a['s']", "weights": True}, "params"), ({"path": "a['s']", "dtype": "int32", "products": True}, "batch"),
     # names, where structure leaves a choice
     ({"path": "state['kv_proj']['kernel']"}, "params"), ({"path": "m['token_embedder']['embedding']"}, "params"),
