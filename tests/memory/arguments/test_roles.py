@@ -209,6 +209,10 @@ def test_a_cache_is_a_row_and_weights_are_known_by_their_use(donated, dumped):
     assert report.breakdown["cache"] == 2 * 4 * B * T * D
     assert report.breakdown["params"] == 4 * (V * D + D * D)
     assert report.breakdown["batch"] == 4 * B + 4
+    found = {f.kind: f for f in report.findings}
+    assert ("not_donated" in found) == (not donated)
+    if not donated:  # the weights, and logits that are as large as something else, are none of it
+        assert found["not_donated"].bytes == report.breakdown["cache"] and "(args[1])" in found["not_donated"].message
 
 
 def test_a_gradient_that_is_returned_has_its_parameters_name():
@@ -216,6 +220,7 @@ def test_a_gradient_that_is_returned_has_its_parameters_name():
     assert {b.parameter for b in report.buffers if b.category == "outputs" and b.shape in ((D, F), (F, D))} == {
         "m['w']", "m['v']"}
     assert report.breakdown["params"] == 2 * 4 * D * F
+    assert "not_donated" not in {f.kind for f in report.findings}
 
 
 def test_paths_that_the_program_lost_come_from_its_signature(devices):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
 from bytescope.memory.analyze import report_of
+from bytescope.memory.arguments.program_arguments import Argument, Arguments
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
@@ -18,8 +19,10 @@ from bytescope.memory.findings import rules as findings
 from bytescope.memory.findings.replicated import missing
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, Program
-from bytescope.memory.hlo.mesh import of_compiled
-from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.mesh import Layout, of_compiled
+from bytescope.memory.hlo.module import Computation, Instruction, Module
+from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.parallel_records import Collective
 from bytescope.memory.records import ROWS, Buffer, Report, TimelinePoint
 from bytescope.memory.units import MIB
 from support import programs
@@ -106,9 +109,41 @@ def test_not_donated(devices):
     assert found["not_donated"].bytes == pytest.approx(state, rel=0.01)
 
 
-def test_not_donated_needs_a_twin():
-    program = Program(Module(), allocations=[Allocation(size=500, live_out=True)])
-    assert kinds(report(), program) == set()
+@pytest.mark.quick
+@pytest.mark.parametrize(("argument", "donated", "found"), [
+    (Argument("kv[0]", "cache", update=1), False, True), (Argument("kv[0]", "cache", update=1), True, False),
+    (Argument("params['w']", "params"), False, False)])  # weights of an inference step: a result is as large by chance
+def test_what_comes_back_is_to_be_donated(argument, donated, found):
+    memory_of = [Allocation(size=500, entry_parameter=True, live_out=donated), Allocation(size=500, live_out=True)]
+    program = PlacedProgram(Program(Module(), allocations=memory_of), arguments=Arguments({0: argument}))
+    told = [(f.kind, f.bytes) for f in findings.find(report(), program)]
+    assert told == ([("not_donated", 500)] if found else [])
+
+
+def mesh_program(held, size=16, axis="tensor", **fields):
+    """A mesh of eight devices, tokens that are replicated, a weight that `held` is an axis of."""
+    module = Module(instructions={1: Instruction(1, opcode="parameter"), 2: Instruction(2, opcode="parameter")},
+                    computations={0: Computation(parameters={0: 1, 1: 2})}, devices=8)
+    module._shapes.update({1: Shape("int32", (size,), bits=32), 2: Shape("float32", (8, 4), bits=32)})
+    layouts = {0: Layout((size,), (size,), "int32", ((),)), 1: Layout((64, 4), (8, 4), "float32", ((held,), ()))}
+    return PlacedProgram(Program(module), ((axis, 8),), layouts, frozenset((0,)),
+                         arguments=Arguments({0: Argument("x", "batch"), 1: Argument("w", "params")}), **fields)
+
+
+@pytest.mark.quick
+def test_a_batch_is_replicated_over_tensor_parallel_devices_and_should_be():
+    """Where parameters are gathered, or not sharded, the axis is one for data."""
+    gathered = Collective("all-gather.1", "all-gather", ("tensor",), 8, bytes=4 * 64 * 4, times=2)
+    rows = {"workspace": 500}
+    assert {f.kind for f in findings.find(report(rows), mesh_program("tensor"))} == set()
+    for found, program in ((report(rows, collectives=(gathered,)), mesh_program("tensor")),
+                           (report(rows), mesh_program("other"))):
+        assert {f.kind for f in findings.find(found, program)} == {"replicated_batch"}
+
+
+@pytest.mark.quick
+def test_a_replicated_batch_of_no_size_is_not_told():
+    assert {f.kind for f in findings.find(report({"workspace": 30}, peak=10**6), mesh_program("other"))} == set()
 
 
 def test_replicated_batch(devices):
