@@ -40,6 +40,9 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
     Raises ReportError for what is not a program, what cannot be compiled for the target, and damaged files.
     """
     target = _as_target(target)
+    if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
+        raise ReportError(f"a {type(program).__name__} with arguments: it is a program already, leave them out; or "
+                          f"give the step with them, {_CALLED}")
     if isinstance(program, Compilation):
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, (str, Path, bytes, bytearray, memoryview)):

@@ -51,7 +51,7 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
             with gzip.open(io.BytesIO(data)) as packed:
                 data = packed.read(_MAX_PROTO)
         except (OSError, EOFError, zlib.error) as error:
-            raise ReportError(f"{name} is damaged ({error}): dump it again") from error
+            raise ReportError(f"{name} is damaged ({error}): dump it again; {_REMEDY}") from error
     if len(data) >= _MAX_PROTO:
         raise ReportError(f"{name} is larger than a proto can be: give a *after_optimizations.hlo.pb")
     if _TEXT.match(data[:4096]):

@@ -30,6 +30,7 @@ def test_literals_inside_of_a_shard_map_move_with_it(devices):
     assert report.breakdown["batch"] == 64 * 128 * 4 // 8
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_kernel_of_pallas_is_for_the_target():
     def double(x_ref, o_ref):
         o_ref[...] = x_ref[...] * 2

@@ -71,6 +71,13 @@ def test_no_arguments():
         memory.analyze(lambda x: x)
 
 
+def test_a_program_takes_no_arguments():
+    jitted = jax.jit(jnp.tanh)
+    for program in (jitted.trace(X), jitted.lower(X), "step.hlo.pb"):
+        with pytest.raises(memory.ReportError, match="with arguments: it is a program already, leave them out"):
+            memory.analyze(program, X)
+
+
 def test_random_keys_are_arguments():
     for key in (jax.random.key(0), jax.eval_shape(lambda: jax.random.key(0)), jax.random.PRNGKey(0)):
         report = memory.analyze(lambda key, x: x + jax.random.normal(key, x.shape), key, X)
