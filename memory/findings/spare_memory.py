@@ -166,7 +166,8 @@ def _with_policy(report: Report, message: str, products: Sequence[RecomputedProd
     if costliest and adds <= FILL * free:
         return Found(adds, message, f"keep the results of its products, named {name_them}: they should fit, "
                                     f"{human(adds)} of the {human(free)} free")
-    return Found(free, message, f"keep a part of it, named {name_them}; all products together would not fit")
+    return Found(free, message, f"keep a part of it, named {name_them}, or let memory.plan_remat choose it: all "
+                                "products together would not fit")
 
 
 def _costliest(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:
