@@ -33,6 +33,9 @@ class Loss:
         self.args, self.kwargs, self.jaxpr = tuple(args), dict(kwargs), traced.jaxpr
         self.tree = jax.tree.structure(traced.out_info)
         avals = self.jaxpr.out_avals
+        params = self.jaxpr.in_avals[:sum(self.active)]
+        if len(avals) > 1 and [aval.shape for aval in avals[1:]] == [aval.shape for aval in params]:
+            raise ReportError(f"this returns a gradient: give the loss that it is of, {_CALLED}")
         if not avals or avals[0].shape or (len(avals) > 1 and not self.has_aux):
             raise ReportError("a loss returns a scalar, or (scalar, anything): this one returns "
                               f"{', '.join(map(type_of, avals[:4])) or 'nothing'}")

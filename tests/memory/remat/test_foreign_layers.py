@@ -267,8 +267,9 @@ def test_an_optimizer_without_an_update_is_refused():
     (jnp.sum, (), "begins with what is differentiated"),
     (jnp.sin, (jnp.ones(2),), r"returns a scalar, or \(scalar, anything\): this one returns float32\[2\]"),
     (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
+    (jax.value_and_grad(lambda w: jnp.sin(w).sum()), (jnp.ones(2),), "this returns a gradient: give the loss"),
     (lambda w: w.sum(), ({"act": jnp.tanh},), r"args\[0\]\['act'\] is a .*: give arrays"),
-], ids=["number", "nothing", "vector", "three", "function"])
+], ids=["number", "nothing", "vector", "three", "gradient", "function"])
 def test_what_is_not_a_loss_is_refused(loss, args, message):
     with pytest.raises(ReportError, match=message):
         Loss(loss, args, {})
