@@ -238,8 +238,8 @@ def table(name: str, target: str, plans: list[RematPlan]) -> str:
 
 
 def assert_equal(model: Model) -> float:
-    """Runs a model on the CPU with a policy that keeps every second value, and with none; the largest difference of a
-    gradient, as a share of its largest entry."""
+    """Runs a model on the CPU with a policy that keeps every second value, and with none; the largest difference of two
+    gradients, as a share of the largest entry."""
     chance = np.random.default_rng(0)
 
     def array(leaf: Any) -> Any:
@@ -257,7 +257,8 @@ def assert_equal(model: Model) -> float:
     assert abs(float(wanted[0]) / float(got[0]) - 1) < 1e-6, (wanted[0], got[0])
     pairs = [(np.asarray(a, np.float32), np.asarray(b, np.float32))
              for a, b in zip(jax.tree.leaves(wanted[1]), jax.tree.leaves(got[1]))]
-    worst = max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)) for a, b in pairs)
+    # Some are zero but for rounding, such as that of an attention's key bias.
+    worst = max(float(np.abs(a - b).max()) for a, b in pairs) / max(float(np.abs(a).max()) for a, _ in pairs)
     assert worst < 1e-4, worst
     return worst
 
@@ -274,7 +275,7 @@ def main() -> None:
     with jax.set_mesh(model.mesh) if model.mesh else contextlib.nullcontext():
         if args.equal:
             worst = assert_equal(model)
-            print(f"{args.model}: losses within 1e-6, gradients within {worst:.1e} of their largest entry")
+            print(f"{args.model}: losses within 1e-6, gradients within {worst:.1e} of the largest entry")
             return
         plans = plans_of(model, args.target)
     print(table(f"{args.model}, {size.layers} layers", args.target, plans))
