@@ -9,6 +9,9 @@ from bytescope.memory.remat.block_graph import Block, Step
 from bytescope.memory.remat.patterns import MOST_NAMES
 from bytescope.memory.remat.recognition import Value
 
+# FLOPs that a value has to save per byte: below, it is elementwise work that was written as a product.
+LEAST_SAVED = 4.0
+
 
 def worth_deciding(block: Block, values: Mapping[str, Value]) -> list[str]:
     """Labels of the values that may be worth keeping, at most as many as the solver decides on where few are named.
@@ -25,8 +28,9 @@ def worth_deciding(block: Block, values: Mapping[str, Value]) -> list[str]:
                 saved[best] = saved.get(best, 0.0) + flops
     used = {step.name for step in block.steps if needed.intersection(step.outs)}
     named = [label for label, value in values.items() if value.name and label in used]
-    ranked = sorted((label for label in saved if label not in named),
-                    key=lambda label: -saved[label] / max(values[label].bytes, 1))
+    per_byte = {label: flops / max(values[label].bytes, 1) for label, flops in saved.items()}
+    ranked = sorted((label for label, flops in per_byte.items() if label not in named and flops >= LEAST_SAVED),
+                    key=lambda label: -per_byte[label])
     chosen = {*named, *ranked[:max(MOST_NAMES - len(named), 0)]}
     return [label for label in values if label in chosen]
 

@@ -74,6 +74,8 @@ def _share(flops: int, plan: RematPlan) -> str:
 
 
 def _short(where: str) -> str:
-    """A place relative to the current directory, if it is below it."""
+    """A place relative to the current directory, if it is below it; in an installed package, from the package on."""
+    if "/site-packages/" in where:
+        return where.rsplit("/site-packages/", 1)[1]
     short = os.path.relpath(where) if where else ""
     return where if short.startswith("..") else short

@@ -211,6 +211,18 @@ def test_without_an_order_equal_keys_are_kept_together():
         assert recomputed(foreign.loss_of("scan", policy_of(values, labels))) == predicted
 
 
+def test_work_on_elements_that_is_written_as_a_product_is_not_worth_keeping():
+    """MaxText scales its norms so: two FLOPs an element, for as many bytes as a projection."""
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.einsum("bd,d->bd", x, w[0]) @ w))
+        return jax.lax.scan(lambda x, own: (layer(x, own), None), x, w)[0].sum()
+
+    args = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    _, _, values = found(loss, args)
+    (value,) = values.values.values()
+    assert "float32[64,64]" in value.key
+
+
 # ---- the step that is compiled ----------------------------------------------------------------------------------
 
 def test_a_step_with_an_optimizer_reuses_its_params_and_state():
