@@ -40,7 +40,8 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "linen_models:gpt": {"*": {"full_logits": _LOGITS}, "h200": {"spare_memory": _REMAT}},
     "linen_models:seq2seq": {"*": {"not_donated": _STATE}},
     "linen_models:vae": {"*": {"not_donated": _STATE}},
-    "linen_sharded:fsdp": {"*": {"full_logits": _LOGITS}, "h100:8": {"spare_memory": _REMAT}},
+    "linen_sharded:fsdp": {"*": {"full_logits": _LOGITS}, "h200": {"spare_memory": _REMAT},
+                           "h100:8": {"spare_memory": _REMAT}},
     "nnx_models:transformer": {"*": {"full_logits": _LOGITS, "not_donated": _STATE},
                                "h200": {"wide_activations": _SCORES}, "cpu": {"wide_activations": _WIDE_CPU}},
     "nnx_models:functional": {"*": {"full_logits": _LOGITS}, "h200": {"wide_activations": _SCORES},
@@ -52,6 +53,7 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "plain_jax:rnn": {"cpu": {"not_donated": _STATE}},
     "plain_jax:decode_kept": {"*": {"not_donated": "the cache comes back, and jit was not told to donate the old one"}},
     "plain_jax:gan": {"*": {"not_donated": _STATE}},
+    "parallel:pmap": {"h100:8": {"whole_state": "pmap keeps the state whole on each device"}},
     "parallel:tensor_parallel": {
         "*": {"not_donated": _STATE}, "cpu": {"wide_activations": _WIDE_CPU},
         "h100:8": {"large_collective": "one psum sums the whole activation, an eighth of the peak"}},
