@@ -23,13 +23,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bytescope.memory.buffer_records import Buffer, LedgerRow, TimelinePoint
     from bytescope.memory.devices.live import LiveMemory
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.errors import GuardError, ReportError
     from bytescope.memory.execution.executable import Executable, compile
     from bytescope.memory.execution.watched import Watched, watch
     from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
-    from bytescope.memory.records import Buffer, Finding, LedgerRow, TimelinePoint, XlaStats
+    from bytescope.memory.records import Finding, XlaStats
     from bytescope.memory.remat.recognition import RematPolicy
     from bytescope.memory.remat_plan.plan import RematPlan, plan_remat
     from bytescope.memory.report import Report, analyze, assert_fits, load
@@ -57,7 +58,8 @@ _HOMES = {
     "RematPolicy": "remat.recognition", "Table": "tables.table",
     "Target": "devices.targets", "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
-    **dict.fromkeys(("Buffer", "Finding", "LedgerRow", "TimelinePoint", "XlaStats"), "records"),
+    **dict.fromkeys(("Finding", "XlaStats"), "records"),
+    **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "buffer_records"),
     **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "parallel_records"),
 }
 

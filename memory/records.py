@@ -35,7 +35,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
   not traced. `roofline`: the seconds of that at the target's rates (`costs.roofline.Prediction`); {} where unknown.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
-- `ledger`, `timeline`, `buffers`, `findings`: lists of the records below, field for field.
+- `ledger`, `timeline`, `buffers` (buffer_records.py), `findings`: lists of records, field for field.
 - `notes`: sentences on what is not exact in this report.
 """
 
@@ -48,90 +48,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.buffer_records import (
+    CARD,
+    CATEGORIES,
+    MEMORIES,
+    PHASES,
+    POOL,
+    ROWS,
+    STEP_PHASES,
+    Buffer,
+    LedgerRow,
+    RuntimeOverhead,
+    TimelinePoint,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.report_json import is_count, one_line, parse, plain, read_item
 
+# The report's records with those of buffer_records.py, which come from here.
+__all__ = ["CARD", "CATEGORIES", "IN_RUN", "KEYS", "MEMORIES", "METHODS", "PHASES", "POOL", "ROWS", "SCHEMA",
+           "STEP_PHASES", "VERDICTS", "Buffer", "Finding", "LedgerRow", "Report", "RuntimeOverhead", "Subject",
+           "TimelinePoint", "Transfer", "XlaStats", "load"]
+
 SCHEMA = 1
 # What a run directory calls the report of its step.
 IN_RUN = "memory.json"
-
-# What a byte at the peak can be, in the order in which reports show it.
-ROWS = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace", "logits_loss",
-        "collectives", "batch", "outputs", "unattributed", "fragmentation")
-CATEGORIES = ROWS[:-1]
-# The phases of a training step in their order, and with them what has none: its arguments, outputs, and "" for unknown.
-STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
-PHASES = ("argument", *STEP_PHASES, "output", "")
-MEMORIES = ("device", "on_chip", "host")
+# How lifetimes were found -> what that says of them.
 METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
     "schedule": "totals are XLA's; lifetimes derived from the scheduled HLO, the difference is a row",
 }
 VERDICTS = ("fits", "tight", "exceeds", "unknown")
-# Where the bytes lie that the compiler does not count: in the allocator's pool, or on the card outside of it.
-POOL, CARD = "pool", "card"
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """One stretch of memory over one stretch of the step.
-
-    Fields:
-        name: the instruction that defines it, or the pytree path of an argument.
-        bytes: its size; shape, dtype: of the array it holds ("" and () for what is not an array).
-        category: a row of `CATEGORIES`; phase: one of `PHASES`.
-        component: attention, mlp, embed, ... by the named scopes around it; else the inmost module; without scopes what
-            it was called through: a class, "attend()" of a function, "file.py:line" of neither; "" if nothing is known.
-        module: the named scopes around it, or without them the classes it was called through, joined by "/".
-        op_name: the operation as JAX named it; source: "file.py:line" of the user's code, "" if unknown.
-        checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
-        parameter: the path of the parameter that a gradient or an optimizer's state belongs to, "" if unknown.
-        start, end: the first and the last point of the timeline at which it is alive, both included.
-        at_peak: alive at the peak; memory: one of `MEMORIES`; only "device" is part of the peak.
-    """
-
-    name: str
-    bytes: int
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    category: str = "unattributed"
-    phase: str = ""
-    component: str = ""
-    module: str = ""
-    op_name: str = ""
-    source: str = ""
-    checkpoint_name: str = ""
-    parameter: str = ""
-    start: int = 0
-    end: int = 0
-    at_peak: bool = False
-    memory: str = "device"
-
-
-@dataclasses.dataclass(frozen=True)
-class TimelinePoint:
-    """Live bytes in main memory once `instruction` has its output (index = position in the list)."""
-
-    index: int
-    bytes: int
-    phase: str
-    instruction: str
-    component: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class LedgerRow:
-    """State of one role and dtype: `elements` values taking `bytes`, `bytes_per_param` of each parameter.
-
-    The last row has role "total" and dtype "". `bytes_per_param` is 0.0 for a program without parameters.
-    """
-
-    role: str
-    dtype: str
-    elements: int
-    bytes: int
-    bytes_per_param: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,16 +107,6 @@ class Transfer:
     direction: str
     bytes: int
     seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class RuntimeOverhead:
-    """Bytes of one device that no compiler counts. `where`: `POOL` or `CARD`; `source`: where the figure is from."""
-
-    name: str
-    bytes: int
-    where: str
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""Records of a report about the memory of one device: its buffers, its timeline, its state, and the words for them.
+
+Read them as `memory.records.Buffer` and so on; all sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# What a byte at the peak can be, in the order in which reports show it.
+ROWS = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace", "logits_loss",
+        "collectives", "batch", "outputs", "unattributed", "fragmentation")
+CATEGORIES = ROWS[:-1]
+# The phases of a training step in their order, and with them what has none: its arguments, outputs, and "" for unknown.
+STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
+PHASES = ("argument", *STEP_PHASES, "output", "")
+MEMORIES = ("device", "on_chip", "host")
+# Where the bytes lie that the compiler does not count: in the allocator's pool, or on the card outside of it.
+POOL, CARD = "pool", "card"
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One stretch of memory over one stretch of the step.
+
+    Fields:
+        name: the instruction that defines it, or the pytree path of an argument.
+        bytes: its size; shape, dtype: of the array it holds ("" and () for what is not an array).
+        category: a row of `CATEGORIES`; phase: one of `PHASES`.
+        component: attention, mlp, embed, ... by the named scopes around it; else the inmost module; without scopes what
+            it was called through: a class, "attend()" of a function, "file.py:line" of neither; "" if nothing is known.
+        module: the named scopes around it, or without them the classes it was called through, joined by "/".
+        op_name: the operation as JAX named it; source: "file.py:line" of the user's code, "" if unknown.
+        checkpoint_name: the `checkpoint_name` of a residual, "" if it has none.
+        parameter: the path of the parameter that a gradient or an optimizer's state belongs to, "" if unknown.
+        start, end: the first and the last point of the timeline at which it is alive, both included.
+        at_peak: alive at the peak; memory: one of `MEMORIES`; only "device" is part of the peak.
+    """
+
+    name: str
+    bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    category: str = "unattributed"
+    phase: str = ""
+    component: str = ""
+    module: str = ""
+    op_name: str = ""
+    source: str = ""
+    checkpoint_name: str = ""
+    parameter: str = ""
+    start: int = 0
+    end: int = 0
+    at_peak: bool = False
+    memory: str = "device"
+
+
+@dataclasses.dataclass(frozen=True)
+class TimelinePoint:
+    """Live bytes in main memory once `instruction` has its output (index = position in the list)."""
+
+    index: int
+    bytes: int
+    phase: str
+    instruction: str
+    component: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerRow:
+    """State of one role and dtype: `elements` values taking `bytes`, `bytes_per_param` of each parameter.
+
+    The last row has role "total" and dtype "". `bytes_per_param` is 0.0 for a program without parameters.
+    """
+
+    role: str
+    dtype: str
+    elements: int
+    bytes: int
+    bytes_per_param: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeOverhead:
+    """Bytes of one device that no compiler counts. `where`: `POOL` or `CARD`; `source`: where the figure is from."""
+
+    name: str
+    bytes: int
+    where: str
+    source: str
