@@ -159,8 +159,8 @@ def _advise(report: Report, args: argparse.Namespace, overrides: Sequence[tuple[
     from rich.console import Group
     from rich.text import Text
 
-    from bytescope.memory.findings import advice
     from bytescope.memory.findings.post_mortem import ways_out
+    from bytescope.memory.findings.remedies import advice
     from bytescope.memory.text.console import put
     from bytescope.memory.text.layout import Command, Prose
     from bytescope.memory.units import human

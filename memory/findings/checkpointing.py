@@ -17,7 +17,7 @@ from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings import functions
 from bytescope.memory.findings.evidence import Found, at_peak
 from bytescope.memory.findings.functions import Call, Function
-from bytescope.memory.findings.open_levers import case_of
+from bytescope.memory.findings.remedies.case import case_of
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Frame, Module

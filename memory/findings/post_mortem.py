@@ -1,7 +1,7 @@
 """What is known where a step ran out of device memory, and the cheapest ways out. Pure: records in, records out.
 
 In: the report of the step, the arrays that a device held and what its allocator said (`execution.failure` asks them).
-A program of the trainer's has the levers of its config left to try (`open_levers`); for any other the ways out are,
+A program of the trainer's has the levers of its config left to try (`remedies`); for any other the ways out are,
 from the cheapest on: a larger pool, arrays that the step does not need, what the findings of its report say,
 recomputing what the backward pass keeps most of, computing the largest array in parts, a smaller batch.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.devices.platform import MEMORY_FRACTION
-from bytescope.memory.findings.open_levers import open_levers
+from bytescope.memory.findings.remedies.open_levers import open_levers
 from bytescope.memory.records import Report
 from bytescope.memory.report_json import plain
 

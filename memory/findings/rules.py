@@ -1,8 +1,8 @@
 """What an expert would point at in a report: each finding with its bytes and the remedy.
 
 A rule takes (report, program) and gives what it `Found`, or None when it finds nothing, as in a program that lacks its
-evidence. `RULES` has them with their remedies in JAX's words, `config_flags` those for a config of the trainer's; a
-rule's name is the finding's kind.
+evidence. `RULES` has them with their remedies in JAX's words, `remedies.config_flags` those for a config of the
+trainer's; a rule's name is the finding's kind.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.activations import fragmentation, full_logits, wide_activations
 from bytescope.memory.findings.checkpointing import checkpoint_saves, xla_remat
-from bytescope.memory.findings.config_flags import with_flags
 from bytescope.memory.findings.evidence import Found
 from bytescope.memory.findings.host import host_memory, idle_offload
+from bytescope.memory.findings.remedies.config_flags import with_flags
 from bytescope.memory.findings.sharding import (
     large_collective,
     lasting_gathers,

@@ -26,7 +26,8 @@ from bytescope.memory.config_keys import (
 from bytescope.memory.costs.recomputed import RecomputedProduct, recomputed_products
 from bytescope.memory.findings import functions
 from bytescope.memory.findings.evidence import Found, batch
-from bytescope.memory.findings.open_levers import Case, Keys, case_of, flags
+from bytescope.memory.findings.remedies.case import Case, Keys, case_of
+from bytescope.memory.findings.remedies.open_levers import flags
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.rematerialized import SAVED
 from bytescope.memory.records import Report

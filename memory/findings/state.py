@@ -11,7 +11,8 @@ from bytescope.memory.arguments.pairing import root_of
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.config_keys import MESH_STRATEGY, OFFLOAD
 from bytescope.memory.findings.evidence import LARGE, LEAST, NOTABLE, SMALL, STATE, Found, arguments, spec_words
-from bytescope.memory.findings.open_levers import Lever, case_of, flags, open_levers
+from bytescope.memory.findings.remedies.case import case_of
+from bytescope.memory.findings.remedies.open_levers import Lever, flags, open_levers
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.units import MIB, human

@@ -15,7 +15,7 @@ from bytescope.memory.analyze import report_of
 from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.findings import advice
+from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records import Report
 from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan

@@ -1,6 +1,6 @@
 """Advice for a step that does not fit here: variants with one lever more, compiled; the `fit` command to copy.
 
-The levers and the words are `memory.findings.advice`; this module compiles the variants of a run's own program.
+The levers and the words are `memory.findings.remedies.advice`; here the variants of a run's own program are compiled.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from bytescope.memory.analyze import report_of
 from bytescope.memory.devices import targets
-from bytescope.memory.findings import advice
+from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records import Report
 from bytescope.train.command import DEFAULT, Command
 from bytescope.train.config import flatten
@@ -24,8 +24,8 @@ def refuse(report: Report, program: Program, command: Command, tell: Callable[[s
            each_s: float = 0.0) -> NoReturn:
     """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
 
-    Its advice has the cheapest change that fits, found by compiling (memory/findings/advice.py), where the program
-    is that of one process: what several compile, they have to compile together.
+    Its advice has the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), where the
+    program is that of one process: what several compile, they have to compile together.
 
     Args:
       command: what the run was started with, for the `fit` command. tell: called with a line before each compile.

@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from bytescope.configs import base
-from bytescope.memory.findings import advice
-from bytescope.memory.findings.advice import Tried, fit_command, lines, open_levers, tried
+from bytescope.memory.findings.remedies import advice
+from bytescope.memory.findings.remedies.advice import Tried, fit_command, lines, open_levers, tried
 from bytescope.memory.records import ROWS, Report
 from bytescope.memory.units import GIB
 from bytescope.train.checks import check_values

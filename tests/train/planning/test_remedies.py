@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from bytescope.memory.findings.open_levers import open_levers, together
+from bytescope.memory.findings.remedies.open_levers import open_levers, together
 from bytescope.memory.records import Report
 from bytescope.memory.units import GIB
 from bytescope.train.__main__ import main

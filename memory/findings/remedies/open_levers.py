@@ -7,10 +7,8 @@ with the most that it can free by the rows of the report. A lever is a function 
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from bytescope.memory.config_keys import (
     BATCH_ACCUMULATION,
@@ -20,7 +18,6 @@ from bytescope.memory.config_keys import (
     BATCH_TOKENS,
     DATA_SEQ_LEN,
     LOSS_KIND,
-    MESH,
     MESH_DATA,
     MESH_FSDP,
     MESH_STRATEGY,
@@ -40,10 +37,9 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
     REMAT_SAVE,
 )
+from bytescope.memory.findings.remedies.case import Case, Keys, case_of, schedule
 from bytescope.memory.formulas.training_state import STRATEGIES
 from bytescope.memory.records import Report
-
-Keys = Mapping[str, str]
 
 # Rows of the breakdown that grow with the batch, and those that are state of the parameters.
 _BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
@@ -83,57 +79,6 @@ class Lever:
         to counts as freed."""
         rows = {**self.frees, "fragmentation": 1.0}
         return max(int(sum(share * report.breakdown.get(row, 0) for row, share in rows.items())) - self.adds, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A config on its devices. axes: sizes of the mesh's axes, none of them -1."""
-
-    flat: Mapping[str, Any]
-    axes: Mapping[str, int]
-    host_memory: bool
-    report: Report
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether an update can have more than one micro-batch."""
-        return not self.flat[OPTIMIZER_FUSED_BACKWARD] and not self.flat[OFFLOAD_PARAMS]
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
-        return not self.flat[BATCH_ACCUMULATION_SCHEDULE] and self.flat[PRECISION_PRESET] != "fp16"
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches of an update; the most, with a schedule."""
-        if self.flat[BATCH_ACCUMULATION_SCHEDULE]:
-            return max(count for _, count in _schedule(self.flat))
-        if self.flat[BATCH_TOKENS]:
-            return max(self.flat[BATCH_TOKENS] // (self.flat[BATCH_MICRO] * self._tokens_per_row), 1)
-        return self.flat[BATCH_ACCUMULATION]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an update over all devices."""
-        return self.flat[BATCH_TOKENS] or self.flat[BATCH_MICRO] * self.micro_steps * self._tokens_per_row
-
-    @property
-    def _tokens_per_row(self) -> int:
-        return self.axes["data"] * self.axes["fsdp"] * self.flat[DATA_SEQ_LEN]
-
-
-def case_of(report: Report) -> Case | None:
-    """The case of a report; None where the program has no config of the trainer's."""
-    flat = report.config
-    needed = (BATCH_MICRO, DATA_SEQ_LEN, LOSS_KIND, MESH_FSDP, OFFLOAD_PARAMS, OPTIMIZER_NAME, REMAT_POLICY)
-    if any(key not in flat for key in needed):
-        return None
-    axes = {axis: int(flat[MESH + axis]) for axis in ("data", "fsdp", "context", "tensor")}
-    known = math.prod(size for size in axes.values() if size > 0)
-    rest = max(int(report.target.get("n_devices") or 1) // known, 1)
-    return Case(flat, {axis: size if size > 0 else rest for axis, size in axes.items()},
-                 report.target.get("platform") not in (None, "cpu"), report)
 
 
 def open_levers(report: Report) -> list[Lever]:
@@ -228,18 +173,12 @@ def _micro_keys(case: Case, times: int) -> dict[str, str]:
     """The keys of an update of `times` as many micro-batches, with as many sequences in all."""
     keys = {BATCH_MICRO: str(case.flat[BATCH_MICRO] // times)}
     if case.flat[BATCH_ACCUMULATION_SCHEDULE]:
-        steps = ",".join(f"{start}:{times * count}" for start, count in _schedule(case.flat))
+        steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
         return {**keys, BATCH_ACCUMULATION_SCHEDULE: steps}
     if not case.flat[BATCH_TOKENS]:
         keys[BATCH_ACCUMULATION] = str(times * case.micro_steps)
     # Accumulated within one step: one accumulator, which is the gradient.
     return keys if case.micro_steps > 1 or case.flat[BATCH_MODE] == "scan" else {**keys, BATCH_MODE: "scan"}
-
-
-def _schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(first update, micro-batches from it on) of `batch.accumulation_schedule`."""
-    pairs = (str(text).split(":") for text in flat[BATCH_ACCUMULATION_SCHEDULE])
-    return [(int(start), int(count)) for start, count in pairs]
 
 
 def _full(case: Case) -> Lever | None:

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from bytescope.memory.config_keys import BATCH, DATA_SEQ_LEN, REMAT
-from bytescope.memory.findings.open_levers import Keys, Lever, case_of, open_levers, together
+from bytescope.memory.findings.remedies.case import Keys, case_of
+from bytescope.memory.findings.remedies.open_levers import Lever, open_levers, together
 from bytescope.memory.records import Report
 from bytescope.memory.units import GIB, MIB, human
 

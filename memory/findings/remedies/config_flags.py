@@ -20,7 +20,8 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
 )
 from bytescope.memory.findings.evidence import NOTABLE
-from bytescope.memory.findings.open_levers import Case, Keys, case_of, flags, open_levers
+from bytescope.memory.findings.remedies.case import Case, Keys, case_of
+from bytescope.memory.findings.remedies.open_levers import flags, open_levers
 from bytescope.memory.records import Finding, Report
 
 Remedy = tuple[str, Keys] | None
