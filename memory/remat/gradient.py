@@ -101,11 +101,16 @@ class Loss:
 
 def _check_leaves(args: Sequence[Any]) -> None:
     import jax
+    import jax.numpy as jnp
 
     for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
         if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
             raise ReportError(f"args{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: give arrays, and close "
                               "the loss over the rest (equinox.partition, flax.nnx.split)")
+        kind = jax.dtypes.result_type(leaf)
+        if path[0].idx == 0 and not jnp.issubdtype(kind, jnp.inexact):
+            raise ReportError(f"args{jax.tree_util.keystr(path)} is {kind} and cannot be differentiated: the first "
+                              "argument is the parameters, give the rest after it")
 
 
 def _placed_as(gradient: Any, param: Any) -> Any:

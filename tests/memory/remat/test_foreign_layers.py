@@ -281,7 +281,8 @@ def test_an_optimizer_without_an_update_is_refused():
     (lambda w: (w.sum(), w, w), (jnp.ones(2),), "returns a scalar, or"),
     (jax.value_and_grad(lambda w: jnp.sin(w).sum()), (jnp.ones(2),), "this returns a gradient: give the loss"),
     (lambda w: w.sum(), ({"act": jnp.tanh},), r"args\[0\]\['act'\] is a .*: give arrays"),
-], ids=["number", "nothing", "vector", "three", "gradient", "function"])
+    (lambda w: w["w"].sum(), ({"w": jnp.ones(2), "step": 3},), r"args\[0\]\['step'\] is int32 and cannot be differe"),
+], ids=["number", "nothing", "vector", "three", "gradient", "function", "whole number"])
 def test_what_is_not_a_loss_is_refused(loss, args, message):
     with pytest.raises(ReportError, match=message):
         Loss(loss, args, {})
