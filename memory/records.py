@@ -179,6 +179,11 @@ class Report:
     schema: int = SCHEMA
 
     @property
+    def title(self) -> str:
+        """What the program is called: by its config, else by the compiler."""
+        return self.subject.name or self.program or "program"
+
+    @property
     def predicted_bytes(self) -> int:
         """Bytes that the allocator will count at most: allocated, and what the compiler does not count of its pool."""
         return self.allocated_bytes + self.overhead(POOL)

@@ -80,6 +80,7 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(path: str) -> bool:
+    """Whether a file is neither this package's, nor Python's, nor an installed library's."""
     libraries = str(Path(__file__).parent), os.path.dirname(os.__file__), "<frozen"
     return not (path.startswith(libraries) or "site-packages" in path)
 
@@ -87,6 +88,7 @@ def _is_users(path: str) -> bool:
 # ---- the module and the function -------------------------------------------------------------------------------------
 
 def _module(where: str) -> ModuleType:
+    """A module by its name, or by its file. Raises ReportError where there is none, or where it fails."""
     if where.endswith(".py") or "/" in where or os.sep in where:
         return _of_file(Path(os.path.expanduser(where)))
     if os.path.isfile(where):
@@ -99,6 +101,7 @@ def _module(where: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
+    """The module of a file, by its full name where it lies in a package: its relative imports work then."""
     if not os.path.isfile(path):
         folder = path.parent if os.path.isdir(path.parent) else Path(".")
         near = did_you_mean(path.name, [found.name for found in folder.glob("*.py")])
@@ -130,6 +133,7 @@ def _look_in(folder: Path) -> None:
 
 
 def _imported(module: str, shown: str) -> ModuleType:
+    """A module by its dotted name; `shown`: as the user wrote it, for messages."""
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module)
@@ -147,14 +151,15 @@ def _imported(module: str, shown: str) -> ModuleType:
 def _near_module(missing: str) -> str:
     """The modules of the folder, or of the package, that a missing one may stand for."""
     parent, _, last = missing.rpartition(".")
-    folders = [Path.cwd()] if not parent else [Path(path) for path in sys.modules[parent].__path__] \
-        if hasattr(sys.modules.get(parent), "__path__") else []
+    paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),)
+    folders = [Path(path) for path in paths]
     names = [found.stem for folder in folders for found in folder.iterdir()
              if found.suffix == ".py" or (found / "__init__.py").is_file()]
     return did_you_mean(last, [name for name in names if name != "__init__"])
 
 
 def _function(module: ModuleType, name: str) -> Any:
+    """A function of a module, or of a class in it. Raises ReportError, with the nearest name, where there is none."""
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -257,5 +262,8 @@ def _checked(name: str, options: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else getattr(value, "__name__", type(value).__name__) if inspect.isroutine(value) \
-        else type(value).__name__
+    """What a value is called in a message: a function by its name, all else by its type."""
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    return getattr(value, "__name__", kind) if inspect.isroutine(value) else kind

@@ -19,7 +19,7 @@ CROWDED = 14
 # Rooms of memory/ from the lowest floor up; rooms of one floor may not import each other.
 FLOORS = (
     ("memory.errors", "memory.units", "memory.config_keys", "memory.report_json", "memory.buffer_records",
-     "memory.parallel_records"),
+     "memory.parallel_records", "memory.jaxprs"),
     ("memory.records",),
     ("memory.hlo", "memory.formulas"),
     ("memory.devices",),

@@ -97,10 +97,9 @@ class _Reading:
     def _arguments(self, signature: Signature | None) -> list[Leaf]:
         """The leaves that the program uses, by number; those of the module where jax does not tell."""
         told = signature.by_parameter if signature is not None else {}
-        entry = self.module.computations.get(self.module.entry)
-        known = {number: self.module.instructions[id] for number, id in (entry.parameters if entry else {}).items()}
         aliased = {number for _, number, _ in self.module.aliases}
-        return [told.get(number) or self._leaf(number, known[number], number in aliased) for number in sorted(known)]
+        return [told.get(number) or self._leaf(number, parameter, number in aliased)
+                for number, parameter in sorted(self.module.parameters.items())]
 
     def _leaf(self, number: int, parameter: Instruction, donated: bool) -> Leaf:
         shape = self.module.shape(parameter)

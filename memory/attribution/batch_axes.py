@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.attribution.checkpoint_names import Place
+from bytescope.memory.jaxprs import bodies
 
 # Dimension -> mesh axes that should shard it.
 Labels = dict[int, tuple[str, ...]]
@@ -60,7 +61,7 @@ def _walk(jaxpr: Any, known: dict[Any, Labels], stack: str) -> Iterator[Activati
         primitive = equation.primitive.name
         if primitive in _OPAQUE:
             continue
-        body = next(_bodies(equation), None)
+        body = next(bodies(equation), None)
         if body is not None:
             yield from _call(equation, body, labels, known, here)
             continue
@@ -81,14 +82,6 @@ def _activation(equation: Any, array: Any, labels: Labels) -> Iterator[Activatio
         suffix = f"{equation.source_info.name_stack}/{equation.primitive.name}"
         yield Activation((frame.file_name, frame.start_line, frame.start_column), suffix, tuple(array.shape),
                          array.dtype.name, labels, equation.params.get("name", ""))
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            body = getattr(item, "jaxpr", item)
-            if hasattr(body, "eqns"):
-                yield body
 
 
 def _call(equation: Any, body: Any, labels: list[Labels], known: dict[Any, Labels], stack: str) -> Iterator[Activation]:

@@ -104,7 +104,7 @@ def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
 
 
 def _name(report: Report) -> str:
-    name, target = report.subject.name or report.program or "program", report.target.get("name")
+    name, target = report.title, report.target.get("name")
     return f"{name} on {target}" if target else name
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from bytescope.memory.costs import flops
+from bytescope.memory.jaxprs import bodies
 from bytescope.memory.units import human
 
 # Equations that hand the same elements on.
@@ -95,7 +96,7 @@ def _walk(jaxpr: Any, copies: int, stacked: frozenset = frozenset()) -> Iterator
                               bool(same & stacked) or any(map(_is_backward, read)))
             continue
         loop = equation.primitive.name == "scan"
-        for inner in _bodies(equation):
+        for inner in bodies(equation):
             # What a loop stacks has a dimension more outside than in its body, what it carries has not.
             kept = _variables(v for v, out in zip(inner.outvars, equation.outvars)
                               if loop and len(out.aval.shape) > len(v.aval.shape))
@@ -131,14 +132,6 @@ def _is_backward(equation: Any) -> bool:
     return "transpose(" in str(equation.source_info.name_stack)
 
 
-def _bodies(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            body = getattr(item, "jaxpr", item)
-            if hasattr(body, "eqns"):
-                yield body
-
-
 def _cost(variable: Any, makers: dict[Any, Any]) -> int:
     """FLOPs of the equations between `variable` and the names (or inputs of the body) it is made from.
 
@@ -154,7 +147,7 @@ def _cost(variable: Any, makers: dict[Any, Any]) -> int:
         if id(equation) in needed:
             needed[id(equation)][1].add(wanted)
             continue
-        if any(True for body in _bodies(equation) for _ in _walk(body, 1)):
+        if any(True for body in bodies(equation) for _ in _walk(body, 1)):
             continue
         needed[id(equation)] = equation, {wanted}
         todo += [v for v in equation.invars if not hasattr(v, "val")]  # literals have no maker
@@ -165,8 +158,8 @@ def _flops(equation: Any, wanted: set) -> int:
     """FLOPs of an equation; of a call, only of what makes the outputs that are wanted."""
     from jax.interpreters import partial_eval
 
-    bodies = list(_bodies(equation))
-    if equation.primitive.name not in ("pjit", "jit", "closed_call", "custom_vjp_call") or len(bodies) != 1:
+    inside = list(bodies(equation))
+    if equation.primitive.name not in ("pjit", "jit", "closed_call", "custom_vjp_call") or len(inside) != 1:
         return flops.of_equation(equation).total
-    live, _ = partial_eval.dce_jaxpr(bodies[0], [variable in wanted for variable in equation.outvars])
+    live, _ = partial_eval.dce_jaxpr(inside[0], [variable in wanted for variable in equation.outvars])
     return sum(flops.of_equation(inner).total for inner in live.eqns)

@@ -14,6 +14,7 @@ from typing import Any
 
 from bytescope.memory.costs import flops
 from bytescope.memory.hlo.module import Frame
+from bytescope.memory.jaxprs import bodies
 
 # Primitives whose results `jax.checkpoint_policies.dots_saveable` keeps.
 SAVEABLE = frozenset(("dot_general", "conv_general_dilated"))
@@ -53,15 +54,8 @@ def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
             if flops.RECOMPUTED.search(here):
                 yield _product(equation, times)
         elif name != "linear_call":  # its transpose does not run, and it has no products of its own
-            for body in _bodies(equation):
+            for body in bodies(equation):
                 yield from _walk(body, here, times * _trips(equation))
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(item, "eqns"):
-                yield getattr(item, "jaxpr", item)
 
 
 def _trips(equation: Any) -> int:

@@ -36,19 +36,16 @@ class Found:
 
 def arguments(report: Report, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:
     """The entry parameters that are arrays, by number, each with its buffer."""
-    entry = program.module.computations.get(program.module.entry)
-    parameters = entry.parameters if entry else {}
+    parameters = program.module.parameters
     named = {b.name: b for b in report.buffers if b.phase == "argument"}
-    return {number: (program.module.instructions[parameters[number]], named[argument.path])
+    return {number: (parameters[number], named[argument.path])
             for number, argument in program.arguments.by_number.items() if argument.path in named}
 
 
 def batch(report: Report, program: PlacedProgram) -> dict[int, Instruction]:
     """The entry parameters that are the batch, by number."""
-    module = program.module
-    entry = module.computations.get(module.entry)
-    parameters = entry.parameters if entry else {}
-    return {number: module.instructions[parameters[number]] for number in program.arguments.of_role("batch")}
+    parameters = program.module.parameters
+    return {number: parameters[number] for number in program.arguments.of_role("batch")}
 
 
 def spec_words(spec: Sequence[tuple[str, ...]]) -> str:

@@ -94,11 +94,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def match(module: Module, layouts: Iterable[Layout]) -> dict[int, Layout]:
     """Entry parameter number -> layout; jax leaves out arguments that are not used."""
-    entry = module.computations.get(module.entry)
     left = iter(layouts)
     found = {}
-    for number, id in sorted(entry.parameters.items()) if entry else ():
-        shape = module.shape(module.instructions[id])
+    for number, parameter in sorted(module.parameters.items()):
+        shape = module.shape(parameter)
         for layout in left:
             if (layout.local, layout.dtype) == (shape.dims, shape.dtype):
                 found[number] = layout

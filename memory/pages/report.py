@@ -60,7 +60,7 @@ def render(report: Report, post_mortem: PostMortem | None = None) -> str:
     A report with empty lists gives a page with empty sections. `post_mortem`: of the step, where it ran out of memory:
     a section at the top.
     """
-    name, limit = report.subject.name or report.program or "program", report.limit_bytes
+    name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.folded(report.buffers)
     return page(
         "report", " · ".join((f"{name} on {target}" if target else name, "memory")), page_data(report), heading=name,

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bytescope.memory.jaxprs import bodies, opened
+
 # Primitive -> whether it is called for what it does, whoever uses its results.
 CALLBACKS = {"debug_callback": True, "debug_print": True, "io_callback": True, "pure_callback": False}
 # Kernels have a way of their own to print.
@@ -31,7 +33,7 @@ def count(jaxpr: Any) -> int:
         return sum(1 if equation.primitive.name in CALLBACKS else sum(map(found, _inner(equation)))
                    for equation in jaxpr.eqns)
 
-    return found(_open(jaxpr))
+    return found(opened(jaxpr))
 
 
 def without_runtime(closed: Any, platform: str) -> Any:
@@ -46,17 +48,10 @@ def note(number: int) -> str:
 
 
 def _inner(equation: Any) -> list[Any]:
-    """The jaxprs in an equation's parameters."""
+    """The jaxprs that an equation runs, those of a kernel left out."""
     if equation.primitive.name in _KERNELS:
         return []
-    values = [each for value in equation.params.values()
-              for each in (value if isinstance(value, (tuple, list)) else (value,))]
-    return [_open(each) for each in values if hasattr(each, "eqns")]
-
-
-def _open(jaxpr: Any) -> Any:
-    """The Jaxpr of a ClosedJaxpr, and of itself: from jax 0.12 on they are one type, its own `jaxpr`."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return list(bodies(equation))
 
 
 class _Rewriting:
@@ -69,7 +64,7 @@ class _Rewriting:
     def value(self, value: Any) -> Any:
         """A parameter of an equation with every jaxpr in it rewritten."""
         if hasattr(value, "eqns"):
-            bare = _open(value)
+            bare = opened(value)
             return self.jaxpr(bare) if bare is value else value.replace(jaxpr=self.jaxpr(bare))
         if type(value) in (tuple, list):
             return type(value)(map(self.value, value))

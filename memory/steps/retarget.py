@@ -84,8 +84,12 @@ def lowered_for(program: Any, target: Target) -> Any:
 
 def _shardings(program: Any) -> list[Any]:
     """The sharding of each leaf of the arguments, None where it is anybody's choice."""
-    return [told if _is_given(told) else own.sharding if own.committed else None
-            for told, own in zip(program._params["in_shardings"], program._meta_tys_flat)]
+    def sharding(told: Any, own: Any) -> Any:
+        if _is_given(told):
+            return told
+        return own.sharding if own.committed else None
+
+    return list(map(sharding, program._params["in_shardings"], program._meta_tys_flat))
 
 
 def _is_given(sharding: Any) -> bool:

@@ -78,6 +78,7 @@ def _of_wrapper(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A function that arrays are bound to, as an argument of the program: so they are arguments too."""
     return fun(*args, **kwargs)
 
 
@@ -134,6 +135,7 @@ def _held(tree: Any, *, numbers: bool) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
+    """Whether jax takes a leaf as an array; numpy's arrays of objects and of text it does not."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and hasattr(leaf, "shape") and getattr(dtype, "kind", "") not in ("O", "U", "S")
 
@@ -156,11 +158,17 @@ def _static() -> type:
 
 
 def _numbers(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    """An option of `jax.jit` that is one number, several, or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _names(value: str | Iterable[str] | None) -> set[str]:
-    return set() if value is None else {value} if isinstance(value, str) else set(value)
+    """The same of names."""
+    if value is None:
+        return set()
+    return {value} if isinstance(value, str) else set(value)
 
 
 def _parameters(step: Any, numbers: Iterable[int]) -> set[str]:

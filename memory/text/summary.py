@@ -27,7 +27,7 @@ def render(report: Report) -> RenderableType | None:
 
 def _head(report: Report) -> RenderableType:
     target = report.target
-    name = _short(report.subject.name or report.program or "program")
+    name = _short(report.title)
     kind = f" ({_short(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
     title = f"Report of {name} on {_short(str(target.get('name', 'an unnamed target')))}{kind}"
     jax = f"jax {_short(report.versions['jax'])}" if "jax" in report.versions else ""

@@ -21,7 +21,7 @@ def render(before: Report, after: Report, changes: Iterable[Change], shown: int)
     buffers = [change for change in changes if change.kind == "buffer"]
     rest = [change for change in changes if change.kind not in ("buffer", "total")]
     totals = [change for change in changes if change.kind == "total" and (change.before or change.after)]
-    names = [cut(report.subject.name or report.program or "program") for report in (before, after)]
+    names = [cut(report.title) for report in (before, after)]
     versions = [cut(f"{name} {old} → {new}") for name, old, new in version_changes(before, after)]
     return piece.render(
         "difference", heads=HEADS, names=list(dict.fromkeys(names)), totals=_lines(totals),
@@ -45,10 +45,12 @@ def _name(change: Change) -> str:
 
 
 def _growth(size: int) -> str:
-    return f"{'+' if size > 0 else '-' if size < 0 else ''}{human(abs(size))}"
+    """Bytes with their sign, as in "+1.00 GiB"."""
+    return f"{'+' if size > 0 else ''}{human(size)}"
 
 
 def _kind(size: int) -> str:
+    """The class of the styles that colours a growth: those of a verdict."""
     if not size:
         return ""
     return "exceeds" if size > 0 else "fits"

@@ -26,7 +26,7 @@ def render(report: Report) -> str:
               alike.one.category, cut(line(alike.one.source))] for alike in found]
     notes = [METHODS.get(report.method, report.method), *report.notes][:NOTES]
     return piece.render(
-        "summary", name=cut(report.subject.name or report.program or "program"), where=cut(where(report.target)),
+        "summary", name=cut(report.title), where=cut(where(report.target)),
         versions=cut(versions_text(report.versions)), verdict=verdict(report), figures=_figures(report),
         breakdown=parts(report.breakdown, report.allocated_bytes), timeline=timeline(report), box=(WIDE, HIGH, BAND),
         peak=human(report.peak_bytes), limit=human(report.limit_bytes), heads=HEADS, cells=cells,
