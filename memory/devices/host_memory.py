@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 # cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
 _CGROUP_FILES = {
@@ -16,15 +15,15 @@ def free_host_bytes(root: str = "/") -> int:
 
     `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
     """
-    free = list(_cgroup_rooms(Path(root)))
-    available = _proc_value(Path(root) / "proc/meminfo", "MemAvailable:")
+    free = list(_cgroup_rooms(root))
+    available = _proc_value(os.path.join(root, "proc/meminfo"), "MemAvailable:")
     free.append(physical_bytes(root) if available is None else available * 1024)
     return max(min(free), 0)
 
 
 def physical_bytes(root: str = "/") -> int:
     """The host's memory in bytes, whoever uses it (0 where the system does not say)."""
-    total = _proc_value(Path(root) / "proc/meminfo", "MemTotal:")
+    total = _proc_value(os.path.join(root, "proc/meminfo"), "MemTotal:")
     if total is not None:
         return total * 1024
     try:
@@ -33,40 +32,40 @@ def physical_bytes(root: str = "/") -> int:
         return 0
 
 
-def _cgroup_rooms(root: Path) -> Iterator[int]:
+def _cgroup_rooms(root: str) -> Iterator[int]:
     """Room left in this process' memory cgroup and in each of its ancestors, of version 1 and 2."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _lines(os.path.join(root, "proc/self/cgroup")):
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            version, mount = 2, root / "sys/fs/cgroup"
+            version, mount = 2, os.path.join(root, "sys/fs/cgroup")
         elif "memory" in controllers.split(","):
-            version, mount = 1, root / "sys/fs/cgroup/memory"
+            version, mount = 1, os.path.join(root, "sys/fs/cgroup/memory")
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
         # Inside a container the path is the host's and may not exist here: the ancestors still do.
         for depth in range(len(parts), -1, -1):
-            room = _room(mount.joinpath(*parts[:depth]), *_CGROUP_FILES[version])
+            room = _room(os.path.join(mount, *parts[:depth]), *_CGROUP_FILES[version])
             if room is not None:
                 yield room
 
 
-def _room(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
+def _room(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
     """Bytes left in one cgroup, cache that the kernel drops on demand counted as free; None without a limit."""
-    limit, use = _number(group / limit_name), _number(group / use_name)
+    limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
     if limit is None or use is None:  # "max" is not a number: no limit
         return None
-    return limit - use + (_proc_value(group / "memory.stat", cache_key) or 0)
+    return limit - use + (_proc_value(os.path.join(group, "memory.stat"), cache_key) or 0)
 
 
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
-def _proc_value(path: Path, key: str) -> int | None:
+def _proc_value(path: str, key: str) -> int | None:
     """The number behind `key` in a file of "key number" lines."""
     for line in _lines(path):
         words = line.split()
@@ -75,8 +74,10 @@ def _proc_value(path: Path, key: str) -> int | None:
     return None
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: str) -> list[str]:
+    """A file's lines, none where it cannot be read. Paths are plain text: pathlib takes longer than the kernel."""
     try:
-        return path.read_text().splitlines()
+        with open(path) as file:
+            return file.read().splitlines()
     except (OSError, UnicodeDecodeError):
         return []

@@ -223,7 +223,7 @@ class Watched:
     def _compare(self) -> None:
         """One line: predicted against measured."""
         if self._now.report is not None:
-            seen = measured.since(self._before, live.sample(self._now.device))
+            seen = measured.since(self._before, live.sample(self._now.device, host_limit=False))
             line = live.predicted_against_measured(self._now.report, seen, self._before)
             self._say(f"{self._name}, call {self.calls:,}: {line}")
 

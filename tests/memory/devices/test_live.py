@@ -79,6 +79,16 @@ def test_the_cpu_shows_the_process_and_how_many_devices_share_it():
     assert f"on {seen.sharing} CPU devices" in live.predicted_against_measured(_report(GIB), seen)
 
 
+@pytest.mark.quick
+def test_the_hosts_limit_is_read_where_it_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(live, "free_host_bytes", lambda: asked.append(1) or GIB)
+    device = jax.local_devices(backend="cpu")[0]
+    seen = live.sample(device, host_limit=False)
+    assert seen.limit_bytes is None and 0 < seen.host_rss_bytes <= seen.host_peak_rss_bytes and not asked
+    assert live.sample(device).limit_bytes > GIB and asked
+
+
 def test_what_a_sample_is_compared_with():
     """On the CPU the process is measured: it held something before, and its devices share it."""
     host = live.LiveMemory("cpu", "host", sharing=2, in_use_bytes=3 * GIB)
