@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bytescope.memory.arguments import program_arguments
+from bytescope.memory.arguments.roles import checked_roles
 from bytescope.memory.attribution import assemble, ledger, runtime_overheads
 from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
@@ -30,7 +31,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
-from bytescope.memory.steps.tracing import OPTIONS
+from bytescope.memory.steps.tracing import check_options
 
 # Above this share of the limit a program fits, but tightly.
 TIGHT = 0.95
@@ -63,8 +64,8 @@ def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs
           does not exist.
       TypeError: an option that `jax.jit` does not know.
     """
-    if unknown := set(options) - set(OPTIONS):
-        raise TypeError(f"analyze() got {', '.join(sorted(unknown))}: options of jax.jit are {', '.join(OPTIONS)}")
+    check_options(options, "analyze")
+    roles = checked_roles(roles)
     compilation, found = compiled_for(program, args, kwargs, target=target, options=options)
     return report_of(compilation, target=found, config=config, roles=roles, names=names)
 
@@ -78,7 +79,7 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
 
     Raises ReportError for a damaged program.
     """
-    roles = tuple(roles)
+    roles = checked_roles(roles)
     known = Names(names, named_places(compilation.jaxpr) if compilation.jaxpr is not None else None)
     if compilation.module:
         program = hlo_buffers.read_module(compilation.module, compilation.assignment)

@@ -103,6 +103,12 @@ def remedy_for(word: str, names: Iterable[str]) -> str:
     return f"{near} Else choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
+def a_kind(value: Any) -> str:
+    """What a value is that is not what was wanted: `an int`, `a tuple`, `None`."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def in_one_line(text: str) -> str:
     """The text as one line that a terminal shows as it is: control characters as Python writes them, ends of lines as
     spaces, and of a word without end its first and last letters."""

@@ -15,7 +15,7 @@ from typing import Any
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import Compilation, compile_lowered, devices_of, is_described, read_compiled
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.hlo import dumps
 from bytescope.memory.steps import callbacks, retarget, tracing
 
@@ -41,7 +41,7 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """
     target = _as_target(target)
     if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
-        raise ReportError(f"a {type(program).__name__} with arguments: it is a program already, leave them out; or "
+        raise ReportError(f"{a_kind(program)} with arguments: it is a program already, leave them out; or "
                           f"give the step with them, {_CALLED}")
     if isinstance(program, Compilation):
         return program, target or (targets.parse("local") if program.local else None)
@@ -80,8 +80,8 @@ def compilation_of(program: Any) -> Compilation:
     if _is_lowered(program):
         return compile_lowered(program)
     if hasattr(program, "lower") or callable(program):
-        raise ReportError(f"a {type(program).__name__} is not a program without its arguments: {_CALLED}")
-    raise ReportError(f"a {type(program).__name__} is not a program: give a step with its arguments, {_CALLED}; a "
+        raise ReportError(f"{a_kind(program)} is not a program without its arguments: {_CALLED}")
+    raise ReportError(f"{a_kind(program)} is not a program: give a step with its arguments, {_CALLED}; a "
                       "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path")
 
 
@@ -142,7 +142,7 @@ def _is_traced(program: Any) -> bool:
 
 def _traced(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     if not callable(step):
-        raise ReportError(f"a {type(step).__name__} with arguments is no step: {_CALLED}")
+        raise ReportError(f"{a_kind(step)} with arguments is no step: {_CALLED}")
     return tracing.traced(step, args, kwargs, options)
 
 

@@ -71,7 +71,7 @@ def read(program: Program, flow: Flow | None = None, signature: Signature | None
             names and shapes are what there is.
         extra: (pattern, role) pairs, which go before all else.
 
-    Raises ValueError for a role or a pattern that is not valid.
+    Raises ReportError for a role or a pattern that is not valid.
     """
     state = StateFlow(flow or Flow(program.module))
     return _Reading(program, state, signature, tuple(extra)).arguments()

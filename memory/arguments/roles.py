@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bytescope.memory.arguments.pairing import Keys, keys_of, root_of
+from bytescope.memory.errors import ReportError, remedy_for
 
 # Roles of arguments are rows of the breakdown.
 ROLES = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
@@ -158,14 +159,29 @@ def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
 def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
     """The role that a caller's (regular expression, role) pairs give to a path, "" for none.
 
-    Raises ValueError for a role that is not one of the breakdown's rows, or a pattern that is not a regular expression.
+    Raises ReportError as `checked_roles` does.
     """
-    for pattern, name in extra:
-        if name not in ROLES:
-            raise ValueError(f"role {name!r} for {pattern!r}: choose among {', '.join(sorted(ROLES))}")
+    for pattern, name in checked_roles(extra):
         if _compiled(pattern).search(path):
             return name
     return ""
+
+
+def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """A caller's pairs as they are. Raises ReportError for what is no pairs, a role that is not one of the breakdown's
+    rows, and a pattern that is not a regular expression; a program is compiled after that."""
+    pairs = () if isinstance(extra, (str, Mapping)) and extra else tuple(extra)
+    if (extra and not pairs) or not all(isinstance(each, (tuple, list)) and len(each) == 2 for each in pairs):
+        raise ReportError(f"roles={repr(extra)[:60]}: give (regular expression, role) pairs, such as "
+                          "[('weights', 'params')]")
+    for pattern, name in pairs:
+        if name not in ROLES:
+            raise ReportError(f"role {name!r} for {pattern!r}: {remedy_for(str(name), sorted(ROLES))}")
+        try:
+            _compiled(pattern)
+        except (re.error, TypeError) as error:
+            raise ReportError(f"roles: {pattern!r} is not a regular expression: {error}") from error
+    return pairs
 
 
 @functools.lru_cache(maxsize=65536)
@@ -198,7 +214,4 @@ def _match(word: str, table: Iterable[tuple[str, str]]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"role pattern {pattern!r} is not a regular expression: {error}") from error
+    return re.compile(pattern)

@@ -103,8 +103,8 @@ def _settle_place(args: argparse.Namespace) -> None:
         return
     if vars(args).get("target_here") is not None or first.partition(":")[0].lower() not in names():
         near = did_you_mean(first, names())
-        raise ReportError(f"{first} is not a target: {near}{' ' if near else ''}With --{flag} only a target may stand "
-                          f"there: give either a config or --{flag}")
+        raise ReportError(f"{first} is not a target{f' ({near})' if near else ''}, and nothing else may stand there "
+                          f"with --{flag}: give either a config or --{flag}")
     args.config_here, args.target_here = None, first
 
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from bytescope.memory.analyze import report_of, with_roofline
+from bytescope.memory.arguments.roles import checked_roles
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.program import compiled_for, takes_arguments
 from bytescope.memory.report import Report
-from bytescope.memory.steps.tracing import OPTIONS
+from bytescope.memory.steps.tracing import check_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +80,10 @@ def compile(step: Callable[..., Any], *args: Any, target: Target | str | None = 
       ReportError: what is not a step, or cannot be compiled for the target.
       TypeError: an option that `jax.jit` does not know.
     """
-    if unknown := set(options) - set(OPTIONS):
-        raise TypeError(f"compile() got {', '.join(sorted(unknown))}: options of jax.jit are {', '.join(OPTIONS)}")
+    check_options(options, "compile")
+    roles = checked_roles(roles)
     if not takes_arguments(step):
-        raise ReportError(f"a {type(step).__name__} is not a step: memory.compile(step, *arguments) takes a function, "
+        raise ReportError(f"{a_kind(step)} is not a step: memory.compile(step, *arguments) takes a function, "
                           "plain or jitted, and memory.analyze all else")
     compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
     report = report_of(compilation, target=found, config=config, roles=roles, names=names)

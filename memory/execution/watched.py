@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.analyze import report_of, with_roofline
+from bytescope.memory.arguments.roles import checked_roles
 from bytescope.memory.devices import live
-from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.errors import ReportError, a_kind, in_one_line
 from bytescope.memory.execution import failure, measured
 from bytescope.memory.execution.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.report import Report
+from bytescope.memory.steps.tracing import check_options
 from bytescope.memory.units import human, parse_bytes
 
 # Letters of an error that are told.
@@ -184,8 +186,9 @@ class Watched:
             self._before = measured.before_arguments(device, known.report)
         _latest[:] = [weakref.ref(self)]
         _listen()
+        if self._limit is not None and known.report.predicted_bytes > self._limit:
+            self._refuse(known, arguments)
         self._announce(known.report)
-        self._check(known, arguments)
         return known
 
     def _unwatched(self, error: Exception) -> None:
@@ -205,15 +208,13 @@ class Watched:
         again = f"; compiled for arguments of {len(self._known) + 1} kinds by now" if self._known else ""
         self._say(f"{self._name}: predicted {human(report.predicted_bytes)} per device{limit}{again}")
 
-    def _check(self, known: _Known, arguments: list[Any]) -> None:
+    def _refuse(self, known: _Known, arguments: list[Any]) -> None:
         """Raises what a device without memory raises, for a step that is predicted to take more than `limit`."""
         import jax
 
-        predicted = known.report.predicted_bytes
-        if self._limit is None or predicted <= self._limit:
-            return
-        error = jax.errors.JaxRuntimeError(f"{failure.EXHAUSTED}: {self._name} is predicted to take "
-                                           f"{human(predicted)} per device, more than limit={human(self._limit)}")
+        error = jax.errors.JaxRuntimeError(
+            f"{failure.EXHAUSTED}: {self._name} is predicted to take {human(known.report.predicted_bytes)} per device, "
+            f"more than limit={human(self._limit)}")
         limited = dataclasses.replace(known.report, limit_bytes=self._limit, fits=False, verdict="exceeds")
         self._tell_failure(error, dataclasses.replace(known, report=limited), arguments)
         raise error
@@ -246,7 +247,8 @@ class Watched:
                 failure.held_arrays(device, list(arguments)), failure.allocator_of(device), known.report)
             files = failure.write(found, self._folder, jax.process_index())
             where = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-            self._tell(where + failure.as_text(found, files))
+            unwritten = "" if files else f"\n\nnot written: {self._folder} takes no files; give watch(..., folder=DIR)"
+            self._tell(where + failure.as_text(found, files) + unwritten)
             if files:
                 error.add_note(f"bytescope: what held the memory: {', '.join(files)}")
         except Exception as own:  # the step's error is what the user has to see, whatever fails here
@@ -275,15 +277,16 @@ def watch(step: Callable[..., Any] | None = None, *, every: int = 100, limit: in
     Raises:
       ReportError: a limit that is not a size, a step that cannot be called, options of a step that is jitted already.
     """
+    check_options(options, "watch")
     if every < 0:
         raise ReportError(f"every={every}: give a number of calls, 0 for no lines")
     given = {"every": every, "limit": parse_bytes(limit) if limit is not None else None, "folder": Path(folder),
-             "tell": tell, "about": {"config": config, "roles": tuple(roles), "names": tuple(names)},
+             "tell": tell, "about": {"config": config, "roles": checked_roles(roles), "names": tuple(names)},
              "options": options}
     if step is None:
         return functools.partial(Watched, **given)
     if not callable(step):
-        raise ReportError(f"a {type(step).__name__} is not a step: memory.watch(step) takes a function, plain or "
+        raise ReportError(f"{a_kind(step)} is not a step: memory.watch(step) takes a function, plain or "
                           "jitted")
     return Watched(step, **given)
 

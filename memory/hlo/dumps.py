@@ -41,6 +41,8 @@ def read(path: Path) -> Dump:
 
     Raises ReportError for what is not there, cannot be read, or is HLO as text.
     """
+    if _TEXT.match(str(path)[:4096].encode(errors="replace")):  # as `Compiled.as_text` has it, in the place of a path
+        raise ReportError(f"the text of a program has no buffers: give the Compiled or Lowered itself; {_REMEDY}")
     return _of_folder(path) if path.is_dir() else Dump(_of_file(path))
 
 

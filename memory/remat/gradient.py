@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.remat.layers import Layer, with_policy
 from bytescope.memory.remat.recognition import type_of
 
@@ -25,7 +25,7 @@ class Loss:
         import jax
 
         if not callable(loss):
-            raise ReportError(f"a {type(loss).__name__} is not a loss: {_CALLED}")
+            raise ReportError(f"{a_kind(loss)} is not a loss: {_CALLED}")
         if not isinstance(args, tuple | list) or not args:
             raise ReportError(f"arguments of a loss are a tuple that begins with what is differentiated: {_CALLED}")
         _check_leaves(args)
@@ -105,7 +105,7 @@ def _check_leaves(args: Sequence[Any]) -> None:
 
     for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
         if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
-            raise ReportError(f"args{jax.tree_util.keystr(path)} is a {type(leaf).__name__}: give arrays, and close "
+            raise ReportError(f"args{jax.tree_util.keystr(path)} is {a_kind(leaf)}: give arrays, and close "
                               "the loss over the rest (equinox.partition, flax.nnx.split)")
         kind = jax.dtypes.result_type(leaf)
         if path[0].idx == 0 and not jnp.issubdtype(kind, jnp.inexact):

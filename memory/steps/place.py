@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, a_kind
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -81,7 +81,7 @@ class Place:
         if isinstance(sharding, jax.sharding.SingleDeviceSharding):
             return self.one_device
         if isinstance(sharding, jax.sharding.Sharding):
-            raise ReportError(f"a {type(sharding).__name__} cannot be moved to {self.target.name}: say it as a "
+            raise ReportError(f"{a_kind(sharding)} cannot be moved to {self.target.name}: say it as a "
                               "NamedSharding")
         return sharding
 

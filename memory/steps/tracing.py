@@ -39,6 +39,12 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return _of_wrapper(step, args, kwargs) if is_jitted else _of_function(step, args, kwargs, given)
 
 
+def check_options(options: Iterable[str], function: str) -> None:
+    """Raises TypeError for an option of `function` that `jax.jit` does not know."""
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise TypeError(f"{function}() got {', '.join(unknown)}: options of jax.jit are {', '.join(OPTIONS)}")
+
+
 def takes_none(step: Any) -> bool:
     """Whether a step can be called without arguments."""
     try:

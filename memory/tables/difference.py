@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.plan import diff as plan_diff
 from bytescope.memory.plan.diff import Change
 from bytescope.memory.records import Report, load
@@ -88,5 +88,5 @@ def _report(given: Any) -> Report:
         return given
     if isinstance(given, str | Path):
         return load(given)
-    raise ReportError(f"a {type(given).__name__} is not a report: give what memory.analyze returns, or the path of one "
+    raise ReportError(f"{a_kind(given)} is not a report: give what memory.analyze returns, or the path of one "
                       "that was saved")

@@ -196,8 +196,28 @@ def test_roles_of_ones_own(devices):
     lowered = jax.jit(lambda one, two: one @ two).lower(*[jax.ShapeDtypeStruct((8, 8), np.float32)] * 2)
     assert memory.analyze(lowered).breakdown["batch"] == 2 * 256
     assert memory.analyze(lowered, roles=[("one", "params")]).breakdown["params"] == 256
-    with pytest.raises(ValueError, match="choose among"):
-        memory.analyze(lowered, roles=[("one", "weights")])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("roles", "told"), [
+    ([("one", "weights")], "role 'weights' for 'one': choose one of accumulator, "),
+    ([("one", "param")], "role 'param' for 'one': did you mean params"),
+    ([("(", "params")], "roles: '(' is not a regular expression: "),
+    ({"one": "params"}, "roles={'one': 'params'}: give (regular expression, role) pairs"),
+    ("params", "roles='params': give (regular expression, role) pairs"),
+    ([1], "roles=[1]: give (regular expression, role) pairs"),
+])
+def test_roles_that_are_none_are_told_before_anything_is_compiled(roles, told):
+    with pytest.raises(memory.ReportError) as caught:
+        memory.analyze(lambda one: pytest.fail("traced"), np.ones(3), roles=roles)
+    assert told in str(caught.value)
+
+
+@pytest.mark.quick
+def test_the_text_of_a_program_is_no_path():
+    with pytest.raises(memory.ReportError) as caught:
+        memory.analyze("HloModule jit_f, is_scheduled=true\n" * 100)
+    assert str(caught.value).startswith("the text of a program has no buffers: give the Compiled or Lowered itself; ")
 
 
 def test_proto_by_path_and_bytes(subject, tmp_path):
