@@ -6,8 +6,9 @@ Start at `search.Search.run`; `block_graph` reads the block, `patterns` lists wh
 cheapest plan, `allocation_model` predicts what the compiler allocates, `problem` has the records between them.
 
 For a model that is not ours `layers` finds the layers in the jaxpr of its loss, `values` reads what they can keep from
-jax's own derivative, `worth` leaves out what is never worth keeping, `recognition` is the policy that tells values
-without names apart, and `gradient` the training step whose policies can be exchanged; `memory/remat_plan` compiles.
+jax's own derivative, `shards` says over how many devices that is sharded, `worth` leaves out what is never worth
+keeping, `recognition` is the policy that tells values without names apart, and `gradient` the training step whose
+policies can be exchanged; `memory/remat_plan` compiles.
 
 To give the search more choices: name another tensor of the block with `checkpoint_name`; names are read from the
 jaxpr.

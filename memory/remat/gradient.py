@@ -8,6 +8,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.remat.layers import Layer, with_policy
 from bytescope.memory.remat.recognition import type_of
+from bytescope.memory.remat.shards import Shards
 
 _CALLED = "plan_remat(loss, (params, batch), ...)"
 
@@ -55,12 +56,11 @@ class Loss:
         return [number < count for number in range(len(self.jaxpr.in_avals))]
 
     @property
-    def devices(self) -> int:
-        """Over how many devices its arguments are sharded."""
+    def shards(self) -> Shards:
+        """How its values lie on the devices of its arguments."""
         import jax
 
-        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((self.args, self.kwargs))]
-        return max((len(sharding.device_set) for sharding in shardings if sharding is not None), default=1)
+        return Shards.of(self.jaxpr, jax.tree.leaves((self.args, self.kwargs)))
 
     def under(self, layers: Sequence[Layer], policy: Any) -> Callable[..., Any]:
         """The loss as a function, its layers under a policy."""

@@ -15,6 +15,7 @@ from typing import Any
 from bytescope.memory.remat.block_graph import INLINED, Block, Step, size_of, step_of
 from bytescope.memory.remat.layers import Layer, is_checkpoint, specs_of, where_of
 from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
+from bytescope.memory.remat.shards import Shards
 from bytescope.memory.remat.worth import with_names, worth_deciding
 
 # Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
@@ -45,23 +46,26 @@ class Values:
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """An equation of a layer's graph: numbers of its results and operands; key: "" where jax asks no policy."""
+    """An equation of a layer's graph: numbers of its results and operands; key: "" where jax asks no policy; parts:
+    devices over which its result is sharded."""
 
     equation: Any
     outs: tuple[int, ...]
     ins: tuple[int, ...]
     key: str
     nested: bool
+    parts: int
 
 
-def values_of(layers: Sequence[Layer], parts: int, ordered: bool = True) -> Values:
+def values_of(layers: Sequence[Layer], shards: Shards | None = None, ordered: bool = True) -> Values:
     """What the layers can keep.
 
     Args:
-        parts: devices over which their values are sharded. ordered: whether equations of one key can be told apart by
-            their order, as they can where jax walks the layers in the program as it does alone.
+        shards: of the program that they are in, None for one device.
+        ordered: whether equations of one key can be told apart by their order, as they can where jax walks the layers
+            in the program as it does alone.
     """
-    graphs = [_Graph(layer) for layer in layers]
+    graphs = [_Graph(layer, shards or Shards()) for layer in layers]
     # A policy is told an equation, not of which kind of layer: what one kind cannot tell apart no other can.
     hidden = {key for graph in graphs for key in graph.asked - {key for _, key in graph.order}} if ordered else None
     first, steps, read, carry = 0, [], [], 0
@@ -70,13 +74,13 @@ def values_of(layers: Sequence[Layer], parts: int, ordered: bool = True) -> Valu
     for kind, (layer, graph) in enumerate(zip(layers, graphs)):
         order = [] if hidden is None else [(number, key) for number, key in graph.order if key not in hidden]
         orders.append(tuple(key for _, key in order))
-        labels = _labels(graph, order, kind, layer.times, parts, alike)
+        labels = _labels(graph, order, kind, layer.times, alike)
         for number, one in enumerate(graph.made):
             outs, ins = ([first + value for value in of] for of in (one.outs, one.ins))
-            steps.append(_times(step_of(one.equation, outs, ins, labels.get(number, ""), parts), layer.times))
+            steps.append(_times(step_of(one.equation, outs, ins, labels.get(number, ""), one.parts), layer.times))
         read += [first + value for value in graph.read]
         first += graph.count
-        carry += layer.times * sum(size_of(v.aval) for v in layer.body.jaxpr.outvars if hasattr(v, "aval")) // parts
+        carry += layer.times * graph.result_bytes
     known = frozenset().union(*(graph.asked for graph in graphs))
     values = {value.label: value for value in alike.values()}
     sizes = {value: size for step in steps for value, size in zip(step.outs, step.bytes)}
@@ -99,13 +103,16 @@ class _Graph:
     Attributes:
         made: its equations. read: numbers of values that the backward pass reads. count: of values.
         asked: keys about which jax asks a policy; order: (index in `made`, key) of those whose order is known.
+        result_bytes: of its result, on one device.
     """
 
-    def __init__(self, layer: Layer):
-        jaxpr = _derivative(layer)
+    def __init__(self, layer: Layer, shards: Shards):
+        jaxpr, self._shards = _derivative(layer), shards
+        shards.walk(jaxpr.jaxpr, shards.of_layer(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)
         self.made: list[_Made] = []
         self.count = 0
+        self.result_bytes = sum(size_of(v.aval) // shards.parts(v) for v in jaxpr.jaxpr.outvars[:results])
         outs = self._read(jaxpr.jaxpr, [None] * len(jaxpr.jaxpr.invars), nested=False)
         self.read = sorted({value for value in outs[results:] if value is not None})
         calls = _calls(layer)
@@ -133,7 +140,8 @@ class _Graph:
                 made = list(range(self.count, self.count + len(equation.outvars)))
                 self.count += len(made)
                 known = tuple(sorted({value for value in ins if value is not None}))
-                self.made.append(_Made(equation, tuple(made), known, _key(equation), nested))
+                parts = self._shards.parts(equation.outvars[0]) if made else 1
+                self.made.append(_Made(equation, tuple(made), known, _key(equation), nested, parts))
             env.update(zip(equation.outvars, made))
         return [number(atom) for atom in jaxpr.outvars]
 
@@ -216,7 +224,7 @@ def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
             yield from _inside(body, within=True)
 
 
-def _labels(graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: int, parts: int,
+def _labels(graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: int,
             alike: dict[Any, Value]) -> dict[int, str]:
     """Index in `made` -> label of the value that it is or is one of, for all about which jax asks a policy.
 
@@ -233,7 +241,7 @@ def _labels(graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: i
         at = place.get(number, -1)
         name = one.equation.params["name"] if one.equation.primitive.name == "name" else ""
         told = _told(name, one.key, keys[:at + 1])
-        size = times * sum(size_of(v.aval) for v in one.equation.outvars) // parts
+        size = times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
         if told not in alike:
             label = _label(one.equation, name, {value.label for value in alike.values()})
             alike[told] = Value(label, (), name, one.key, at, type_of(one.equation.outvars[0].aval), 0, 0,

@@ -34,7 +34,7 @@ class Compiler:
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
         self.layers = layers_of(loss.jaxpr, loss.active, blocks)
-        self.values: Values = values_of(self.layers, loss.devices)
+        self.values: Values = values_of(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
         # What recomputes everything tells the target, and whether the layers are walked in this program as alone.
         probe = RematPolicy(self.values.wanted(()))
@@ -42,7 +42,7 @@ class Compiler:
             warnings.simplefilter("ignore")
             self.full = self.built[FULL] = self._build(probe)
         if probe.lost:
-            self.values = values_of(self.layers, loss.devices, ordered=False)
+            self.values = values_of(self.layers, loss.shards, ordered=False)
 
     def policy(self, plan: Plan) -> Any:
         """A policy of jax's own for a plan that is one, else one that keeps the plan's values."""

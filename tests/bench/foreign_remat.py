@@ -268,7 +268,7 @@ def assert_equal(model: Model) -> float:
 
     args = jax.tree.map(array, model.args)
     compiled = Loss(model.loss(None), model.args, {})
-    values = values_of(layers_of(compiled.jaxpr, compiled.active), 1)
+    values = values_of(layers_of(compiled.jaxpr, compiled.active))
     policy = RematPolicy(values.wanted(list(values.values)[::2]))
     keep = jax.checkpoint_policies.everything_saveable
     wanted, got = (jax.jit(jax.value_and_grad(model.loss(each)))(*args) for each in (keep, policy))

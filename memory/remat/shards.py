@@ -1,0 +1,193 @@
+"""Over how many devices the values of anyone's model are sharded: read from its arguments, followed through its jaxpr.
+
+What the partitioner decides is known to the compiler alone; this follows the rules that it follows where they are
+plain. A dimension keeps its axes through work on elements, broadcasts, transposes and products; a product whose
+operands both use an axis gives it to the larger one (FSDP gathers the weights), and sums over a sharded dimension leave
+none. Where nothing is known, a value counts as replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Of each dimension of a value, the axes of the mesh that it is sharded over.
+Spec = tuple[tuple[str, ...], ...]
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+class Shards:
+    """Follows the shardings of arguments through a jaxpr.
+
+    Attributes:
+        sizes: axis of the mesh -> its devices, {} for one device. inputs: id of a Jaxpr inside -> specs of its inputs.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None = None):
+        self.sizes = dict(sizes or {})
+        self.inputs: dict[int, list[Spec]] = {}
+        self._known: dict[Any, Spec] = {}
+
+    @classmethod
+    def of(cls, jaxpr: Any, leaves: Sequence[Any]) -> Shards:
+        """Those of a ClosedJaxpr by the NamedShardings of its arguments."""
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "spec")]
+        own = cls({axis: size for mesh in meshes for axis, size in mesh.shape.items()})
+        given = [_padded(getattr(sharding, "spec", ()), len(variable.aval.shape))
+                 for sharding, variable in zip(shardings, jaxpr.jaxpr.invars)]
+        if own.sizes:
+            own.walk(jaxpr.jaxpr, given)
+        return own
+
+    def of_layer(self, jaxpr: Any) -> list[Spec]:
+        """Of the inputs of a Jaxpr that was met inside; replicated where it was not."""
+        known = self.inputs.get(id(jaxpr))
+        return known or [_whole(variable.aval) for variable in jaxpr.invars]
+
+    def parts(self, variable: Any) -> int:
+        """Over how many devices the value of a variable that was met is sharded."""
+        if hasattr(variable, "val"):
+            return 1
+        return math.prod(self.sizes.get(axis, 1) for axes in self._known.get(variable, ()) for axis in axes)
+
+    def walk(self, jaxpr: Any, given: Sequence[Spec]) -> list[Spec]:
+        """The specs of the results of a Jaxpr, by those of its inputs."""
+        if not self.sizes:
+            return [_whole(atom.aval) for atom in jaxpr.outvars]
+        self.inputs[id(jaxpr)] = list(given)
+        self._known.update(zip(jaxpr.invars, given))
+        for equation in jaxpr.eqns:
+            found = self._equation(equation, [self._read(atom) for atom in equation.invars])
+            for variable, spec in zip(equation.outvars, found):
+                self._known[variable] = self._possible(_stated(variable.aval) or spec, variable.aval)
+        return [self._read(atom) for atom in jaxpr.outvars]
+
+    def _read(self, atom: Any) -> Spec:
+        return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
+
+    def _possible(self, spec: Spec, aval: Any) -> Spec:
+        """A spec without what does not divide a dimension."""
+        return tuple(axes if size % math.prod(self.sizes.get(axis, 1) for axis in axes) == 0 else ()
+                     for axes, size in zip(spec, getattr(aval, "shape", ())))
+
+    def _equation(self, equation: Any, ins: list[Spec]) -> list[Spec]:
+        name = equation.primitive.name
+        body = next((equation.params[key] for key in _BODIES if key in equation.params), None)
+        inner = getattr(body, "jaxpr", body)
+        if name == "scan":
+            return self._loop(equation, inner, ins)
+        if name == "while":
+            return ins[-len(equation.outvars):]
+        if name not in ("shard_map", "pallas_call") and len(getattr(inner, "invars", ())) == len(ins) and ins:
+            return self.walk(inner, ins)
+        rule = _RULES.get(name, _alike)
+        return [rule(equation, ins, variable.aval) for variable in equation.outvars]
+
+    def _loop(self, equation: Any, body: Any, ins: list[Spec]) -> list[Spec]:
+        """A loop hands on as its body returns it; what it stacks has one dimension more."""
+        inside = [spec[len(spec) - len(variable.aval.shape):] for spec, variable in zip(ins, body.invars)]
+        carried = sum(len(out.aval.shape) == len(own.aval.shape) for out, own in zip(equation.outvars, body.outvars))
+        stacked = sum(len(spec) > len(variable.aval.shape) for spec, variable in zip(ins, body.invars))
+        first = len(inside) - stacked - carried
+        for _ in range(2):
+            outs = self.walk(body, inside)
+            inside[first:first + carried] = [own if any(own) else out
+                                             for own, out in zip(inside[first:first + carried], outs)]
+        return [*outs[:carried], *(((), *spec) for spec in outs[carried:])]
+
+
+def _whole(aval: Any) -> Spec:
+    return ((),) * len(getattr(aval, "shape", ()))
+
+
+def _padded(spec: Any, rank: int) -> Spec:
+    """A PartitionSpec with an entry for each dimension."""
+    axes = [tuple(entry) if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+            for entry in (spec or ())]
+    return tuple([*axes, *[()] * (rank - len(axes))][:rank])
+
+
+def _stated(aval: Any) -> Spec:
+    """What a type itself says, where the axes of the mesh are explicit; () where it says nothing."""
+    spec = _padded(getattr(getattr(aval, "sharding", None), "spec", ()), len(getattr(aval, "shape", ())))
+    return spec if any(spec) else ()
+
+
+def _merged(specs: Sequence[Spec], rank: int) -> Spec:
+    """One spec of several, the first in rank first; an axis is used once."""
+    out: list[tuple[str, ...]] = [()] * rank
+    for spec in specs:
+        for number, axes in enumerate(spec):
+            if not out[number] and not {axis for each in out for axis in each}.intersection(axes):
+                out[number] = axes
+    return tuple(out)
+
+
+def _alike(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    """Work on elements, and what keeps the dimensions in place."""
+    shape = getattr(out, "shape", ())
+    same = [tuple(axes if own == size else () for axes, own, size in zip(spec, atom.aval.shape, shape))
+            for spec, atom in zip(ins, equation.invars) if len(spec) == len(shape)]
+    return _merged(same, len(shape))
+
+
+def _product(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    contracted, batch = equation.params["dimension_numbers"]
+    rank, sides, taken = len(out.shape), [], len(batch[0])
+    for spec, atom, summed, shared in zip(ins, equation.invars, contracted, batch):
+        free = [number for number in range(len(spec)) if number not in (*summed, *shared)]
+        placed = [()] * rank
+        placed[:len(shared)] = [spec[number] for number in shared]
+        placed[taken:taken + len(free)] = [spec[number] for number in free]
+        taken += len(free)
+        sides.append((-math.prod(atom.aval.shape), tuple(placed)))
+    return _merged([spec for _, spec in sorted(sides, key=lambda side: side[0])], rank)
+
+
+def _broadcast(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    placed, given = [()] * len(out.shape), equation.invars[0].aval.shape
+    for number, axes, size in zip(equation.params["broadcast_dimensions"], ins[0], given):
+        placed[number] = axes if out.shape[number] == size else ()
+    return tuple(placed)
+
+
+def _transpose(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    return tuple(ins[0][number] for number in equation.params["permutation"])
+
+
+def _without(key: str) -> Callable[[Any, list[Spec], Any], Spec]:
+    """The rule of what drops the dimensions of a parameter."""
+    def rule(equation: Any, ins: list[Spec], out: Any) -> Spec:
+        dropped = [number % len(ins[0]) for number in equation.params[key]]
+        return tuple(axes for number, axes in enumerate(ins[0]) if number not in dropped)
+    return rule
+
+
+def _reshape(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    """A dimension that is the first of what is merged or split hands its axes to the first of what it becomes."""
+    placed, given = [()] * len(out.shape), equation.invars[0].aval.shape
+    before = {math.prod(given[:number]): axes for number, axes in enumerate(ins[0]) if given[number] > 1}
+    for number, size in enumerate(out.shape):
+        if size > 1:
+            placed[number] = before.get(math.prod(out.shape[:number]), ())
+    return tuple(placed)
+
+
+def _gather(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    """Rows of a table: they lie as the numbers that ask for them."""
+    inside = equation.params["dimension_numbers"].offset_dims
+    rows = iter(ins[1][:-1])
+    return tuple(() if number in inside else next(rows, ()) for number in range(len(out.shape)))
+
+
+def _constraint(equation: Any, ins: list[Spec], out: Any) -> Spec:
+    return _padded(getattr(equation.params.get("sharding"), "spec", ()), len(out.shape))
+
+
+_RULES: dict[str, Callable[[Any, list[Spec], Any], Spec]] = {
+    "dot_general": _product, "broadcast_in_dim": _broadcast, "transpose": _transpose, "reshape": _reshape,
+    "squeeze": _without("dimensions"), "gather": _gather, "sharding_constraint": _constraint,
+} | {f"reduce_{kind}": _without("axes") for kind in ("sum", "max", "min", "prod", "and", "or")} | {
+    kind: _without("axes") for kind in ("argmax", "argmin")}
