@@ -200,6 +200,20 @@ def two_layers(devices, middle):
     return jax.jit(jax.grad(loss)).trace(params, place((64, 48), P("data", None)))
 
 
+def sharded_scan(devices):
+    """The gradient of a scan over layers whose weights are sharded over the data axis, as the batch is."""
+    mesh = Mesh(np.array(devices), ("data",))
+
+    def loss(w_LDD, x_BD):
+        body = jax.checkpoint(lambda x_BD, w_DD: (jnp.tanh(x_BD @ w_DD), None), prevent_cse=False)
+        return jax.lax.scan(body, x_BD, w_LDD)[0].sum()
+
+    def place(shape, axes):
+        return spec(shape, f32, sharding=NamedSharding(mesh, axes))
+
+    return jax.jit(jax.grad(loss)).trace(place((LAYERS, 256, 256), P(None, None, "data")), place((64, 256), P("data")))
+
+
 def talking(devices):
     """One of each collective by hand over a mesh of data 2 x model 4, inside loops of 3 and of 5."""
     mesh = Mesh(np.array(devices).reshape(2, 4), ("data", "model"))

@@ -194,11 +194,11 @@ def test_words_for_overlap():
 
 def test_described_gpus_hide_their_gathers():
     require("cuda")
-    traced = programs.trace_step(targets.parse("h100:8").devices(), "full", shard_state=True)
-    report = memory.analyze(traced, target="h100:8")
+    report = memory.analyze(programs.sharded_scan(targets.parse("h100:8").devices()), target="h100:8")
     assert {c.axes for c in report.collectives} == {("data",)}
-    looped = [c for c in report.collectives if c.times == programs.LAYERS]
-    assert looped and any(c.asynchronous for c in report.collectives)
+    assert {c.kind for c in report.collectives} == {"all-gather", "reduce-scatter"}
+    assert {c.times for c in report.collectives} == {programs.LAYERS}, "of the loop, not before it"
+    assert all(c.asynchronous for c in report.collectives)
     assert all(c.bytes <= c.in_flight_bytes for c in report.collectives)
 
 

@@ -6,6 +6,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -191,8 +192,17 @@ def test_axes_that_are_missing(dims, labels, local, lost):
 
 def test_findings_of_a_described_gpu():
     require("cuda")
-    compilation = compile_lowered(programs.trace_step(targets.parse("h200").devices(), "none").lower())
+    place = jax.sharding.SingleDeviceSharding(targets.parse("h200").devices()[0])
+    x_BD, w_DF, w_FD = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+                        for shape in ((1024, 256), (256, 2048), (2048, 256)))
+
+    def loss(w_DF, w_FD, x_BD):
+        h_BF = jax.lax.optimization_barrier(jnp.tanh((x_BD @ w_DF).astype(jnp.float32)))  # kept in float32
+        return jnp.tanh(h_BF.astype(jnp.bfloat16) @ w_FD).astype(jnp.float32).sum()
+
+    compilation = compile_lowered(jax.jit(jax.grad(loss, (0, 1))).lower(w_DF, w_FD, x_BD))
     found = report_of(compilation)
+    assert {f.kind for f in found.findings} == {"wide_activations"}
     assert found.findings == findings.find(found, PlacedProgram(hlo_buffers.read(compilation.proto)))
     assert all(f.message and f.remedy and f.bytes >= 0 for f in found.findings)
     assert [f.bytes for f in found.findings] == sorted((f.bytes for f in found.findings), reverse=True)

@@ -179,6 +179,12 @@ VIEWS = {view.__name__.removeprefix("show_"): view for view in (
     show_listing, show_estimate)}
 
 
+@pytest.fixture(autouse=True)
+def no_time_passes(monkeypatch):
+    """A walk tells its seconds: what is printed twice is compared to the letter."""
+    monkeypatch.setattr(fit_text, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
 def lines_of(view, width, name=PLAIN):
     """What a view prints at a width."""
     file = io.StringIO()
