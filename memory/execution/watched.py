@@ -20,17 +20,15 @@ from typing import Any
 
 from bytescope.memory.analyze import report_of, with_roofline
 from bytescope.memory.arguments.roles import checked_roles
-from bytescope.memory.devices import live
-from bytescope.memory.errors import ReportError, a_kind, in_one_line
-from bytescope.memory.execution import failure, measured
+from bytescope.memory.errors import ReportError, a_kind
+from bytescope.memory.execution import failure
 from bytescope.memory.execution.executable import Executable, as_jitted, compiled, is_wrapper, statics_of
+from bytescope.memory.execution.telling import Telling
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.report import Report
 from bytescope.memory.steps.tracing import check_options
 from bytescope.memory.units import human, parse_bytes
 
-# Letters of an error that are told.
-_LONG = 200
 # What an executable raises for arguments that it was not compiled for, before anything of it runs.
 _MISMATCH = (TypeError, ValueError)
 
@@ -56,11 +54,11 @@ class Watched:
     def __init__(self, step: Callable[..., Any], *, every: int, limit: int | None, folder: Path,
                  tell: Callable[[str], None], about: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.__wrapped__, self._step = step, as_jitted(step, options)
-        self._name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
-        self._every, self._limit, self._folder, self._tell, self._about = every, limit, folder, tell, about
-        self.calls, self.post_mortem = 0, None
+        name = str(getattr(step, "__name__", None) or getattr(step, "__qualname__", type(step).__name__))
+        self._telling = Telling(name, tell, folder)
+        self._every, self._limit, self._about, self.calls = every, limit, about, 0
         self._known: dict[Any, _Known] = {}
-        self._now, self._key, self._before = _Known(self._first), None, None
+        self._now, self._key = _Known(self._first), None
         # What a call runs, and whether that is an executable, which refuses arguments that it was not compiled for.
         self._run, self._exact = self._now.run, False
         # Their executables do not look at what is static; then each call is looked at here.
@@ -76,8 +74,8 @@ class Watched:
                 self._explain(error, args, kwargs)
                 raise
             out = self._other(error, args, kwargs)
-        if self._every and not self.calls % self._every:
-            self._compare()
+        if self._every and not self.calls % self._every and self._now.report is not None:
+            self._telling.compared(self._now.report, self._now.device, self.calls)
         return out
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -89,7 +87,7 @@ class Watched:
         return getattr(self.__wrapped__, name)
 
     def __repr__(self) -> str:
-        return f"Watched({self._name}, {self.calls:,} calls)"
+        return f"Watched({self._telling.name}, {self.calls:,} calls)"
 
     def __enter__(self) -> Watched:
         return self
@@ -107,6 +105,11 @@ class Watched:
     def compiled(self) -> Any:
         """The executable that runs; None before the first call and for a step that is called as it is."""
         return self._now.run if isinstance(self._now.run, Executable) else None
+
+    @property
+    def post_mortem(self) -> PostMortem | None:
+        """What was known where a call ran out of memory; None as long as none did."""
+        return self._telling.post_mortem
 
     # ---- what is called -----------------------------------------------------------------------------------------
 
@@ -143,6 +146,7 @@ class Watched:
         return out
 
     def _take(self, key: Any) -> None:
+        """Makes the executable of a key the one that runs, and that the next call is tried with."""
         self._key, self._now = key, self._known[key]
         self._exact = isinstance(self._now.run, Executable) and not self._checked
         self._run = self._first if self._checked else self._now.run
@@ -158,6 +162,7 @@ class Watched:
         return tree, tuple(self._kind_of(leaf) for leaf in leaves), values
 
     def _kind_of(self, leaf: Any) -> Any:
+        """What of a leaf an executable is compiled for: of an array all but its values, else the type."""
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return leaf.shape, leaf.dtype, leaf.sharding if getattr(leaf, "committed", False) else None
         return (type(leaf), leaf) if self._checked else type(leaf)
@@ -172,7 +177,7 @@ class Watched:
         except Exception as error:  # what is wrong with the step itself, it raises again when it is called
             if failure.is_exhausted(error):
                 raise
-            self._unwatched(error)
+            self._telling.unwatched(error)
             return _Known(self._step)
         arguments = jax.tree.leaves((args, kwargs))
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
@@ -180,53 +185,26 @@ class Watched:
         try:
             known.report = Report.of(with_roofline(report_of(compilation, target=target, **self._about)))
         except Exception as error:  # a program that nobody has read before is no reason to stop a loop
-            self._unwatched(error)
+            self._telling.unwatched(error)
             return known
-        if self._before is None:
-            self._before = measured.before_arguments(device, known.report)
+        self._telling.begin(device, known.report)
         _latest[:] = [weakref.ref(self)]
         _listen()
         if self._limit is not None and known.report.predicted_bytes > self._limit:
             self._refuse(known, arguments)
-        self._announce(known.report)
+        self._telling.predicted(known.report, len(self._known) + 1)
         return known
-
-    def _unwatched(self, error: Exception) -> None:
-        why = in_one_line(str(error))
-        more = "..." if len(why) > _LONG else ""
-        self._say(f"{self._name} is called without a watch: {type(error).__name__}: {why[:_LONG]}{more}")
-
-    def _say(self, line: str) -> None:
-        """Tells a line that is the same in every process of a run: from the first of them."""
-        import jax
-
-        if jax.process_index() == 0:
-            self._tell(line)
-
-    def _announce(self, report: Report) -> None:
-        limit = f" of {human(report.limit_bytes)}: {report.verdict}" if report.limit_bytes else ""
-        again = f"; compiled for arguments of {len(self._known) + 1} kinds by now" if self._known else ""
-        self._say(f"{self._name}: predicted {human(report.predicted_bytes)} per device{limit}{again}")
 
     def _refuse(self, known: _Known, arguments: list[Any]) -> None:
         """Raises what a device without memory raises, for a step that is predicted to take more than `limit`."""
         import jax
 
         error = jax.errors.JaxRuntimeError(
-            f"{failure.EXHAUSTED}: {self._name} is predicted to take {human(known.report.predicted_bytes)} per device, "
-            f"more than limit={human(self._limit)}")
+            f"{failure.EXHAUSTED}: {self._telling.name} is predicted to take {human(known.report.predicted_bytes)} per "
+            f"device, more than limit={human(self._limit)}")
         limited = dataclasses.replace(known.report, limit_bytes=self._limit, fits=False, verdict="exceeds")
-        self._tell_failure(error, dataclasses.replace(known, report=limited), arguments)
+        self._telling.exhausted(error, self.calls, known.device, arguments, limited)
         raise error
-
-    # ---- what is told -------------------------------------------------------------------------------------------
-
-    def _compare(self) -> None:
-        """One line: predicted against measured."""
-        if self._now.report is not None:
-            seen = measured.since(self._before, live.sample(self._now.device, host_limit=False))
-            line = live.predicted_against_measured(self._now.report, seen, self._before)
-            self._say(f"{self._name}, call {self.calls:,}: {line}")
 
     def _explain(self, error: BaseException, args: tuple = (), kwargs: Mapping[str, Any] = {}) -> None:
         """Tells what is known of an error of a device without memory, once."""
@@ -234,25 +212,8 @@ class Watched:
             return
         import jax
 
-        self._tell_failure(error, self._now, jax.tree.leaves((args, kwargs)) or self._now.leaves)
-
-    def _tell_failure(self, error: BaseException, known: _Known, arguments: Iterable[Any]) -> None:
-        import jax
-
-        device = known.device or jax.local_devices()[0]
-        error._bytescope_told = True
-        try:
-            self.post_mortem = found = PostMortem(
-                self._name, self.calls, failure.told_by(error), device.device_kind,
-                failure.held_arrays(device, list(arguments)), failure.allocator_of(device), known.report)
-            files = failure.write(found, self._folder, jax.process_index())
-            where = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-            unwritten = "" if files else f"\n\nnot written: {self._folder} takes no files; give watch(..., folder=DIR)"
-            self._tell(where + failure.as_text(found, files) + unwritten)
-            if files:
-                error.add_note(f"bytescope: what held the memory: {', '.join(files)}")
-        except Exception as own:  # the step's error is what the user has to see, whatever fails here
-            self._tell(f"no post-mortem of {self._name}: {type(own).__name__}: {in_one_line(str(own))}")
+        leaves = jax.tree.leaves((args, kwargs)) or self._now.leaves
+        self._telling.exhausted(error, self.calls, self._now.device, leaves, self._now.report)
 
 
 def watch(step: Callable[..., Any] | None = None, *, every: int = 100, limit: int | str | None = None,
