@@ -33,7 +33,10 @@ def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
         __tracebackhide__ = True
         from bytescope import memory
 
-        report = memory.analyze(program, *args, **options)
+        try:
+            report = memory.analyze(program, *args, **options)
+        except memory.ReportError as error:
+            raise error.with_traceback(None) from None
         _attach(request.node, report)
         return report
 
@@ -64,6 +67,8 @@ def _guard(item: pytest.Item) -> Callable[..., Report]:
         except memory.GuardError as error:
             _attach(item, error.report)
             raise
+        except memory.ReportError as error:  # what the test's author can mend is not mended in here
+            raise error.with_traceback(None) from None
         _attach(item, report)
         return report
 

@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _percent(text: str) -> float:
-    value = float(text.removesuffix("%"))
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:  # nor nan
         raise argparse.ArgumentTypeError(f"{text}: give a number of per cent, 0 or more")
     return value

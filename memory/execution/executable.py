@@ -15,6 +15,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.program import compiled_for, takes_arguments
 from bytescope.memory.report import Report
+from bytescope.memory.steps import in_place
 from bytescope.memory.steps.tracing import check_options
 
 
@@ -99,7 +100,7 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
     given = {name: value for name, value in options.items() if value is not None}
     if not hasattr(step, "lower"):
-        return jax.jit(step, **given)
+        return jax.jit(in_place.refused(step), **given)
     if given:
         raise ReportError(f"{', '.join(given)} with a step that is jitted already: give them to jax.jit, or give the "
                           "function itself")

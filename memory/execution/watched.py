@@ -26,6 +26,7 @@ from bytescope.memory.execution.executable import Executable, as_jitted, compile
 from bytescope.memory.execution.telling import Telling
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.report import Report
+from bytescope.memory.steps.in_place import LostUpdateError
 from bytescope.memory.steps.tracing import check_options
 from bytescope.memory.units import human, parse_bytes
 
@@ -178,7 +179,7 @@ class Watched:
             if failure.is_exhausted(error):
                 raise
             self._telling.unwatched(error)
-            return _Known(self._step)
+            return _Known(self.__wrapped__ if isinstance(error, LostUpdateError) else self._step)
         arguments = jax.tree.leaves((args, kwargs))
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
         known = _Known(executable, None, device, shapes)

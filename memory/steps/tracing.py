@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.steps import in_place
 
 # Options of `jax.jit` that a step may come with.
 OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
@@ -59,6 +60,7 @@ def _of_function(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """A plain function as jax.jit traces it; numbers of Python are arguments."""
     import jax
 
+    step = in_place.refused(step)
     static = {number % len(args) for number in _numbers(given.get("static_argnums")) if args}
     named = _names(given.get("static_argnames")) | _parameters(step, static)
     apart = [value if number in static else _held(value, numbers=False) for number, value in enumerate(args)]

@@ -29,6 +29,9 @@ def test_too_much(assert_fits):
 def test_wrong(memory_report, monkeypatch):
     monkeypatch.setattr(memory, "analyze", lambda step, *args, target: report(step(*args)))
     assert memory_report(lambda a, b: a + b, 1000, 24, target="h200").peak_bytes == 1023
+
+def test_mistake(assert_fits):
+    assert_fits(len, target="h900")
 '''
 
 
@@ -45,12 +48,13 @@ def run(folder, *words, conftest=""):
 def test_a_failed_test_shows_the_report(tmp_path):
     """With the plugin named by conftest.py as well, as older READMEs said, and found by its entry point or not."""
     code, out = run(tmp_path, conftest=f'pytest_plugins = ["{PLUGIN}"]')
-    assert code == 1 and "2 failed, 1 passed" in out, out
+    assert code == 1 and "3 failed, 1 passed" in out, out
     for name in ("test_too_much", "test_wrong"):
         failure = out[out.index(f"_ {name} _"):].partition("short test summary")[0]
         assert "Captured memory call" in failure and "jit_step on h200" in failure and "at the peak" in failure, out
     assert "GuardError" in out and "more than 1023 B" in out
     assert "memory/guard.py" not in out.partition("short test summary")[0], "the traceback ends in the user's test"
+    assert "unknown target 'h900': did you mean h200" in out and "targets.py" not in out, out
     assert out.count("Captured memory call") == 2, "a test that passes shows nothing"
 
 

@@ -181,3 +181,35 @@ def test_pmap(devices):
     assert report.breakdown["outputs"] == 0 and [c.kind for c in report.collectives] == ["all-reduce"]
     with pytest.raises(memory.ReportError, match="a mesh of 8 devices .* on cpu:2, which has 2"):
         memory.analyze(mapped, *shapes, target="cpu:2")
+
+
+def nnx_step(model, optimizer, x):
+    loss, gradients = nnx.value_and_grad(lambda model: model(x).sum())(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def nnx_state():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+
+
+def test_updates_in_place_that_jit_loses_are_refused():
+    """A plain step that updates NNX objects would be compiled without its update; what it returns is not lost."""
+    model, optimizer = nnx_state()
+    for function in (memory.analyze, memory.compile):
+        with pytest.raises(memory.ReportError, match=r"nnx_step updates Linear in place.*give flax.nnx.jit\(step\)"):
+            function(nnx_step, model, optimizer, X)
+    assert tracing.traced(lambda model, x: model(x), (model, X), {}, {})
+    assert tracing.traced(lambda *args: (nnx_step(*args), args), (model, optimizer, X), {}, {})
+    assert tracing.traced(nnx.jit(nnx_step), (model, optimizer, X), {}, {})
+    dropped = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    assert tracing.traced(lambda layer, x: layer(x), (dropped, X), {}, {})
+
+
+def test_a_watch_leaves_updates_in_place_alone():
+    told, (model, optimizer) = [], nnx_state()
+    watched, before = memory.watch(nnx_step, tell=told.append), np.asarray(model.kernel[...])
+    watched(model, optimizer, jnp.ones(X.shape))
+    assert np.abs(np.asarray(model.kernel[...]) - before).max() > 0
+    assert len(told) == 1 and "is called without a watch" in told[0] and "flax.nnx.jit" in told[0]
