@@ -31,7 +31,8 @@ class Layer:
         body: its ClosedJaxpr. times: how often it runs in one evaluation of the loss.
         active: of each of its inputs, whether what is differentiated reaches it.
         mark: tells it from the others. how: CHECKPOINT, or the LOOP or CALL that has none yet.
-        name: of its function; where: file:line of its call. policy: what its checkpoint has now.
+        name: of its function; where: file:line of its call, or of the function where a library calls it.
+        policy: what its checkpoint has now.
     """
 
     body: Any
@@ -142,7 +143,7 @@ class _Finder:
     def _note(self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int) -> None:
         closed = _closed(body)
         self.seen.append(Layer(closed, times, tuple(active), mark(body), how, _name(equation, closed),
-                               where_of(equation), equation.params.get("policy")))
+                               where_of(equation) or _defined(closed), equation.params.get("policy")))
 
 
 def is_checkpoint(equation: Any) -> bool:
@@ -237,6 +238,12 @@ def _name(equation: Any, body: Any) -> str:
     """The name of the function, as jax keeps it for its error messages."""
     told = getattr(body.jaxpr.debug_info, "func_name", "") or ""
     return str(equation.params.get("name") or told)
+
+
+def _defined(body: Any) -> str:
+    """file:line of the function that was traced, "" where jax does not know it."""
+    told = body.jaxpr.debug_info
+    return f"{told.func_filename}:{told.func_lineno}" if getattr(told, "func_filename", None) else ""
 
 
 def where_of(equation: Any) -> str:

@@ -34,7 +34,8 @@ def render(plan: RematPlan) -> RenderableType:
     head = Text.assemble((f"remat plan on {plan.target}", "bold"),
                          f"  {human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}  ",
                          f"recomputes {_share(plan.recomputed_flops, plan)}")
-    layers = [Prose(f"{layer.times} x {one_line(layer.name) or 'layer'} at {_short(layer.where)}, {_HOW[layer.how]}")
+    layers = [Prose(f"{layer.times} x {one_line(layer.name) or 'layer'}"
+                    f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}")
               for layer in plan.layers]
     return blocks(Group(head, *layers), _kept(plan), _policies(plan),
                   Prose("jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"))

@@ -41,6 +41,16 @@ def policy_of(values, labels):
     return RematPolicy(values.wanted(labels))
 
 
+def test_a_layer_that_only_a_library_calls_is_where_it_is_written():
+    """A scan calls the checkpoint itself, and no frame of the user's stands between them."""
+    def block(x, w):
+        return jnp.tanh(x @ w), None
+
+    args = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
+    _, (layer,), _ = found(lambda w, x: jax.lax.scan(jax.checkpoint(block), x, w)[0].sum(), args)
+    assert layer.where == f"{__file__}:{block.__code__.co_firstlineno}" and layer.times == 3
+
+
 @pytest.mark.parametrize("way", foreign.WAYS)
 def test_layers_are_found_and_any_choice_costs_what_the_graph_says(way):
     """To the FLOP, in the program with its policies exchanged and in the user's own with the policy given to it."""
