@@ -19,7 +19,10 @@ from bytescope.memory.remat.shards import Shards
 from bytescope.memory.remat.worth import with_names, worth_deciding
 
 # Calls whose bodies jax walks with the policy, and those that it opens when it differentiates.
-_OPENED = INLINED | {"custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"}
+# Functions with a derivative of their own. Those that are left in a derivative, called by the rule of another, jax asks
+# about as a whole.
+_WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
+_OPENED = INLINED | _WITH_RULES | {"remat2", "checkpoint"}
 # A scope that a person gave, or a module: transformations have brackets, einsum writes its equation.
 _SCOPE = re.compile(r"[\w.-]+")
 
@@ -110,13 +113,13 @@ class _Graph:
         jaxpr, self._shards = _derivative(layer), shards
         shards.walk(jaxpr.jaxpr, shards.of_layer(layer.body.jaxpr))
         results = len(layer.body.jaxpr.outvars)
+        calls = _calls(layer)
+        self.asked = frozenset(calls)
         self.made: list[_Made] = []
         self.count = 0
         self.result_bytes = sum(size_of(v.aval) // shards.parts(v) for v in jaxpr.jaxpr.outvars[:results])
         outs = self._read(jaxpr.jaxpr, [None] * len(jaxpr.jaxpr.invars), nested=False)
         self.read = sorted({value for value in outs[results:] if value is not None})
-        calls = _calls(layer)
-        self.asked = frozenset(calls)
         top = [(number, one.key) for number, one in enumerate(self.made) if one.key and not one.nested]
         # A derivative adds equations, and a walk may leave them out; a forward pass has the same ones in every walk.
         once = Counter(calls)
@@ -133,7 +136,9 @@ class _Graph:
 
         for equation in jaxpr.eqns:
             ins = [number(atom) for atom in equation.invars]
-            body = _body(equation)
+            body, key = _body(equation), _key(equation)
+            if equation.primitive.name in _WITH_RULES and (unit := _key_of(equation)) in self.asked:
+                body, key = None, unit
             if body is not None:
                 made = self._read(body, ins, nested=True)
             else:
@@ -141,7 +146,7 @@ class _Graph:
                 self.count += len(made)
                 known = tuple(sorted({value for value in ins if value is not None}))
                 parts = self._shards.parts(equation.outvars[0]) if made else 1
-                self.made.append(_Made(equation, tuple(made), known, _key(equation), nested, parts))
+                self.made.append(_Made(equation, tuple(made), known, key, nested, parts))
             env.update(zip(equation.outvars, made))
         return [number(atom) for atom in jaxpr.outvars]
 
@@ -195,6 +200,10 @@ def _key(equation: Any) -> str:
     """The key of an equation; "" where jax asks no policy: it walks into what has a body, kernels apart."""
     if equation.primitive.name != "pallas_call" and any(_bodies(equation)):
         return ""
+    return _key_of(equation)
+
+
+def _key_of(equation: Any) -> str:
     return key_of(equation.primitive, [atom.aval for atom in equation.invars], equation.params)
 
 

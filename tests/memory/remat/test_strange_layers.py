@@ -86,6 +86,20 @@ def kernel(x, w):
     return pallas.pallas_call(run, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, w)
 
 
+def with_a_rule_in_its_rule():
+    """A derivative whose forward pass is such a function again, as that of jax's attention in pallas."""
+    inner = jax.custom_vjp(lambda x, w: (kernel(x, w), x.sum(1)))
+    outer = jax.custom_vjp(lambda x, w: inner(x, w)[0])
+    inner.defvjp(lambda x, w: (inner(x, w), ()), lambda read, g: (None, None))
+
+    def forward(x, w):
+        y, sums = inner(x, w)
+        return y, (x, w, sums)
+
+    outer.defvjp(forward, lambda read, g: ((g @ read[1].T) * read[2][:, None], read[0].T @ g))
+    return lambda x, w: x + outer(x, w) @ w.T
+
+
 def attention(x, w):
     q = jnp.einsum("bld,dhk->blhk", x, w)
     out = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
@@ -101,6 +115,7 @@ CASES = {
     "a policy of its own": (with_a_policy, (W, X), 2 * PRODUCT),
     "custom_vjp": (plain(with_own_derivative(lambda x, w: jnp.tanh(x @ w))), (W, X), PRODUCT),
     "pallas": (plain(with_own_derivative(kernel)), (W, X), PRODUCT),
+    "a rule in a rule": (plain(with_a_rule_in_its_rule()), (W, X), PRODUCT),
     "cudnn": (plain(attention), HEADS, 3 * 2 * 2 * 128 * 128 * 128 * LAYERS),
 }
 
