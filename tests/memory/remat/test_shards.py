@@ -88,7 +88,7 @@ RULES = {
     "what does not divide": (lambda x, w: x[:7], (P("a"), P()), 1),
     "both axes on one dimension": (lambda x, w: jnp.sin(x), (P(("a", "b")), P()), 4),
 }
-MESH = jax.sharding.AbstractMesh((2, 2), ("a", "b"))
+MESH = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
 @pytest.mark.quick
