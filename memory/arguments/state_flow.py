@@ -29,6 +29,8 @@ _ELEMENTWISE = frozenset((
     "sqrt", "rsqrt", "cbrt", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh",
     "convert", "reduce-precision", "bitcast-convert", "and", "or", "xor", "not", "remainder", "floor", "ceil",
     "round-nearest-afz", "round-nearest-even", "is-finite"))
+# Operations that take a part of an array, or put arrays beside each other: places shift along some dimensions.
+_SHIFTING = frozenset(("pad", "slice", "dynamic-slice", "concatenate"))
 # Operations that write a part of their first operand anew.
 _WRITING = frozenset(("dynamic-update-slice", "scatter"))
 # Collectives that bring a whole together, and those that also add what other devices have.
@@ -101,8 +103,11 @@ class StateFlow:
 
     # ---- from a result back ------------------------------------------------------------------------------------
 
-    def update(self, result: Instruction, index: Index) -> Update:
-        """What a result is made of by operations that keep every element in its place."""
+    def update(self, result: Instruction, index: Index, along: frozenset[int] = frozenset()) -> Update:
+        """What a result is made of by operations that keep every element in its place.
+
+        `along`: sizes of a dimension; arrays may be padded, cut and joined along others than one of these.
+        """
         found: dict[int, str] = {}
         seen: dict[Value, None] = {}
         phase = None
@@ -129,12 +134,20 @@ class StateFlow:
             elif is_collective(opcode):
                 shared = summed or opcode not in _GATHERING
                 pending += [(made, at, how, inside, shared) for made, at in self._made_of(instruction, index)]
+            elif opcode in _SHIFTING and along:
+                pending += [(operand, (), how, inside, summed) for operand in self._operands(instruction)
+                            if self._keeps(instruction, operand, along)]
             elif opcode in _ELEMENTWISE:
                 least = self.flow.shape(instruction, index).elements
                 after = how if opcode == "convert" else max(how, ELEMENTWISE, key=(SAME, ELEMENTWISE, WRITTEN).index)
                 pending += [(operand, (), after, inside, summed) for operand in self._operands(instruction)
                             if self.module.shape(operand).elements == least]
         return Update(found, tuple(seen), phase or "")
+
+    def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
+        """Whether an operand has a dimension of such a size, which the operation leaves as it is."""
+        before, after = self.module.shape(operand).dims, self.module.shape(instruction).dims
+        return len(before) == len(after) and any(a == b and a in along for a, b in zip(before, after))
 
     def _written(self, instruction: Instruction, summed: bool) -> list[tuple]:
         """What an operation writes into, and, inside of a loop over layers, what it writes."""

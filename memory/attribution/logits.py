@@ -7,7 +7,6 @@ that size makes logits where no other product with a weight follows: an MLP of t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bytescope.memory.arguments.state_flow import StateFlow
@@ -31,18 +30,19 @@ class Logits:
         self.look, self.module = look, look.module
         self.state = StateFlow(look.flow)
         self.vocabulary = self._vocabulary()
-        self._products: Mapping[int, bool] | None = None
+        self._products: frozenset[int] | None = None
 
     def __contains__(self, value: tuple[Instruction, Index, Shape]) -> bool:
-        """Whether a value (instruction, index, shape) is logits, or made of them place by place."""
+        """Whether a value (instruction, index, shape) is logits, or made of them place by place; they may be padded
+        and cut along other dimensions than the vocabulary."""
         instruction, index, shape = value
         if not self._wide(shape):
             return False
         if self._products is None:
-            self._products = {i.id: True for i in self.module.instructions.values() if self._makes_logits(i)}
+            self._products = self._last_products()
         if not self._products:
             return False
-        return any(id in self._products for id, _ in self.state.update(instruction, index).values)
+        return any(id in self._products for id, _ in self.state.update(instruction, index, self.vocabulary).values)
 
     def _wide(self, shape: Shape) -> bool:
         """Whether an array of numbers with a fraction has a dimension as large as the vocabulary."""
@@ -79,13 +79,23 @@ class Logits:
             found = self.look.flow.origin(self.module.operand(found, 0)).instruction
         return found.parameter if found is not None else -1
 
-    def _makes_logits(self, instruction: Instruction) -> bool:
-        """Whether an operation is a product of activations with a weight as wide as the vocabulary, and the last."""
+    def _last_products(self) -> frozenset[int]:
+        """The products that make logits: those of the weights none of whose products another one follows.
+
+        A recomputed product alone does not tell: what would follow it is not computed again.
+        """
+        found = {i.id: number for i in self.module.instructions.values() if (number := self._weight(i)) >= 0}
+        inner = {number for id, number in found.items() if self._goes_on(self.module.instructions[id])}
+        return frozenset(id for id, number in found.items() if number not in inner)
+
+    def _weight(self, instruction: Instruction) -> int:
+        """The parameter that activations are multiplied by to something as wide as the vocabulary, outside of the
+        backward pass; -1 for none."""
         shape = self.module.shape(instruction)
         shape = shape.leaf((0,)) if shape.parts is not None else shape
         if not self._is_product(instruction) or not self._wide(shape) or self._phase(instruction) == "backward":
-            return False
-        return self._with_weight(instruction) and not self._goes_on(instruction)
+            return -1
+        return self._only_weight(instruction)
 
     def _is_product(self, instruction: Instruction) -> bool:
         return instruction.opcode in _PRODUCTS and len(instruction.operands) > 1
@@ -93,10 +103,11 @@ class Logits:
     def _phase(self, instruction: Instruction) -> str:
         return scopes.parse(self.module.metadata(instruction).op_name).phase
 
-    def _with_weight(self, instruction: Instruction) -> bool:
+    def _only_weight(self, instruction: Instruction) -> int:
+        """The one operand of a product that is a parameter, by its number; -1 where none is, or both are."""
         operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
-        weights = [self._parameter(operand) for operand in operands]
-        return sum(number >= 0 for number in weights) == 1
+        weights = [number for number in map(self._parameter, operands) if number >= 0]
+        return weights[0] if len(weights) == 1 else -1
 
     def _goes_on(self, product: Instruction) -> bool:
         """Whether another product with a weight follows in the forward pass."""
@@ -108,7 +119,7 @@ class Logits:
             seen.add((instruction.id, index))
             if self._phase(instruction) == "backward" or "float" not in self._dtype(instruction, index):
                 continue
-            if self._is_product(instruction) and self._with_weight(instruction):
+            if self._is_product(instruction) and self._only_weight(instruction) >= 0:
                 return True
             pending += self.state.readers(instruction, index)
         return False

@@ -31,6 +31,8 @@ _COMPOSITE = frozenset(("tuple", "get-tuple-element", "while", "bitcast", "copy"
 _TUPLES = frozenset(("tuple", "get-tuple-element"))
 # Operations through which a value is still itself.
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
+# Operations that make another array of a value: no gradient goes through them as it is.
+_USING = frozenset(("dot", "ragged-dot", "convolution", "gather", "custom-call"))
 _MOST_VALUES = 2000
 
 
@@ -117,11 +119,11 @@ class Attribution:
         weight_like = _without_ones(shape.dims) in self.weights
         if origin.stack is not None:
             instruction = self._loop_of(instruction)
+        feeds_update = weight_like and self.feeds(instruction, index)
         return Fact(shape, scope, phase, origin, origin.instruction.opcode if origin.instruction else "",
-                    phase == "forward" and self.read_later(instruction, index), weight_like,
-                    weight_like and self.feeds(instruction, index),
+                    phase == "forward" and self.read_later(instruction, index), weight_like, feeds_update,
                     self.is_parameter(origin), named is not None,
-                    not weight_like and (instruction, index, shape) in self.logits)
+                    not feeds_update and (instruction, index, shape) in self.logits)
 
     def _loop_of(self, instruction: Instruction) -> Instruction:
         """The loop whose state a body's parameter is, where both share a buffer; else the instruction itself."""
@@ -178,10 +180,42 @@ class Attribution:
             body = self.module.computations.get(user.called[0]) if user.called else None
             inner = self.module.instructions.get(body.parameters.get(0, -1)) if body else None
             return [(user, index)] + ([(inner, index)] if inner else [])
-        if user.opcode in ("dot", "convolution", "gather", "custom-call", "dynamic-slice"):
+        if self._uses(user, instruction) or user.opcode == "dynamic-slice":
             return []
-        shape = self.module.shape(user)
-        return [(user, at) for at, leaf in leaves(shape) if any_shape or _without_ones(leaf.dims) in self.weights]
+        made = None if any_shape or user.opcode not in ("fusion", "call") else self._made_by(user, instruction)
+        return [(user, at) for at, leaf in leaves(self.module.shape(user)) if (made is None or at in made)
+                and (any_shape or _without_ones(leaf.dims) in self.weights)]
+
+    def _uses(self, user: Instruction, operand: Instruction) -> bool:
+        """Whether an operation multiplies an operand by another, looks it up, or sums it over a dimension: of an
+        activation's gradient that makes the gradient of a weight or of a bias."""
+        if user.opcode == "reduce":
+            return operand.id in user.operands and self._size(user) < self._size(operand)
+        return user.opcode in _USING
+
+    def _size(self, instruction: Instruction) -> int:
+        shape = self.module.shape(instruction)
+        return (shape.leaf((0,)) if shape.parts is not None else shape).elements
+
+    def _made_by(self, fusion: Instruction, operand: Instruction) -> frozenset[Index]:
+        """The results of a fusion that carry an operand on."""
+        inside = self.module.computations.get(fusion.called[0]) if fusion.called else None
+        if inside is None:
+            return frozenset()
+        numbers = [at for at, id in enumerate(fusion.operands) if id == operand.id]
+        pending = [inside.parameters[at] for at in numbers if at in inside.parameters]
+        seen: set[int] = set(pending)
+        while pending:
+            value = self.module.instructions[pending.pop()]
+            for user in self.flow.users.get(value.id, ()):
+                if user.id not in seen and not self._uses(user, value):
+                    seen.add(user.id)
+                    pending.append(user.id)
+        root = self.module.root(inside.id)
+        if root is None or root.opcode != "tuple":
+            return frozenset(at for at, _ in leaves(self.module.shape(fusion))) if root and root.id in seen \
+                else frozenset()
+        return frozenset((at,) for at, id in enumerate(root.operands) if id in seen)
 
     def gradient_of(self, instruction: Instruction, index: Index) -> str:
         """The path of the parameter whose gradient a value is, or whose update it goes into; "" for none."""
