@@ -15,7 +15,7 @@ from bytescope.memory.attribution.rules import Attribution, buffer_of, categoriz
 from bytescope.memory.hlo.buffers import HOST_COLOR, Allocation, Program
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction
-from bytescope.memory.hlo.scopes import CONTAINERS, Scope
+from bytescope.memory.hlo.scopes import CONTAINERS, Scope, first_of_merged
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records import CATEGORIES, Buffer, Report, TimelinePoint
 
@@ -156,7 +156,7 @@ def _describe(look: Attribution, instruction: Instruction, index: tuple[int, ...
         component, module = component or "argument_copy", argument
     return {"name": instruction.name, "shape": fact.shape.dims, "dtype": fact.shape.dtype,
             "category": category, "phase": phase, "component": component, "module": module,
-            "op_name": metadata.op_name.partition(";")[0], "source": source_line(metadata), "checkpoint_name": name,
+            "op_name": first_of_merged(metadata.op_name), "source": source_line(metadata), "checkpoint_name": name,
             "parameter": look.gradient_of(instruction, index) if category == "gradients" else ""}
 
 

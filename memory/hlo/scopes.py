@@ -73,7 +73,7 @@ def parse(op_name: str) -> Scope:
     """Reads an op_name. Anything at all can be given; an empty one gives an empty Scope."""
     if not op_name:
         return Scope()
-    words = _words(op_name.partition(";")[0])  # XLA writes merged operations as "a/b;c/d": the first stands for all
+    words = _words(op_name)
     path: list[str] = []
     seen: set[str] = set()
     for word in words:
@@ -143,10 +143,15 @@ def plain(word: str) -> str:
     return _TRANSFORMED.sub("", word.partition(".")[0]) or word
 
 
+def first_of_merged(op_name: str) -> str:
+    """The op_name of the first of the operations that XLA has merged: "a/b" of "a/b;c/d" and of "a/(b:c/d)"."""
+    return "/".join(_words(op_name))
+
+
 def _words(op_name: str) -> list[str]:
-    """The words of an op_name; of a merged part of it, "(b/c:d/e)", those of the first operation."""
+    """The words of an op_name, of merged operations those of the first."""
     words = []
-    for word in _split(op_name, "/"):
+    for word in _split(op_name.partition(";")[0], "/"):
         inside = _split(word[1:-1], ":") if word.startswith("(") and word.endswith(")") else ()
         words += _words(inside[0]) if len(inside) > 1 else [word]
     return words

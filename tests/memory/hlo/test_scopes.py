@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bytescope.memory.arguments.roles import role
 from bytescope.memory.attribution.checkpoint_names import NamedPlace, Names
 from bytescope.memory.hlo.module import Frame, Metadata
-from bytescope.memory.hlo.scopes import is_operation, locate, parse
+from bytescope.memory.hlo.scopes import first_of_merged, is_operation, locate, parse
 from bytescope.memory.hlo.sources import component_of_code, modules_of_code, source_line
 
 pytestmark = pytest.mark.quick
@@ -80,6 +80,8 @@ def test_einsums_functions_and_merged_names_are_no_scopes():
     merged = parse("jit(f)/transpose(jvp(Net))/mlp/mul;jit(f)/transpose(jvp(Net))/head/broadcast_in_dim")
     assert (merged.phase, merged.path, merged.operation) == ("backward", ("Net", "mlp"), "mul")
     assert parse("jit(f)/(transpose(jvp(a))/mlp/dot:jvp(b)/head/mul)").component == "mlp"
+    assert first_of_merged("jit(f)/(jvp(a)/mlp/dot:jvp(b)/head/mul)") == "jit(f)/jvp(a)/mlp/dot"
+    assert first_of_merged("jit(f)/a/mul;jit(f)/b/add") == "jit(f)/a/mul"
     assert not is_operation("params['transformer/linear']['w']") and is_operation("jit(f)/mul")
 
 
