@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bytescope.memory.attribution.placement import PlacedProgram
-from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, words
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, Found, at_peak, largest, told, words
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 
@@ -28,8 +28,7 @@ def wide_activations(report: Report, program: PlacedProgram) -> Found | None:
         return Found(wide, f"{message}; the CPU computes bfloat16 in float32",
                      "compile for the device that it will run on, such as target='h200', where bfloat16 stays narrow")
     first = max((b for b in at_peak(report, "residuals") if b.shape and b.dtype == "float32"), key=lambda b: b.bytes)
-    where = f", made at {first.source.rsplit('/', 1)[-1]}" if first.source else ""
-    return Found(wide, f"{message}, the largest {first.dtype}{list(first.shape)}{where}")
+    return Found(wide, f"{message}, the largest {told(first)}")
 
 
 def fragmentation(report: Report, program: PlacedProgram) -> Found | None:

@@ -73,9 +73,15 @@ def at_peak(report: Report, category: str) -> list[Buffer]:
 
 
 def largest(report: Report, category: str) -> str:
-    """The largest buffer of a category at the peak, as in "the largest fusion.3 bfloat16[8, 1024]"."""
+    """The largest buffer of a category at the peak, as in "the largest bfloat16[8, 1024] at model.py:31"."""
     first = max(at_peak(report, category), key=lambda b: b.bytes, default=Buffer("", 0))
-    return f"the largest {first.name} {first.dtype}{list(first.shape)}"
+    return f"the largest {told(first)}"
+
+
+def told(buffer: Buffer) -> str:
+    """A buffer by its type and the line that makes it, or where that is unknown by the compiler's name of it."""
+    where = f"at {buffer.source.rsplit('/', 1)[-1]}" if buffer.source else f"({buffer.name})"
+    return f"{buffer.dtype}{list(buffer.shape)} {where}"
 
 
 def words(config: Mapping[str, Any], group: str) -> list[str]:

@@ -57,5 +57,5 @@ RULES: Mapping[Rule, str] = {
     spare_memory: "keep more for the backward pass",
     checkpoint_saves: "wrap it in jax.checkpoint",
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",
-    large_collective: "gather or reduce by layer under a scan, or lower XLA's combine threshold for it",
+    large_collective: "move less at once: compute in a scan over layers, or over parts of the batch",
 }

@@ -16,11 +16,12 @@ from bytescope.memory.findings.evidence import (
     arguments,
     at_peak,
     batch,
-    largest,
     spec_words,
     start_of_backward,
+    told,
 )
 from bytescope.memory.findings.replicated import replicated_arrays
+from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, is_collective
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.units import human
@@ -29,7 +30,7 @@ from bytescope.memory.units import human
 def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
     """The batch replicated on every device of the mesh."""
     module = program.module
-    if module.devices < 2 or (program.mesh and not _data_axes(report, program)):
+    if module.devices < 2 or not (_data_axes(report, program) if program.mesh else _gathers(report, program)):
         return None
     size = 0
     for number, parameter in batch(report, program).items():
@@ -78,6 +79,15 @@ def _data_axes(report: Report, program: PlacedProgram) -> frozenset[str]:
                      if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis]))
 
 
+def _gathers(report: Report, program: PlacedProgram) -> bool:
+    """Whether a program whose mesh is unknown brings together what its devices share of parameters or caches, or they
+    share none: else it is tensor parallel."""
+    entry = program.module.computations.get(program.module.entry)
+    held = [program.module.instructions[entry.parameters[number]] for role in ("params", "cache")
+            for number in program.arguments.of_role(role)] if entry else []
+    return all(map(program.module.replicated, held)) or any("all-gather" in item.kind for item in report.collectives)
+
+
 def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:
     """Gathered parameters that are kept from the forward into the backward pass."""
     backward = start_of_backward(report)
@@ -90,12 +100,48 @@ def lasting_gathers(report: Report, program: PlacedProgram) -> Found | None:
     return Found(size, f"{human(size)} of gathered parameters outlive the layer that needs them ({kept[0].name})")
 
 
+_THRESHOLD = "or lower XLA's combine threshold for it"
+_IN_PARTS = "or compute it in a scan over parts of the batch, so that a part at a time is {}"
+# (kind of a collective, whether it moves parameters or their gradients) -> what makes it smaller.
+_SMALLER = {
+    ("all-gather", True): f"gather by layer under a scan, {_THRESHOLD}",
+    ("all-gather", False): "pin what it gathers with jax.lax.with_sharding_constraint, so that each device computes "
+                           f"with its shard; {_IN_PARTS.format('gathered')}",
+    ("all-reduce", True): f"reduce by layer in the backward pass of a scan, {_THRESHOLD}",
+    ("all-reduce", False): "leave the sum sharded, by jax.lax.psum_scatter or a sharding constraint on it, where what "
+                           f"follows can take shards; {_IN_PARTS.format('summed')}",
+    ("all-to-all", False): "exchange in parts, in a scan over parts of the batch or over heads",
+    ("collective-permute", False): "send the block in parts, one after the other in a loop, or shard it over another "
+                                   "axis too: a block that is sent and the one that arrives are held at once",
+}
+_SAME = {"reduce-scatter": "all-reduce", "ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
+
+
 def large_collective(report: Report, program: PlacedProgram) -> Found | None:
     """One collective's buffer is a good part of the peak."""
-    size = max((b.bytes for b in at_peak(report, "collectives")), default=0)
-    if size <= max(LARGE * report.peak_bytes, TOY):
+    first = max(at_peak(report, "collectives"), key=lambda b: b.bytes, default=Buffer("", 0))
+    if first.bytes <= max(LARGE * report.peak_bytes, TOY):
         return None
-    return Found(size, f"one collective holds {human(size)}, {largest(report, 'collectives')}")
+    kind = _kind(report, program, first)
+    of_state = bool(first.parameter) or first.component == "param_copy"
+    known = _SAME.get(kind, kind)
+    remedy = _SMALLER.get((known, of_state)) or _SMALLER.get((known, False), "")
+    return Found(first.bytes, f"one {kind or 'collective'} holds {human(first.bytes)}, {told(first)}", remedy)
+
+
+def _kind(report: Report, program: PlacedProgram, buffer: Buffer) -> str:
+    """The kind of the collective that a buffer is of, "" for an unknown one."""
+    by_name = {item.name: item.kind for item in report.collectives}
+    found = by_name.get(buffer.name) or next((kind for kind in COLLECTIVES if buffer.name.startswith(kind)), "")
+    if found:
+        return found
+    flow = Flow(program.module)
+    made = next((i for i in program.module.instructions.values() if i.name == buffer.name), None)
+    for maker in flow.makers(made, ()) if made is not None else ():
+        if is_collective(maker.opcode):
+            return maker.opcode.removesuffix("-start").removesuffix("-done")
+    same = {item.kind for item in report.collectives if item.op_name == buffer.op_name}
+    return same.pop() if len(same) == 1 else ""
 
 
 def unsharded_gradients(report: Report, program: PlacedProgram) -> Found | None:

@@ -103,13 +103,15 @@ def _fits_host(report: Report, lever: Lever) -> bool:
 
 class _Leaf(NamedTuple):
     """A leaf of the state: its buffer, bytes of the whole array and on a device, and the mesh axes that replicate it
-    ("" for all of a program whose axes are unknown) with their number of devices."""
+    ("" for all of a program whose axes are unknown) with their number of devices; stacked: its first dimension is that
+    of the devices, as jax.pmap has it."""
 
     buffer: Buffer
     layout: Layout | None
     whole: int
     axes: tuple[str, ...]
     copies: int
+    stacked: bool = False
 
     @property
     def wasted(self) -> int:
@@ -141,11 +143,14 @@ def whole_state(report: Report, program: PlacedProgram) -> Found | None:
 def _leaves(report: Report, program: PlacedProgram) -> list[_Leaf]:
     """The leaves of the state on a mesh of more than one device."""
     module, sizes = program.module, dict(program.mesh)
-    out = []
+    out, stacked = [], _stacked(report, program)
     for number, (parameter, buffer) in arguments(report, program).items():
         if buffer.category not in STATE or buffer.memory != "device" or module.devices < 2:
             continue
         layout = program.layouts.get(number)
+        if number in stacked:
+            out.append(_Leaf(buffer, layout, buffer.bytes, (), module.devices, stacked=True))
+            continue
         if layout is not None and sizes:
             axes = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in layout.axes)
             whole = buffer.bytes * layout.elements // max(math.prod(layout.local), 1)
@@ -154,6 +159,23 @@ def _leaves(report: Report, program: PlacedProgram) -> list[_Leaf]:
         axes, copies = _replicas(report, module.devices if module.replicated(parameter) else 1)
         out.append(_Leaf(buffer, None, buffer.bytes * max(module.devices // copies, 1), axes, copies))
     return out
+
+
+def _stacked(report: Report, program: PlacedProgram) -> frozenset[int]:
+    """Arguments that are a stack of one replica for each device: every device has one entry of the first dimension,
+    and the gradient is summed over all of them. Without the sum each device has state of its own."""
+    module = program.module
+    summed = {item.name for item in report.collectives if item.kind == "all-reduce" and item.group == module.devices}
+    paths = {path for (id, _), path in program.arguments.owners.items()
+             if (one := module.instructions.get(id)) is not None and one.name in summed}
+    entry = module.computations.get(module.entry)
+    stacks = {number for number, argument in program.arguments.by_number.items()
+              if entry and argument.shape[:1] == (module.devices,)
+              and module.shape(module.instructions[entry.parameters[number]]).dims[:1] == (1,)}
+    known = program.arguments.by_number
+    # XLA sums small gradients as one array, in which each is no longer seen.
+    roots = {root_of(known[number].path) for number in stacks if {known[number].path, known[number].owner} & paths}
+    return frozenset(number for number in stacks if root_of(known[number].path) in roots)
 
 
 def _replicas(report: Report, known: int) -> tuple[tuple[str, ...], int]:
@@ -176,6 +198,9 @@ def _named(leaves: Sequence[_Leaf]) -> str:
 
 def _sharding(leaf: _Leaf) -> str:
     """How the largest leaf would be sharded, in JAX's words."""
+    if leaf.stacked:
+        return ("jax.pmap keeps a copy on each device: use jax.jit over a mesh instead, without the leading dimension, "
+                "and give every leaf of the state a jax.sharding.NamedSharding over it")
     if leaf.layout is None or not leaf.axes:
         return "give it a jax.sharding.NamedSharding over the mesh, in in_shardings or by jax.device_put"
     free = [(size, dim) for dim, size in enumerate(leaf.layout.local) if size % leaf.copies == 0]

@@ -86,7 +86,8 @@ def _small_moments(case: Case, finding: Finding) -> Remedy:
 
 
 def _no_prefetch(case: Case, finding: Finding) -> Remedy:
-    if not case.flat.get(MESH_PREFETCH):
+    gathers = "all-gather" in finding.message or finding.kind == "lasting_gathers"
+    if not gathers or not case.flat.get(MESH_PREFETCH):
         return None
     return "gather parameters when they are used, not ahead", {MESH_PREFETCH: "0"}
 

@@ -50,7 +50,10 @@ def test_full_logits():
     logits = Buffer("dot.1", 400, (2, 50), "float32", "logits_loss", at_peak=True)
     found, = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
     assert (found.kind, found.bytes) == ("full_logits", 400)
-    assert "dot.1 float32[2, 50]" in found.message and found.remedy
+    assert found.message.endswith("the largest float32[2, 50] (dot.1)") and found.remedy
+    logits = dataclasses.replace(logits, source="/w/loss.py:7")
+    found, = findings.find(report({"logits_loss": 400}, [logits]), NOTHING)
+    assert found.message.endswith("the largest float32[2, 50] at loss.py:7")
     assert kinds(report({"logits_loss": 40})) == set()
 
 
@@ -70,7 +73,7 @@ def test_wide_activations_only_where_narrow_ones_were_asked():
 
     assert found(wide) == ()
     one, = found(wide, narrow)
-    assert one.kind == "wide_activations" and one.message.endswith("the largest float32[5], made at model.py:3")
+    assert one.kind == "wide_activations" and one.message.endswith("the largest float32[5] at model.py:3")
     assert [each.kind for each in found(wide, **asked)] == ["wide_activations"]
     on_cpu, = found(wide, narrow, target={"platform": "cpu"})
     assert "the CPU computes bfloat16 in float32" in on_cpu.message and "target='h200'" in on_cpu.remedy
@@ -101,6 +104,26 @@ def test_lasting_gathers_and_large_collective():
     assert found(dataclasses.replace(kept, component="head")) == {"large_collective"}  # an activation
     assert found(dataclasses.replace(kept, dtype="int32")) == {"large_collective"}  # tokens
     assert found(dataclasses.replace(kept, bytes=MIB)) == set()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "component", "told", "remedy"), [
+    ("all-gather-start.1", "param_copy", "one all-gather holds", "by layer under a scan"),
+    ("all-gather.2", "mlp", "one all-gather holds", "with_sharding_constraint"),
+    ("all-reduce.3", "mlp", "one all-reduce holds", "psum_scatter"),
+    ("reduce-scatter-start", "mlp", "one reduce-scatter holds", "psum_scatter"),
+    ("all-to-all.4", "mlp", "one all-to-all holds", "in parts"),
+    ("collective-permute-start", "mlp", "one collective-permute holds", "one after the other"),
+    ("copy.8", "mlp", "one collective-permute holds", "one after the other"),  # what a loop hands on of one
+    ("fusion.5", "mlp", "one collective holds", "in a scan over layers")])
+def test_the_remedy_of_a_large_collective_is_for_its_kind(name, component, told, remedy):
+    buffer = Buffer(name, 3 * MIB, (3,), "bfloat16", "collectives", "forward", component, source="/w/ring.py:8",
+                    at_peak=True)
+    sent = Instruction(1, "collective-permute-done.1", "collective-permute-done")
+    program = Program(Module(instructions={1: sent, 2: Instruction(2, "copy.8", "copy", operands=[1])}))
+    found, = findings.find(report({"collectives": 3 * MIB}, [buffer], peak=10 * MIB), PlacedProgram(program))
+    assert found.message == f"{told} 3.00 MiB, bfloat16[3] at ring.py:8" and remedy in found.remedy
+    assert ("combine threshold" in found.remedy) == (component == "param_copy")
 
 
 def test_not_donated(devices):
@@ -140,6 +163,17 @@ def test_a_batch_is_replicated_over_tensor_parallel_devices_and_should_be():
     for found, program in ((report(rows, collectives=(gathered,)), mesh_program("tensor")),
                            (report(rows), mesh_program("other"))):
         assert {f.kind for f in findings.find(found, program)} == {"replicated_batch"}
+
+
+@pytest.mark.quick
+def test_a_dump_without_a_mesh_may_be_tensor_parallel(monkeypatch):
+    program = dataclasses.replace(mesh_program("tensor"), mesh=(), layouts={}, replicated=None)
+    gathered = Collective("all-gather.1", "all-gather", group=8, bytes=1, times=2)
+    for sharded, collectives, told in ((True, (), set()), (True, (gathered,), {"replicated_batch"}),
+                                       (False, (), {"replicated_batch"})):
+        monkeypatch.setattr(Module, "replicated", lambda _, one, sharded=sharded: one.id == 1 or not sharded)
+        found = findings.find(report({"workspace": 500}, collectives=collectives), program)
+        assert {f.kind for f in found} - {"whole_state"} == told
 
 
 @pytest.mark.quick

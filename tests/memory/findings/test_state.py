@@ -14,6 +14,8 @@ from bytescope.memory.findings.state import state_too_large, whole_state
 from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.hlo.module import Computation, Instruction, Module
+from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.parallel_records import Collective
 from bytescope.memory.records import ROWS, Buffer, Report
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.config import flatten, override
@@ -95,6 +97,24 @@ def test_a_config_tells_what_a_program_without_layouts_does_not(keys, said):
     flags = [finding.flags for finding in rules.find(report, program) if finding.kind == "whole_state"]
     assert flags == ({"mesh.strategy": ["--config.mesh.strategy=zero3"], "mesh.data": [
         "--config.mesh.data=1 --config.mesh.fsdp=8"]}[next(iter(keys))] if keys else [])
+
+
+@pytest.mark.parametrize(("group", "found"), [(8, True), (4, False), (0, False)])
+def test_a_stack_of_replicas_is_told_from_states_that_differ(group, found):
+    """As jax.pmap has both: where gradients are summed over all devices, their copies of the state are alike."""
+    stack = (8, *WIDE)
+    leaves = [leaf(name, stack, (("batch",), (), ()), row) for name, row in (("p['w']", "params"), ("mu", "optimizer"))]
+    report, program = placed(leaves, layouts=False)
+    summed = Instruction(9, "all-reduce.1", "all-reduce")
+    program.module.instructions[9] = summed
+    program.module._shapes.update({id: Shape("float32", (1, *WIDE), bits=32) for id in range(2)})
+    arguments = {number: dataclasses.replace(argument, owner="p['w']" * (argument.role == "optimizer"), shape=stack)
+                 for number, argument in program.arguments.by_number.items()}
+    program = dataclasses.replace(program, mesh=(), arguments=Arguments(arguments, {(9, ()): "p['w']"}))
+    over = (Collective("all-reduce.1", "all-reduce", group=group),) if group else ()
+    told = whole_state(dataclasses.replace(report, collectives=over), program)
+    assert (told is not None) == found
+    assert not found or ("whole on each of 8 devices: p['w']" in told.message and "jax.pmap" in told.remedy)
 
 
 def test_inference_replicates_on_purpose():
