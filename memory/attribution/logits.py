@@ -61,13 +61,25 @@ class Logits:
         for number, argument in arguments.items():
             words = re.findall(r"\w+", argument.path.lower())
             if argument.role == "params" and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
-                found.update(self._sizes(number, -1, entry))
+                found.update(self._sizes(number, self._out_of(number, entry), entry))
         return frozenset(size for size in found if size > 1)
 
     def _sizes(self, number: int, dim: int, entry) -> tuple[int, ...]:
         """A dimension of an argument over all devices and on one."""
         local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
         return self.look.arguments.by_number[number].shape[dim], *(local[dim:][:1])
+
+    def _out_of(self, number: int, entry) -> int:
+        """The dimension of a head that its products leave: the first in libraries that keep weights as (out, in)."""
+        local = self.module.shape(self.module.instructions[entry.parameters[number]]).dims
+        left = [set(self._made(i).dims) for i in self.module.instructions.values() if self._is_product(i)
+                and self._phase(i) != "backward" and self._only_weight(i) == number]
+        return 0 if left and all(local[0] in dims and local[-1] not in dims for dims in left) else -1
+
+    def _made(self, instruction: Instruction) -> Shape:
+        """The shape of a product; of a call of a library the first of its results."""
+        shape = self.module.shape(instruction)
+        return shape.leaf((0,)) if shape.parts is not None else shape
 
     def _parameter(self, instruction: Instruction | None) -> int:
         """The number of the parameter in the params row that a value is, casts and gathers aside; -1 for none."""
@@ -91,9 +103,8 @@ class Logits:
     def _weight(self, instruction: Instruction) -> int:
         """The parameter that activations are multiplied by to something as wide as the vocabulary, outside of the
         backward pass; -1 for none."""
-        shape = self.module.shape(instruction)
-        shape = shape.leaf((0,)) if shape.parts is not None else shape
-        if not self._is_product(instruction) or not self._wide(shape) or self._phase(instruction) == "backward":
+        if not self._is_product(instruction) or not self._wide(self._made(instruction)) \
+                or self._phase(instruction) == "backward":
             return -1
         return self._only_weight(instruction)
 

@@ -83,7 +83,8 @@ def parse(op_name: str) -> Scope:
                 break
             seen.add(match[1])
             word = "" if match[1] in _CALLS else match[2]
-        seen.add(word)
+        if word != "transpose":  # which is an operation too, and then says nothing of a backward pass
+            seen.add(word)
         if word not in NOISE and not _BRANCH.match(word):
             path.append(word)
     last = words[-1]

@@ -54,3 +54,11 @@ def test_without_a_vocabulary_nothing_is_logits():
     shapes = (D, V), (V, V), (B, D)
     report = memory.analyze(lambda a, b, x: jnp.tanh(x @ a) @ b, *(spec(shape, f32) for shape in shapes))
     assert report.breakdown["logits_loss"] == 0
+
+
+def test_a_head_that_is_kept_the_other_way_round():
+    """As PyTorch and Equinox have it, (out, in)."""
+    params = {"up": spec((D, D), f32), "head": spec((V, D), f32)}
+    report = memory.analyze(lambda params, x: (jnp.tanh(x @ params["up"]) @ params["head"].T).argmax(-1), params,
+                            spec((B, D), f32))
+    assert report.breakdown["logits_loss"] == 4 * B * V

@@ -80,6 +80,8 @@ def test_einsums_functions_and_merged_names_are_no_scopes():
     merged = parse("jit(f)/transpose(jvp(Net))/mlp/mul;jit(f)/transpose(jvp(Net))/head/broadcast_in_dim")
     assert (merged.phase, merged.path, merged.operation) == ("backward", ("Net", "mlp"), "mul")
     assert parse("jit(f)/(transpose(jvp(a))/mlp/dot:jvp(b)/head/mul)").component == "mlp"
+    assert parse("jit(f)/jvp(Net)/transpose").phase == "forward"  # an array that is transposed, not a function
+    assert parse("jit(f)/transpose(jvp(Net))/transpose").phase == "backward"
     assert first_of_merged("jit(f)/(jvp(a)/mlp/dot:jvp(b)/head/mul)") == "jit(f)/jvp(a)/mlp/dot"
     assert first_of_merged("jit(f)/a/mul;jit(f)/b/add") == "jit(f)/a/mul"
     assert not is_operation("params['transformer/linear']['w']") and is_operation("jit(f)/mul")
