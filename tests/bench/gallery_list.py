@@ -53,6 +53,8 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "plain_jax:rnn": {"cpu": {"not_donated": _STATE}},
     "plain_jax:decode_kept": {"*": {"not_donated": "the cache comes back, and jit was not told to donate the old one"}},
     "plain_jax:gan": {"*": {"not_donated": _STATE}},
+    "parallel:pmap": {"h100:8": {"whole_state": "pmap keeps all parameters and the momentum on each of eight devices, "
+                                                "and sums the gradients over them"}},
     "parallel:ring": {"h100:8": {"large_collective": "the block that goes round is a seventh of the peak"}},
     "parallel:tensor_parallel": {
         "*": {"not_donated": _STATE}, "cpu": {"wide_activations": _WIDE_CPU},
@@ -61,8 +63,8 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "whole_state": "data parallelism keeps all parameters and moments on each of eight devices"}},
     "model_libraries:qwen3_train": {
         "cpu": {"full_logits": _LOGITS}, "h200": {"full_logits": _LOGITS, "spare_memory": _REMAT},
-        "h100:8": {"spare_memory": _REMAT, "large_collective": "tunix, traced on a CPU, constrains no activation: the "
-                                                               "logits are gathered"}},
+        "h100:8": {"full_logits": _LOGITS, "spare_memory": _REMAT,
+                   "large_collective": "tunix, traced on a CPU, constrains no activation: the logits are gathered"}},
     "model_libraries:vit": {"*": {"not_donated": _STATE}},
 }
 
