@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from bytescope.memory.devices import nnx_paths
+
 # How jax names leaves whose place in the arguments it forgot: those of pmap, and of other wrappers.
 _LOST = "flat_args["
 
@@ -63,7 +65,9 @@ def signature_of(lowered: Any) -> Signature | None:
     plain = [_positional(keystr(path)) for path, _ in inside]
     names = [own if name.startswith(_LOST) else name
              for name, own in zip(_named(debug, "arg_names", len(inside)) or plain, plain)]
+    names = nnx_paths.renamed(names, lowered.args_info)
     paths = _named(debug, "result_paths", len(outside)) or [keystr(path) for path, _ in outside]
+    paths = nnx_paths.renamed(paths, lowered.out_info)
     # Constants that a newer jax hoists out of the program come first among its parameters.
     first = max(len(told.get("global_in_avals", ())) - len(kept), 0)
     numbers = {leaf: first + number for number, leaf in enumerate(kept)}

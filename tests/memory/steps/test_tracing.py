@@ -151,11 +151,11 @@ def test_arrays_bound_to_a_wrapper_are_arguments():
 def test_flax_nnx_jit():
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1))
     def train(model, optimizer, x):
-        loss, gradients = nnx.value_and_grad(lambda model: (model.linear(x) ** 2).sum())(model)
+        loss, gradients = nnx.value_and_grad(lambda model: (model.layers[0](x) ** 2).sum())(model)
         optimizer.update(model, gradients)
         return loss
 
@@ -170,6 +170,12 @@ def test_flax_nnx_jit():
         assert report.breakdown["outputs"] < 128, "model and optimizer are donated"
     lowered = train.lower(*made(), x)
     assert memory.analyze(lowered).peak_bytes == memory.analyze(train, *made(), x).peak_bytes
+    # jax knows numbered leaves alone, "model.states[0][1]": names are the objects' attributes.
+    named = {b.name: (b.category, b.parameter) for b in report.buffers if b.phase == "argument"}
+    kernel = "model.layers[0].kernel"
+    assert named[kernel] == ("params", "") and named["x"] == ("batch", "") and len(named) == 3 * 2 + 3
+    assert {named[f"optimizer.opt_state[0].{moment}.layers[0].kernel"] for moment in ("mu", "nu")} == {
+        ("optimizer", kernel)}
     assert memory.analyze(lowered.compile()).allocated_bytes == report.allocated_bytes
 
 
