@@ -83,6 +83,7 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("rng", lambda e: e.dtype.startswith("key<")),
     ("rng", lambda e: e.dtype == "uint32" and e.shape[-1:] in ((2,), (4,)) and (e.random or e.name == "rng")),
     ("rng", lambda e: e.name == "rng" and "int" in e.dtype and len(e.shape) < 2 and not e.container),
+    ("rng", lambda e: "rngs" in keys_of(e.path) and "int" in e.dtype and not e.container),  # Flax counts its draws
     # Some optimizers keep the parameters themselves with their moments.
     ("params", lambda e: e.container == "optimizer" and e.state and e.floats and e.learns and e.forward),
     # A container says what everything in it is; only data never comes back.

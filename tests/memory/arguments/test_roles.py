@@ -105,6 +105,8 @@ def test_donated_memory_tells_where_nothing_else_does():
     ({"path": "a", "dtype": "uint32", "shape": (5, 2), "random": True}, "rng"),
     ({"path": "dropout_rng", "dtype": "uint32", "shape": (2,)}, "rng"),
     ({"path": "seed", "dtype": "int32", "shape": ()}, "rng"),
+    ({"path": "model.blocks[0].dropout.rngs.count", "dtype": "uint32", "shape": (), "trained": True, "state": True},
+     "rng"),
     ({"path": "tower['kv_proj'].kernel", "gradient": True}, "params"), ({"path": "image", "gradient": True}, "batch"),
     ({"path": "a['s']", "products": True}, "params"),
     ({"path": "a['s']", "products": True, "batch_dim": True}, "batch"),
