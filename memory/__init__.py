@@ -8,7 +8,7 @@
 `bytescope report --help` is the same as a command. Importing this package imports nothing else; each name is fetched at
 its first use, and none of them brings jax or what draws before it needs them.
 
-Rooms, each importing only the ones before it: hlo (protos to records), formulas (published arithmetic), devices (what a
+Rooms, each importing only the ones before it: report_records (what a report lists), hlo (protos to records), formulas (published arithmetic), devices (what a
 program is compiled for), steps (anyone's step, traced and lowered for a target), arguments (what goes in),
 attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the least recomputation under
 a budget), profile (a profiler's trace), plan (many programs compared), text, pages, tables (what users hold besides the
@@ -23,17 +23,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bytescope.memory.buffer_records import Buffer, LedgerRow, TimelinePoint
     from bytescope.memory.devices.live import LiveMemory
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.errors import GuardError, ReportError
     from bytescope.memory.execution.executable import Executable, compile
     from bytescope.memory.execution.watched import Watched, watch
-    from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records import Finding, XlaStats
     from bytescope.memory.remat.recognition import RematPolicy
     from bytescope.memory.remat_plan.plan import RematPlan, plan_remat
     from bytescope.memory.report import Report, analyze, assert_fits, load
+    from bytescope.memory.report_records.buffers import Buffer, LedgerRow, TimelinePoint
+    from bytescope.memory.report_records.parallel import Collective, Communication, ZeroRow
     from bytescope.memory.tables.devices import live, target, targets
     from bytescope.memory.tables.difference import Difference, diff
     from bytescope.memory.tables.table import Table
@@ -59,8 +59,8 @@ _HOMES = {
     "Target": "devices.targets", "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
     **dict.fromkeys(("Finding", "XlaStats"), "records"),
-    **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "buffer_records"),
-    **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "parallel_records"),
+    **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "report_records.buffers"),
+    **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "report_records.parallel"),
 }
 
 __all__ = ["Buffer", "Collective", "Communication", "Difference", "Executable", "Finding", "GuardError", "LedgerRow",

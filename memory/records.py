@@ -35,7 +35,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
   not traced. `roofline`: the seconds of that at the target's rates (`costs.roofline.Prediction`); {} where unknown.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
-- `ledger`, `timeline`, `buffers` (buffer_records.py), `findings`: lists of records, field for field.
+- `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: lists of records, field for field.
 - `notes`: sentences on what is not exact in this report.
 """
 
@@ -48,7 +48,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.buffer_records import (
+from bytescope.memory.errors import ReportError
+from bytescope.memory.report_json import is_count, one_line, parse, plain, read_item
+from bytescope.memory.report_records.buffers import (
     CARD,
     CATEGORIES,
     MEMORIES,
@@ -61,11 +63,9 @@ from bytescope.memory.buffer_records import (
     RuntimeOverhead,
     TimelinePoint,
 )
-from bytescope.memory.errors import ReportError
-from bytescope.memory.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.report_json import is_count, one_line, parse, plain, read_item
+from bytescope.memory.report_records.parallel import Collective, Communication, ZeroRow
 
-# The report's records with those of buffer_records.py, which come from here.
+# The report's records with those of report_records/buffers.py, which come from here.
 __all__ = ["CARD", "CATEGORIES", "IN_RUN", "KEYS", "MEMORIES", "METHODS", "PHASES", "POOL", "ROWS", "SCHEMA",
            "STEP_PHASES", "VERDICTS", "Buffer", "Finding", "LedgerRow", "Report", "RuntimeOverhead", "Subject",
            "TimelinePoint", "Transfer", "XlaStats", "load"]

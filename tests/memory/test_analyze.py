@@ -248,61 +248,6 @@ def test_proto_by_path_and_bytes(subject, tmp_path):
         assert read.xla.temp_bytes == report.xla.temp_bytes
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """jax's persistent compilation cache in a folder of its own, for programs of any size."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0,
-                "jax_persistent_cache_min_entry_size_bytes": -1}
-    before = {key: getattr(jax.config, key) for key in settings}
-    for key, value in settings.items():
-        jax.config.update(key, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for key, value in before.items():
-        jax.config.update(key, value)
-    compilation_cache.reset_cache()
-
-
-def test_a_report_is_the_same_fresh_and_cached(cache):
-    """Of the cached executable alone only the schedule is known: its peak is another, by 1 KB."""
-    def reports(*turns):
-        """Their reports, and when the entry was written."""
-        for exact in turns:
-            report = report_of(compile_lowered(programs.linen(), exact=exact))
-            [entry] = cache.glob("jit_step-*-cache")
-            yield report, entry.stat().st_mtime_ns
-
-    (fresh, written), *cached = reports(True, False, True)
-    assert fresh.method == "heap_trace" and cached == [(fresh, written)] * 2, "the same, and nothing compiled again"
-    [beside] = cache.glob("jit_step-*.buffers.gz")
-    beside.write_bytes(beside.read_bytes()[:200])  # damaged
-    (derived, same), (exact, later), *cached = reports(False, True, True, False)
-    assert (derived.method, same) == ("schedule", written) and derived.peak_bytes != fresh.peak_bytes
-    assert exact.breakdown == fresh.breakdown and later > written, "compiled again"
-    assert cached == [(exact, later)] * 2, "once"
-
-
-def test_a_program_with_other_names_has_its_own_report(cache):
-    """jax gives the executable of one for the other: only the names in its source tell them apart."""
-    def step(scope, exact=True):
-        def body(x):
-            with jax.named_scope(scope):
-                return jax.numpy.tanh(x @ x) @ x
-
-        return report_of(compile_lowered(jax.jit(body).lower(jax.ShapeDtypeStruct((64, 64), np.float32)), exact=exact))
-
-    def scopes(report):
-        return {scope for scope in ("first", "second", "third") for b in report.buffers if scope in b.op_name}
-
-    names = ("first", "second", "first")
-    assert [scopes(step(name)) for name in names] == [{name} for name in names]
-    assert len(list(cache.glob("*-cache"))) == 1 and len(list(cache.glob("*.buffers.gz"))) == 2
-    quick = step("third", exact=False)  # the start of a run compiles nothing again
-    assert quick.method == "heap_trace" and "third" not in scopes(quick) and "names and source lines" in quick.notes[0]
-
-
 @pytest.mark.parametrize("given", [None, 3, object(), lambda x: x])
 def test_what_is_no_program(given):
     with pytest.raises(memory.ReportError, match="is not a program"):

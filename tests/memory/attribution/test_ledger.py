@@ -49,3 +49,19 @@ def test_leaves_that_do_not_divide_are_named(devices):
     reason = {row.role: row.reason for row in left.zero}["params"]
     assert "replicated on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
     assert {row.role: row.held for row in left.zero}["params"] == 4.0
+
+
+def test_ledger_by_hand():
+    def held(role, dtype, size, **fields):
+        return Buffer(role, size, (4, 4), dtype, role, "argument", **fields)
+
+    buffers = [held("params", "bfloat16", 32), held("optimizer", "float32", 64), held("optimizer", "float32", 64),
+               held("optimizer", "float32", 64), held("batch", "int32", 999),
+               Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
+               Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
+               Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9)]
+    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
+    assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
+        ("params", "bfloat16", 2.0), ("gradients", "bfloat16", 2.0), ("optimizer", "float32", 12.0),
+        ("total", "", 16.0)]
+    assert ledger.rows([], {})[-1].bytes_per_param == 0.0

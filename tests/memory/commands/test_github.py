@@ -20,7 +20,7 @@ COMMAND = re.compile(r"::(error|warning|notice) (?P<properties>[^\n]*?)::(?P<mes
 
 def report_of(size, *, target="h100:8", jax="0.10.2", **fields):
     buffers = (Buffer("fusion.1", size, (size // 4,), "float32", "residuals", "backward", module="Decoder/mlp",
-                      op_name="jit(step)/Decoder/mlp/dot", source="/work/repo/model/mlp.py:40", at_peak=True),
+                      op_name="jit(step)/Decoder/mlp/dot", source="/srv/repo/model/mlp.py:40", at_peak=True),
                Buffer("w", MIB, (4,), "float32", "params", "argument", at_peak=True))
     rows = {**dict.fromkeys(ROWS, 0), "residuals": size, "params": MIB}
     return Report(size + MIB, size + MIB, rows, buffers=buffers, program="jit_step", target={"name": target},
@@ -36,7 +36,7 @@ def parsed(line):
 
 
 def test_growth_is_an_error_at_the_line_that_grew_most(monkeypatch):
-    monkeypatch.setenv("GITHUB_WORKSPACE", "/work/repo")
+    monkeypatch.setenv("GITHUB_WORKSPACE", "/srv/repo")
     before, after = report_of(4 * MIB), report_of(8 * MIB, target="h200", jax="0.12.0")
     changes = diff.diff(before, after)
     lines = github.of_difference(before, after, changes, diff.grew_above(changes, 2.0), 2.0)
@@ -72,10 +72,10 @@ def test_what_a_name_holds_ends_no_command_and_no_cell():
 
 
 @pytest.mark.parametrize(("source", "place"), [
-    ("/work/repo/a/b.py:3", ("a/b.py", "3")), ("/other/b.py:3", ("/other/b.py", "3")), ("b.py:3", ("b.py", "3")),
+    ("/srv/repo/a/b.py:3", ("a/b.py", "3")), ("/other/b.py:3", ("/other/b.py", "3")), ("b.py:3", ("b.py", "3")),
     ("", ("", "")), ("b.py", ("b.py", ""))])
 def test_files_are_told_from_the_root_of_the_repository(source, place):
-    assert github._place(source, {"GITHUB_WORKSPACE": "/work/repo"}) == place
+    assert github._place(source, {"GITHUB_WORKSPACE": "/srv/repo"}) == place
 
 
 def test_the_command_prints_them_and_adds_to_the_summary(tmp_path, monkeypatch, capsys):

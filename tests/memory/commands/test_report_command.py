@@ -13,7 +13,6 @@ from rich.console import Console
 from bytescope import memory
 from bytescope.memory import __main__ as command
 from bytescope.memory.analyze import judge
-from bytescope.memory.attribution import ledger
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.compiler import compile_lowered
@@ -266,49 +265,9 @@ def test_the_guard_takes_a_step_with_its_arguments():
         memory.assert_fits(abs, number, "72GiB")
 
 
-def test_ledger_by_hand():
-    def held(role, dtype, size, **fields):
-        return Buffer(role, size, (4, 4), dtype, role, "argument", **fields)
-
-    buffers = [held("params", "bfloat16", 32), held("optimizer", "float32", 64), held("optimizer", "float32", 64),
-               held("optimizer", "float32", 64), held("batch", "int32", 999),
-               Buffer("g", 32, (4, 4), "bfloat16", "gradients", "backward", start=2, end=9),
-               Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
-               Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9)]
-    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
-    assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
-        ("params", "bfloat16", 2.0), ("gradients", "bfloat16", 2.0), ("optimizer", "float32", 12.0),
-        ("total", "", 16.0)]
-    assert ledger.rows([], {})[-1].bytes_per_param == 0.0
-
-
 def test_importing_needs_no_jax():
     code = "import sys, memory; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_simulated_devices_are_as_many_as_the_target_asks():
-    from bytescope.memory.devices.platform import simulate_devices
-    for targets, env, count in ((["cpu:8"], {}, "8"), (["cpu:2", "cpu:4", "h100:8"], {}, "4"), (["h200"], {}, None),
-                                (["cpu:8"], {"JAX_NUM_CPU_DEVICES": "2"}, "2"),
-                                (["cpu:8"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, None)):
-        simulate_devices(targets, env)
-        assert env.get("JAX_NUM_CPU_DEVICES") == count
-
-
-def test_simulated_devices_get_threads_for_their_collectives(tmp_path, monkeypatch):
-    """With one a device, collectives that are under way at once take them all, and the devices wait for ever."""
-    from bytescope.memory.devices import platform
-    monkeypatch.setattr(platform.os, "cpu_count", lambda: 4)
-    for env, threads in (({"JAX_NUM_CPU_DEVICES": "8"}, "64"), ({}, None), ({"JAX_NUM_CPU_DEVICES": "1"}, None),
-                         ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, "16"),
-                         ({"JAX_NUM_CPU_DEVICES": "many"}, None), ({"JAX_NUM_CPU_DEVICES": "512"}, "1024"),
-                         ({"JAX_NUM_CPU_DEVICES": "8", "PJRT_NPROC": "9"}, "9")):
-        platform.choose_platform(str(tmp_path), env)
-        assert env.get(platform.THREADS_VARIABLE) == threads
-    platform.simulate_devices(["cpu:2"], simulated := {})
-    platform.give_threads(alone := {})
-    assert (simulated[platform.THREADS_VARIABLE], alone[platform.THREADS_VARIABLE]) == ("16", "8")
 
 
 # ---- what does not fit ------------------------------------------------------------------------------

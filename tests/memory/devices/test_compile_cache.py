@@ -7,26 +7,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from bytescope.memory.devices.compile_cache import Entry, mend, remove_damaged, watched
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A cache of its own, for programs of any size."""
-    names = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0,
-             "jax_persistent_cache_min_entry_size_bytes": -1}
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def compiled():

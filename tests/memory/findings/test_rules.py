@@ -23,8 +23,8 @@ from bytescope.memory.hlo.buffers import Allocation, Program
 from bytescope.memory.hlo.mesh import Layout, of_compiled
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
-from bytescope.memory.parallel_records import Collective
 from bytescope.memory.records import ROWS, Buffer, Report, TimelinePoint
+from bytescope.memory.report_records.parallel import Collective
 from bytescope.memory.units import MIB
 from support import programs
 from support.oracles import require

@@ -15,8 +15,8 @@ from bytescope.memory.hlo.buffers import Program
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import Shape
-from bytescope.memory.parallel_records import Collective
 from bytescope.memory.records import ROWS, Buffer, Report
+from bytescope.memory.report_records.parallel import Collective
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.config import flatten, override
 
