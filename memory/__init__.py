@@ -8,12 +8,12 @@
 `bytescope report --help` is the same as a command. Importing this package imports nothing else; each name is fetched at
 its first use, and none of them brings jax or what draws before it needs them.
 
-Rooms, each importing only the ones before it: report_records (what a report lists), hlo (protos to records), formulas (published arithmetic), devices (what a
-program is compiled for), steps (anyone's step, traced and lowered for a target), arguments (what goes in),
-attribution (what every buffer is), costs (what a step computes, moves and sends), remat (the least recomputation under
-a budget), profile (a profiler's trace), plan (many programs compared), text, pages, tables (what users hold besides the
-report), report (the object that they hold), execution (steps that run), remat_plan (the remat policy of any model),
-commands.
+Rooms, each importing only the ones before it: report_records (what a report lists), hlo (protos to records), formulas
+(published arithmetic), devices (what a program is compiled for), steps (anyone's step, traced and lowered for a
+target), arguments (what goes in), attribution (what every buffer is), costs (what a step computes, moves and sends),
+remat (the least recomputation under a budget), profile (a profiler's trace), plan (many programs compared), text,
+pages, tables (what users hold besides the report), report (the object that they hold), execution (steps that run),
+remat_plan (the remat policy of any model), commands.
 Start at `analyze.py`: a program in, a `records.Report` out.
 """
 
