@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from bytescope.memory.jaxprs import bodies
 from bytescope.memory.remat.block_graph import INLINED, Block, Step, size_of, step_of
 from bytescope.memory.remat.layers import Layer, is_checkpoint, specs_of, where_of
 from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
@@ -198,20 +199,13 @@ def _body(equation: Any) -> Any:
 
 def _key(equation: Any) -> str:
     """The key of an equation; "" where jax asks no policy: it walks into what has a body, kernels apart."""
-    if equation.primitive.name != "pallas_call" and any(_bodies(equation)):
+    if equation.primitive.name != "pallas_call" and any(bodies(equation)):
         return ""
     return _key_of(equation)
 
 
 def _key_of(equation: Any) -> str:
     return key_of(equation.primitive, [atom.aval for atom in equation.invars], equation.params)
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(one, "eqns"):
-                yield getattr(one, "jaxpr", one)
 
 
 def _keys(jaxpr: Any) -> Iterator[str]:
@@ -229,7 +223,7 @@ def _inside(jaxpr: Any, within: bool = False) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if within:
             yield _key(equation)
-        for body in _bodies(equation):
+        for body in bodies(equation):
             yield from _inside(body, within=True)
 
 
@@ -241,7 +235,7 @@ def _labels(graph: _Graph, order: Sequence[tuple[int, str]], kind: int, times: i
     value; those of this kind of layer are added.
     """
     place, keys = {number: at for at, (number, _) in enumerate(order)}, tuple(key for _, key in order)
-    in_loops = {key for one in graph.made if not one.key for body in _bodies(one.equation)
+    in_loops = {key for one in graph.made if not one.key for body in bodies(one.equation)
                 for key in (*_inside(body), *map(_key, body.eqns))}
     out: dict[int, str] = {}
     for number, one in enumerate(graph.made):
