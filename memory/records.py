@@ -65,7 +65,7 @@ from bytescope.memory.report_records.buffers import (
 )
 from bytescope.memory.report_records.parallel import Collective, Communication, ZeroRow
 
-# The report's records with those of report_records/buffers.py, which come from here.
+# The report's records with those of report_records, which come from here.
 __all__ = ["CARD", "CATEGORIES", "IN_RUN", "KEYS", "MEMORIES", "METHODS", "PHASES", "POOL", "ROWS", "SCHEMA",
            "STEP_PHASES", "VERDICTS", "Buffer", "Finding", "LedgerRow", "Report", "RuntimeOverhead", "Subject",
            "TimelinePoint", "Transfer", "XlaStats", "load"]

@@ -26,6 +26,7 @@ FLOORS = (
     ("memory.arguments",),
     ("memory.attribution", "memory.steps"),
     ("memory.costs",),
+    ("memory.seconds",),
     ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
     ("memory.analyze",),
     ("memory.plan", "memory.guard", "memory.user_program"),
