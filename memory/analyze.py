@@ -31,6 +31,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
+from bytescope.memory.seconds import reading
 from bytescope.memory.steps.tracing import check_options
 
 # Above this share of the limit a program fits, but tightly.
@@ -95,6 +96,10 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
         look = assemble.attribution_of(source, inputs, known, flow)
         report = assemble.report(look, "schedule" if derived else "heap_trace")
         report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh), work=kernels.find(look))
+        counted = flops.count(compilation.jaxpr) if compilation.jaxpr is not None else None
+        steps = reading.read(look, placed.mesh, target.devices_per_host if target else 0, counted,
+                             source.module.devices)
+        report = dataclasses.replace(report, schedule=steps)
     except RecursionError as error:
         raise ReportError("a program nested too deeply to read: dump it again") from error
     stats = compilation.stats or _stats(program)
@@ -108,7 +113,7 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     report = _with_formulas(judge(report, target.limit_bytes if target else None), placed, look.roles)
     moved = host_transfers.find(source.module, target.host_link_bytes_per_s if target else 0.0)
     report = dataclasses.replace(report, transfers=moved)
-    report = dataclasses.replace(report, work=_work(report, placed, compilation.jaxpr, target))
+    report = dataclasses.replace(report, work=_work(report, placed, counted, target))
     return dataclasses.replace(report, findings=rules.find(report, placed))
 
 
@@ -121,12 +126,13 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
                                zero=ledger.zero_rows(report, state) if state.strategy else ())
 
 
-def _work(report: Report, program: PlacedProgram, jaxpr: Any, target: Target | None) -> Mapping[str, Any]:
+def _work(report: Report, program: PlacedProgram, counted: flops.FlopCount | None,
+          target: Target | None) -> Mapping[str, Any]:
     """The work of a program for the roofline, {} for one that was not traced: only a jaxpr tells all FLOPs."""
-    if jaxpr is None:
+    if counted is None:
         return {}
     per_host = target.devices_per_host if target else 0
-    return step_work.of(report, report.work, flops.count(jaxpr), program.module.devices, program.mesh, per_host)
+    return step_work.of(report, report.work, counted, program.module.devices, program.mesh, per_host)
 
 
 def _facts(report: Report, module: Module, target: Target | None,

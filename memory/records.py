@@ -34,6 +34,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
 - `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
   not traced. `roofline`: the seconds of that at the target's rates (`costs.roofline.Prediction`); {} where unknown.
+- `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
+  link from start to wait, loops (report_records/schedule.py; lists, `to_json` there); [] where nothing is scheduled.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
 - `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: lists of records, field for field.
 - `notes`: sentences on what is not exact in this report.
@@ -64,6 +66,9 @@ from bytescope.memory.report_records.buffers import (
     TimelinePoint,
 )
 from bytescope.memory.report_records.parallel import Collective, Communication, ZeroRow
+from bytescope.memory.report_records.schedule import Steps
+from bytescope.memory.report_records.schedule import from_json as read_schedule
+from bytescope.memory.report_records.schedule import to_json as schedule_json
 
 # The report's records with those of report_records, which come from here.
 __all__ = ["CARD", "CATEGORIES", "IN_RUN", "KEYS", "MEMORIES", "METHODS", "PHASES", "POOL", "ROWS", "SCHEMA",
@@ -160,6 +165,7 @@ class Report:
     unseen: tuple[RuntimeOverhead, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schedule: Steps = ()
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
@@ -209,7 +215,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object (plain dicts, lists, numbers, strings), keys in a stable order."""
-        out = {key: plain(getattr(self, key)) for key in KEYS}
+        out = {key: schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key)) for key in KEYS}
         out["predicted_bytes"] = self.predicted_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
         out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
@@ -243,7 +249,7 @@ class Report:
 KEYS = ("schema", "program", "method", "versions", "target", "config", "subject", "xla", "peak_bytes",
         "allocated_bytes", "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
         "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
-        "unseen", "work", "roofline", "findings", "notes", "timeline", "buffers")
+        "unseen", "work", "roofline", "findings", "notes", "timeline", "buffers", "schedule")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
           "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
@@ -278,6 +284,8 @@ def _read(key: str, value: Any) -> Any:
         return tuple(read_item(_ITEMS[key], item) for item in value)
     if key in _RECORDS:
         return read_item(_RECORDS[key], value)
+    if key == "schedule":
+        return read_schedule(value)
     if key == "notes":
         return tuple(str(note) for note in value)
     if key in _OBJECTS and not isinstance(value, dict):

@@ -15,7 +15,7 @@ from bytescope.memory.costs import overlap
 from bytescope.memory.formulas.communication import Expected
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.loops import runs
-from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import Shape, leaves
 from bytescope.memory.records import Collective, Communication
 
@@ -52,27 +52,32 @@ def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction
     """The record of one instruction that runs `times` in a step; none for a collective that moves nothing."""
     module = look.module
     groups = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
-    share, group = _share(kind, groups, module.devices)
-    if not share:
+    sent, group = share(kind, groups, module.devices)
+    if not sent:
         return
     # An async-start wraps a computation with the collective in it: its name, place and users are the start's.
     callers = [c for c in look.flow.callers.get(instruction.computation, ()) if c.opcode == "async-start"]
     start = callers[0] if callers else instruction
-    operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
-    arrays = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+    arrays = arrays_of(module, instruction)
     given = sum(shape.bytes for shape in arrays)
     payload = given * group if kind == "all-gather" else given
     named, metadata, scope = look.best_named(start, ())
     overlapped = overlap.of(look, start) if start.opcode.endswith("-start") else overlap.Overlap(False)
     yield Collective(
         name=start.name, kind=kind, axes=hlo_mesh.spanned(groups, mesh), group=group,
-        dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(share * payload),
+        dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(sent * payload),
         phase=look.phase(scope, named or start), component=scope.component, module="/".join(scope.path),
         op_name=metadata.op_name, asynchronous=overlapped.asynchronous, overlapped=overlapped.instructions,
         overlapped_flops=overlapped.flops, in_flight_bytes=given + _result_bytes(kind, given, group))
 
 
-def _share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
+def arrays_of(module: Module, instruction: Instruction) -> list[Shape]:
+    """The arrays that a collective is given, those that are combined into one each."""
+    operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
+    return [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+
+
+def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:
     """(bytes sent per byte of payload, devices in a group); (0.0, n) for a collective that moves nothing."""
     if kind == "collective-permute":
         moving = [pair for pair in groups if len(pair) == 2 and pair[0] != pair[1]]

@@ -19,12 +19,12 @@ TO_DEVICE, TO_HOST = "to device", "to host"
 
 def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
     """Transfers of one step and device, most bytes first; seconds at `bytes_per_s` in each direction, 0 if unknown."""
-    counts, whole = loops.runs(module), _uncounted(module)
+    counts, whole = loops.runs(module), uncounted(module)
     sums: dict[tuple[str, str], int] = {}
     for computation, times in counts.items():
         for id in module.computations[computation].instructions if computation in module.computations else ():
             instruction = module.instructions[id]
-            for direction, size, array in _moved(module, instruction):
+            for direction, size, array in moved(module, instruction):
                 scope = scopes.parse(module.metadata(instruction).op_name)
                 where = "optimizer" if "optimizer" in scope.path else scope.phase
                 size = array if computation in whole else size * times
@@ -33,7 +33,7 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
                  for (where, direction), size in sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _uncounted(module: Module) -> set[int]:
+def uncounted(module: Module) -> set[int]:
     """Computations inside loops without a known trip count."""
     pending = [called for instruction in module.instructions.values() if instruction.opcode == "while"
                and not loops.trip_count(module, instruction) for called in instruction.called]
@@ -48,15 +48,15 @@ def _uncounted(module: Module) -> set[int]:
 
 
 # Opcode -> which operand crosses, whole or in part, to the result.
-_CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1}
+CROSSING = {"copy": 0, "slice": 0, "dynamic-slice": 0, "dynamic-update-slice": 1}
 
 
-def _moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
+def moved(module: Module, instruction: Instruction) -> Iterator[tuple[str, int, int]]:
     """(direction, bytes of one execution, bytes of the array that they are part of) of what crosses the link."""
     target = module.shape(instruction)
     if instruction.opcode == "copy-start":
         source, target = target.leaf((1,)), target.leaf((0,))
-    elif (operand := module.operand(instruction, _CROSSING.get(instruction.opcode, -1))) is not None:
+    elif (operand := module.operand(instruction, CROSSING.get(instruction.opcode, -1))) is not None:
         source = module.shape(operand)
     else:
         return

@@ -54,7 +54,7 @@ class _Walk:
             self.known[id, around] = sums = {}  # a damaged module may call in circles
             found = self.module.computations.get(id)
             for instruction in (self.module.instructions[i] for i in found.instructions) if found else ():
-                phase = self.phase(instruction, around)
+                phase = phase_of(self.look, instruction, around)
                 if instruction.opcode in _CALLING:
                     _add(sums, self.called(instruction, phase))
                 elif size := moved(self.module, instruction):
@@ -72,14 +72,16 @@ class _Walk:
             _add(out, sums, trips)
         return out
 
-    def phase(self, instruction: Instruction, around: str) -> str:
-        """The phase of an operation; one that carries no name, as copies of the compiler's own, is of what calls it."""
-        scope = self.look.scope(instruction)
-        if "optimizer" in scope.path:
-            return "optimizer"
-        if scope.phase or not around or self.module.metadata(instruction).op_name:
-            return self.look.phase(scope, instruction)
-        return around
+
+def phase_of(look: Attribution, instruction: Instruction, around: str) -> str:
+    """The phase of an operation; one that carries no name, as copies of the compiler's own, is of what calls it:
+    `around`, "" in the entry."""
+    scope = look.scope(instruction)
+    if "optimizer" in scope.path:
+        return "optimizer"
+    if scope.phase or not around or look.module.metadata(instruction).op_name:
+        return look.phase(scope, instruction)
+    return around
 
 
 def _add(sums: Sums, other: Sums, times: int = 1) -> None:

@@ -152,6 +152,16 @@ def groups_of(data: bytes, span: Span, devices: int) -> Groups:
     return groups or [list(range(devices))]
 
 
+# Fields of HloInstructionProto that name groups; see `groups_of`.
+_GROUP_FIELDS = frozenset((49, 52, 87, 92, 93))
+
+
+def groups_key(data: bytes, span: Span) -> tuple[tuple[int, bytes], ...]:
+    """What a collective says of its groups, as it is written: where that is alike, `groups_of` gives the same."""
+    return tuple((field, data[value[0]:value[1]]) for field, value in wire.fields(data, span)
+                 if field in _GROUP_FIELDS and not isinstance(value, int))
+
+
 def _device_list(data: bytes, span: Span) -> Groups:
     """CollectiveDeviceListProto: replica_groups 1, iota_replica_group_list 2, mesh axes 3."""
     groups: Groups = []

@@ -53,6 +53,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     """
     from bytescope.memory.analyze import report_of
     from bytescope.memory.devices import targets
+    from bytescope.memory.report_records.schedule import to_json
 
     target = targets.parse(job["target"])
     overrides = [tuple(pair) for pair in job["overrides"]]
@@ -71,6 +72,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
         "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
         "target": dict(report.target), "versions": dict(report.versions),
         "settled": trainer.settled(program), **flops_of(compilation.jaxpr), "work": dict(report.work),
+        "schedule": to_json(report.schedule),
         "calls_per_update": program.calls_per_update, "tokens_per_update": tokens_of(program),
     }
     if job["measure"]:

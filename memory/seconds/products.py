@@ -1,0 +1,224 @@
+"""What a kernel multiplies: FLOPs, kind, dtype and size of the matrix products, attention calls and convolutions in it.
+
+A multiply-add counts as two. Of attention with a causal mask or a window only what the mask leaves is counted: kernels
+skip the blocks that it hides (Dao 2023, arXiv 2307.08691, section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from bytescope.memory.costs.kernels import is_product
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.loops import backend_config
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import Shape
+from bytescope.memory.seconds.schedule import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    CONVOLUTION,
+    FOREIGN,
+    PRODUCT,
+)
+
+
+class Work(NamedTuple):
+    """What a kernel multiplies, in the words of `schedule.Kernel`.
+
+    whole: FLOPs with those that an attention mask hides, as a jaxpr counts them.
+    """
+
+    kind: str
+    flops: int = 0
+    dtype: str = ""
+    size: tuple[int, ...] = ()
+    causal: bool = False
+    whole: int = 0
+
+
+def find(module: Module, instruction: Instruction) -> Work | None:
+    """What a kernel multiplies, of a fusion all that is in it, with the kind, size and dtype of its largest; None for
+    one without. A library's call whose work its settings do not tell is FOREIGN, of no FLOPs."""
+    if instruction.opcode == "fusion":
+        works = [work for item in _inside(module, instruction) if (work := find(module, item))]
+        if not works:
+            return None
+        largest = max(works, key=lambda work: work.flops)
+        return largest._replace(flops=sum(work.flops for work in works), whole=sum(work.whole for work in works))
+    rule = _RULES.get(instruction.opcode)
+    return rule(module, instruction) if rule else None
+
+
+def _inside(module: Module, fusion: Instruction) -> Iterable[Instruction]:
+    return (module.instructions[id] for called in fusion.called if called in module.computations
+            for id in module.computations[called].instructions)
+
+
+# ---- products ------------------------------------------------------------------------------------------------
+
+def _dot(module: Module, instruction: Instruction) -> Work | None:
+    """dot_dimension_numbers 30 {lhs_contracting 1, rhs_contracting 2, lhs_batch 3, rhs_batch 4}, precision_config 51
+    {operand_precision 1, algorithm 2}."""
+    axes: dict[int, list[int]] = {1: [], 3: []}
+    precision, algorithm = [], 0
+    for field, value in wire.fields(module.data, instruction.span):
+        if field == 30:
+            for part, item in wire.fields(module.data, wire.message(value)):
+                if part in axes:
+                    axes[part] += wire.numbers(module.data, item)
+        elif field == 51:
+            for part, item in wire.fields(module.data, wire.message(value)):
+                if part == 1:
+                    precision += wire.numbers(module.data, item)
+                elif part == 2:
+                    algorithm = wire.number(item)
+    exact = algorithm in _EXACT or (not algorithm and max(precision, default=0) >= _HIGHEST)
+    return _product(module, instruction, axes[1], axes[3], exact)
+
+
+def _product(module: Module, instruction: Instruction, contracted: Iterable[int], batch: Iterable[int],
+             exact: bool) -> Work | None:
+    left, right = _operands(module, instruction)
+    if left is None or right is None:
+        return None
+    k, b = _size(left, contracted), _size(left, batch)
+    m, n = (max(shape.elements // max(b * k, 1), 1) for shape in (left, right))
+    return _work(PRODUCT, 2 * b * m * n * k, left, right, (b, m, n, k), exact)
+
+
+def _ragged(module: Module, instruction: Instruction) -> Work | None:
+    """Every row meets one group's matrix: rows of the left x columns of the result x contracted."""
+    left, right = _operands(module, instruction)
+    if left is None or right is None or not left.dims:
+        return None
+    rows, k = left.elements // max(left.dims[-1], 1), left.dims[-1]
+    n = module.shape(instruction).elements // max(rows, 1)
+    return _work(PRODUCT, 2 * rows * n * k, left, right, (1, rows, n, k), False)
+
+
+def _work(kind: str, flops: int, left: Shape, right: Shape, size: tuple[int, ...], exact: bool = False) -> Work:
+    return Work(kind, flops, _dtype(left, right, exact), size, whole=flops)
+
+
+# Precisions and algorithms (xla_data.proto) that forbid to round float32 operands; see `costs.flops`.
+_HIGHEST = 2
+_EXACT = frozenset((11,))  # ALG_DOT_F32_F32_F32
+_EXACT_NAMES = frozenset(("ALG_DOT_F32_F32_F32",))
+
+
+def _dtype(left: Shape, right: Shape, exact: bool) -> str:
+    """The dtype of the wider operand; float32 that may be rounded is TF32."""
+    widest = max(left, right, key=lambda shape: shape.bits)
+    return "tf32" if widest.dtype == "float32" and not exact else widest.dtype
+
+
+def _operands(module: Module, instruction: Instruction) -> tuple[Shape | None, Shape | None]:
+    found = [module.operand(instruction, i) for i in (0, 1)]
+    left, right = (module.shape(operand) if operand else None for operand in found)
+    return left, right
+
+
+def _size(shape: Shape, axes: Iterable[int]) -> int:
+    return math.prod(shape.dims[axis] for axis in axes if axis < len(shape.dims))
+
+
+# ---- convolutions --------------------------------------------------------------------------------------------
+
+def _convolution(module: Module, instruction: Instruction) -> Work | None:
+    """2 x values of the output x the window's values of one output feature; padding and dilation as if dense."""
+    left, right = _operands(module, instruction)
+    result = module.shape(instruction)
+    result = result.leaf((0,)) if result.parts is not None else result
+    # A library's gradient is named for what it makes: then the output is an operand and the kernel perhaps the result.
+    way = next((way for way in _GRADIENTS if way in instruction.target), "")
+    out, kernel = {"": (result, right), "BackwardInput": (left, right), "BackwardFilter": (right, result)}[way]
+    if out is None or kernel is None or left is None or right is None:
+        return None
+    output, spatial, groups = _window(module, instruction)
+    features = _size(kernel, [output])
+    window = kernel.elements // max(features, 1)
+    flops = 2 * out.elements * window // max(groups, 1)
+    if _size(kernel, spatial) == 1:  # a product in the words of a convolution, as a TPU has all of its own
+        return _work(PRODUCT, flops, left, right, (1, out.elements // max(features, 1), features, window))
+    return _work(CONVOLUTION, flops, left, right, ())
+
+
+_GRADIENTS = ("BackwardInput", "BackwardFilter")
+
+
+def _window(module: Module, instruction: Instruction) -> tuple[int, list[int], int]:
+    """(output features' axis of the kernel, its spatial axes, groups of the batch): convolution_dimension_numbers 16
+    {kernel_output_feature 4, kernel_spatial 6}, batch_group_count 61."""
+    output, groups, spatial = 0, 1, []
+    for field, value in wire.fields(module.data, instruction.span):
+        if field == 16:
+            for part, item in wire.fields(module.data, wire.message(value)):
+                if part == 4:
+                    output = wire.number(item)
+                elif part == 6:
+                    spatial += wire.numbers(module.data, item)
+        elif field == 61:
+            groups = wire.number(value)
+    return output, spatial, groups
+
+
+# ---- calls of libraries --------------------------------------------------------------------------------------
+
+def _call(module: Module, instruction: Instruction) -> Work | None:
+    """A GEMM's settings tell its axes, an attention call's the shape of its scores, a convolution is as in HLO."""
+    if not is_product(module, instruction):
+        return None
+    config = backend_config(module, instruction)
+    gemm, scores = (_inner(config, key) for key in ("gemm_backend_config", "cudnn_fmha_backend_config"))
+    found = None
+    if gemm:
+        numbers, precision = _inner(gemm, "dot_dimension_numbers"), _inner(gemm, "precision_config")
+        algorithm = precision.get("algorithm", "ALG_UNSET")
+        exact = algorithm in _EXACT_NAMES or (algorithm == "ALG_UNSET"
+                                              and "HIGHEST" in precision.get("operand_precision", ()))
+        found = _product(module, instruction, _numbers(numbers.get("lhs_contracting_dimensions")),
+                         _numbers(numbers.get("lhs_batch_dimensions")), exact)
+    elif scores:
+        found = _attention(module, instruction, scores)
+    elif "__cudnn$conv" in instruction.target:
+        found = _convolution(module, instruction)
+    left, _ = _operands(module, instruction)
+    return found or Work(FOREIGN, dtype=left.dtype if left else "")
+
+
+def _attention(module: Module, instruction: Instruction, scores: Mapping[str, Any]) -> Work | None:
+    """Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al. 2022, arXiv 2205.14135)."""
+    dims = _numbers(_inner(scores, "intermediate_tensor_shape").get("dimensions"))
+    query, _ = _operands(module, instruction)
+    if query is None or not query.dims or len(dims) < 2:
+        return None
+    heads, (queries, keys), width = math.prod(dims[:-2]), dims[-2:], query.dims[-1]
+    backward, causal = "Backward" in instruction.target, "CAUSAL" in str(scores.get("mask_type", ""))
+    whole = (10 if backward else 4) * heads * queries * keys * width
+    window = _numbers([scores.get("sliding_window_length")])
+    flops = whole * _seen(queries, keys, window[0] if window else 0) // max(queries * keys, 1) if causal else whole
+    return Work(ATTENTION_BACKWARD if backward else ATTENTION, flops, query.dtype, (heads, queries, keys, width),
+                causal, whole)
+
+
+def _seen(queries: int, keys: int, window: int) -> int:
+    """Pairs of a query and a key that a causal mask leaves, the diagonal counted as half; `window`: keys that a query
+    sees at most, 0 for all."""
+    pairs = queries * keys - queries * min(queries, keys) // 2
+    hidden = max(keys - window, 0) if window else 0
+    return max(pairs - hidden * hidden // 2, 0)
+
+
+def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _numbers(values: Any) -> list[int]:
+    return [int(value) for value in values if str(value).isdigit()] if isinstance(values, list) else []
+
+
+_RULES: Mapping[str, Callable[[Module, Instruction], Work | None]] = {
+    "dot": _dot, "ragged-dot": _ragged, "convolution": _convolution, "custom-call": _call}

@@ -1,0 +1,256 @@
+"""A module's compiled schedule -> records (`schedule.Steps`), in the order in which one device runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from bytescope.memory.attribution.rules import Attribution
+from bytescope.memory.costs import collectives, host_transfers, kernels
+from bytescope.memory.costs.flops import FlopCount
+from bytescope.memory.hlo import mesh as hlo_mesh
+from bytescope.memory.hlo.dataflow import is_collective
+from bytescope.memory.hlo.loops import backend_config, trip_count
+from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.records import STEP_PHASES
+from bytescope.memory.seconds import products
+from bytescope.memory.seconds.schedule import (
+    FOREIGN,
+    MOVING,
+    TO_DEVICE,
+    TO_HOST,
+    Kernel,
+    Loop,
+    Start,
+    Step,
+    Steps,
+    Wait,
+    merged,
+)
+from bytescope.memory.seconds.schedule import kernels as every_kernel
+
+# A damaged module may call in circles, or the same computation over and over: no step has more records than this.
+_DEEPEST, _MOST = 24, 2**19
+# FLOPs that a device computes while it moves one byte, to compare the branches of a conditional: an H100's, 989 / 3.35.
+_FLOPS_A_BYTE = 295
+_WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
+
+
+def read(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: FlopCount | None = None,
+         devices: int = 1) -> Steps:
+    """The compiled schedule of a program, of one device and one call; () for one that nothing is known of.
+
+    Kernels read and write what `costs.kernels` says. A loop without a known trip count runs once, a conditional is its
+    dearest branch. What libraries compute that do not tell it (FOREIGN) is what `flops` counts in a phase beyond the
+    module's other kernels, shared in proportion to their bytes.
+
+    Args:
+        mesh: names and sizes of its axes (unused where the module lists groups). per_host: devices of a host, 0 for
+            one host. flops: of the global program; None where it was not traced. devices: over how many it runs.
+    """
+    walk = _Walk(look, per_host)
+    steps = walk.computation(look.module.entry, "")
+    if walk.count > _MOST:
+        return ()
+    return _shared(steps, walk.whole, flops, devices) if flops else steps
+
+
+class _Walk:
+    """One walk through the schedule.
+
+    count: records made. whole: phase -> FLOPs of products as a jaxpr counts them, those of all loops' turns.
+    """
+
+    def __init__(self, look: Attribution, per_host: int):
+        self.look, self.module, self.per_host = look, look.module, per_host
+        self.count, self.depth, self.turns = 0, 0, 1
+        self.whole: dict[str, int] = {}
+        self.begun: set[str] = set()
+        self.groups: dict[tuple[bytes, ...], tuple[hlo_mesh.Groups, int]] = {}
+        self.uncounted = host_transfers.uncounted(look.module)
+
+    def computation(self, id: int, around: str) -> Steps:
+        """What a computation runs, once; `around`: the phase of the call."""
+        found = self.module.computations.get(id)
+        if found is None or self.depth > _DEEPEST or self.count > _MOST:
+            return ()
+        self.depth += 1
+        out: list[Step] = []
+        for item in found.schedule or found.instructions:
+            if instruction := self.module.instructions.get(item):
+                out += self.instruction(instruction, around)
+        self.depth -= 1
+        steps = merged(out)
+        self.count += len(steps)
+        return steps
+
+    def instruction(self, one: Instruction, around: str) -> Iterator[Step]:
+        """What one operation of a schedule is."""
+        opcode = one.opcode
+        if opcode in _NOTHING:
+            return
+        if is_collective(opcode.removesuffix("-update")):
+            yield from self.collective(one, around)
+        elif rule := _RULES.get(opcode):
+            yield from rule(self, one, around)
+        else:
+            yield from self.kernel(one, around)
+
+    def phase(self, one: Instruction, around: str) -> str:
+        """The phase of an operation, of those of a step: what carries no mark is of the forward pass."""
+        found = kernels.phase_of(self.look, one, around)
+        return found if found in STEP_PHASES else "forward"
+
+    # ---- what calls -----------------------------------------------------------------------------------------
+
+    def loop(self, one: Instruction, around: str) -> Iterator[Step]:
+        trips, outside = trip_count(self.module, one) or 1, self.turns
+        self.turns = outside * trips
+        steps = self.computation(one.called[0], self.phase(one, around)) if one.called else ()
+        self.turns = outside
+        if steps:
+            yield Loop(trips, steps)
+
+    def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
+        phase, before = self.phase(one, around), dict(self.whole)
+        dearest, cost, whole = (), -1.0, before
+        for id in one.called:
+            self.whole = dict(before)
+            steps = self.computation(id, phase)
+            if (its := _cost(steps)) > cost:
+                dearest, cost, whole = steps, its, self.whole
+        self.whole = whole
+        yield from dearest
+
+    def call(self, one: Instruction, around: str) -> Iterator[Step]:
+        phase = self.phase(one, around)
+        for id in one.called:
+            yield from self.computation(id, phase)
+
+    def wrapped(self, one: Instruction, around: str) -> Iterator[Step]:
+        """An async-start: what it wraps runs on a stream of its own where that is a collective or a transfer."""
+        phase = self.phase(one, around)
+        for id in one.called[:1]:
+            found = self.module.computations.get(id)
+            for item in (found.schedule or found.instructions) if found else ():
+                instruction = self.module.instructions[item]
+                if is_collective(instruction.opcode):
+                    yield from self.start(one, instruction, phase)
+                elif crossing := list(host_transfers.moved(self.module, instruction)):
+                    yield from self.crossing(instruction, phase, crossing, one.name)
+                else:
+                    yield from self.instruction(instruction, phase)
+
+    # ---- what runs beside compute ---------------------------------------------------------------------------
+
+    def collective(self, one: Instruction, around: str) -> Iterator[Step]:
+        if one.opcode.endswith(("-done", "-update")):
+            yield from self.wait(one, around)
+        else:
+            yield from self.start(one, one, self.phase(one, around))
+
+    def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
+        """A collective, begun by `start`, which may wrap it; nothing for one that moves nothing."""
+        kind = one.opcode.removesuffix("-start")
+        groups, hosts = self.members(one)
+        share, group = collectives.share(kind, groups, self.module.devices)
+        if not share:
+            return
+        arrays = collectives.arrays_of(self.module, one)
+        given = sum(shape.bytes for shape in arrays)
+        settings = backend_config(self.module, start).get("collective_backend_config")
+        synchronous = isinstance(settings, dict) and settings.get("is_sync") is True
+        name = start.name if start.opcode.endswith("-start") and not synchronous else ""
+        self.begun.add(name)
+        yield Start(name, kind, phase, given * group if kind == "all-gather" else given, group, hosts, len(arrays))
+
+    def members(self, one: Instruction) -> tuple[hlo_mesh.Groups, int]:
+        """The groups of a collective, and over how many hosts one of them is spread at most."""
+        key = hlo_mesh.groups_key(self.module.data, one.span)
+        if key not in self.groups:
+            groups = hlo_mesh.groups_of(self.module.data, one.span, self.module.devices)
+            hosts = max((len({device // self.per_host for device in group}) for group in groups),
+                        default=1) if self.per_host else 1
+            self.groups[key] = groups, hosts
+        return self.groups[key]
+
+    def wait(self, one: Instruction, around: str) -> Iterator[Step]:
+        """The end of what has begun: its start, through updates, where that is on a stream of its own."""
+        if one.opcode.endswith("-update"):
+            return
+        start: Instruction | None = one
+        for _ in range(_DEEPEST):
+            start = self.module.operand(start, 0) if start else None
+            if start is not None and start.opcode.endswith("-start"):
+                break
+        if start is not None and start.name in self.begun:
+            yield Wait(start.name)
+
+    def copy_start(self, one: Instruction, around: str) -> Iterator[Step]:
+        if crossing := list(host_transfers.moved(self.module, one)):
+            yield from self.crossing(one, self.phase(one, around), crossing, one.name)
+        else:
+            yield from self.kernel(one, around)
+
+    def crossing(self, one: Instruction, phase: str, found: list[tuple[str, int, int]], name: str) -> Iterator[Start]:
+        """A copy over the host link, of the whole array where a loop around it tells no trip count."""
+        self.begun.add(name)
+        for way, size, array in found:
+            yield Start(name, _WAYS[way], phase, array if one.computation in self.uncounted else size)
+
+    # ---- kernels --------------------------------------------------------------------------------------------
+
+    def kernel(self, one: Instruction, around: str) -> Iterator[Step]:
+        if one.opcode in host_transfers.CROSSING and (found := list(host_transfers.moved(self.module, one))):
+            yield from self.crossing(one, self.phase(one, around), found, "")
+            return
+        size = kernels.moved(self.module, one)
+        if not size:
+            return
+        phase, work = self.phase(one, around), products.find(self.module, one)
+        if work is None:
+            yield Kernel(MOVING, phase, size)
+            return
+        self.whole[phase] = self.whole.get(phase, 0) + self.turns * work.whole
+        yield Kernel(work.kind, phase, size, work.flops, work.dtype, work.size, work.causal)
+
+
+_NOTHING = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"))
+_Rule = Callable[[_Walk, Instruction, str], Iterator[Step]]
+# Opcode -> what it is in a schedule; collectives apart, all others are kernels or nothing.
+_RULES: dict[str, _Rule] = {
+    "while": _Walk.loop, "conditional": _Walk.conditional, "call": _Walk.call, "async-start": _Walk.wrapped,
+    "async-update": _Walk.wait, "async-done": _Walk.wait, "copy-start": _Walk.copy_start, "copy-done": _Walk.wait}
+
+
+def _cost(steps: Steps) -> float:
+    """Bytes of what runs, FLOPs among them as the bytes that a device moves meanwhile."""
+    own = sum(times * (kernel.bytes + kernel.flops / _FLOPS_A_BYTE) for kernel, times in every_kernel(steps))
+    return own + sum(step.bytes for step in steps if isinstance(step, Start))
+
+
+def _shared(steps: Steps, own: dict[str, int], flops: FlopCount, devices: int) -> Steps:
+    """The steps with what the jaxpr counts beyond the module's own products shared by foreign kernels."""
+    foreign: dict[str, int] = {}
+    for kernel, times in every_kernel(steps):
+        if kernel.kind == FOREIGN:
+            foreign[kernel.phase] = foreign.get(kernel.phase, 0) + times * kernel.bytes
+    if not foreign:
+        return steps
+    counted: dict[str, float] = {}
+    for (phase, _), count in flops.by.items():
+        counted[phase] = counted.get(phase, 0) + count / devices
+    rates = {phase: max(counted.get(phase, 0) - own.get(phase, 0), 0) / size for phase, size in foreign.items()}
+    return _with_rates(steps, rates)
+
+
+def _with_rates(steps: Steps, rates: dict[str, float]) -> Steps:
+    out: list[Step] = []
+    for step in steps:
+        if isinstance(step, Loop):
+            step = Loop(step.trips, _with_rates(step.steps, rates))
+        elif isinstance(step, Kernel) and step.kind == FOREIGN:
+            step = dataclasses.replace(step, flops=round(rates[step.phase] * step.bytes))
+        out.append(step)
+    return tuple(out)
+
