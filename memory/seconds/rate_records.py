@@ -1,0 +1,201 @@
+"""What one device reaches: products, attention, memory, collectives and the host link, as curves over their sizes.
+
+Records, and their JSON. `rates.of` says which a target has.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytescope.memory import report_json
+from bytescope.memory.costs import roofline
+from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.report_json import is_count, is_number
+
+FORMAT = 1
+WAYS = ("forward", "forward_causal", "backward", "backward_causal")
+# Points (size, rate), sizes ascending.
+Curve = tuple[tuple[float, float], ...]
+# More points, rows or curves than any machine has; a larger file is not one of ours.
+_MOST = 4096
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective measured: its kind (of `costs.collectives.WIRE`), devices in its group, hosts over which they are
+    spread, and its bus bandwidth: payload bytes (of the unsharded array) -> bytes per second on one device's wire."""
+
+    kind: str
+    group: int
+    hosts: int
+    bus: Curve
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one device reaches.
+
+    Fields:
+        source: where the rates are from, one line.
+        peak_flops: unit (of `costs.roofline.UNITS`) -> FLOP/s that no product exceeds.
+        products: unit -> curve of FLOP/s over the side of a cube.
+        attention: of `WAYS` -> head width -> curve of FLOP/s over keys; causal ones count the FLOPs below the diagonal.
+        memory: bytes per second over the bytes that a kernel reads and writes, its floor aside.
+        floor_seconds: what each kernel takes beside its work, launched back to back.
+        host_link_bytes_per_s, host_link_seconds: each way, and what a copy takes to begin.
+        collectives: measured ones, in one host and over hosts. hop_seconds, network_hop_seconds: from a device to the
+            next one, in a host and between hosts.
+        cores: that tiles of products are spread over; 0 where it is not known.
+        sources: part -> where its figures are from.
+
+    Raises ReportError for a figure that is not a positive number or a part that is missing.
+    """
+
+    source: str
+    peak_flops: Mapping[str, float]
+    products: Mapping[str, Curve]
+    attention: Mapping[str, Mapping[int, Curve]]
+    memory: Curve
+    floor_seconds: float
+    host_link_bytes_per_s: float
+    host_link_seconds: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    hop_seconds: float = 0.0
+    network_hop_seconds: float = 0.0
+    cores: int = 0
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, curve in self._curves():
+            if not _is_curve(curve):
+                raise ReportError(f"rates: {name} is {curve!s:.60}: give [size, rate] pairs above 0, ascending")
+        for name, least in _NUMBERS.items():
+            value = getattr(self, name)
+            if not is_number(value) or value < 0 or (least and not value):
+                raise ReportError(f"rates: {name} is {value!r:.40}: give a number {'above' if least else 'from'} 0")
+        wrong = next((unit for unit, peak in self.peak_flops.items()
+                      if unit not in roofline.UNITS or not is_number(peak) or peak <= 0), None)
+        unknown = set(self.products) - set(roofline.UNITS)
+        if wrong or unknown or not self.products:
+            named = wrong or next(iter(unknown), "nothing")
+            raise ReportError(f"rates: {named} is not what a device multiplies: give {', '.join(roofline.UNITS)}")
+        if set(self.attention) != set(WAYS) or not all(self.attention.values()):
+            raise ReportError(f"rates: attention has {', '.join(self.attention) or 'nothing'}: give {', '.join(WAYS)}, "
+                              "each by head width")
+        for row in self.collectives:
+            if row.kind not in WIRE or row.group < 2 or not 1 <= row.hosts <= row.group:
+                raise ReportError(f"rates: a collective is {row.kind!r:.40} of {row.group} over {row.hosts} hosts: "
+                                  f"give one of {', '.join(WIRE)} of 2 or more")
+
+    def _curves(self) -> list[tuple[str, Any]]:
+        return [("memory", self.memory), *((f"products.{unit}", curve) for unit, curve in self.products.items()),
+                *((f"attention.{way}.{width}", curve) for way, of in self.attention.items()
+                  for width, curve in of.items()),
+                *((f"the bus bandwidth of {row.kind}", row.bus) for row in self.collectives)]
+
+    def unit(self, wanted: str) -> str:
+        """The unit that multiplies what `wanted` (of `costs.roofline.UNITS`) would: itself, else the next wider one,
+        else the nearest narrower one."""
+        order = roofline.UNITS
+        wider = order[order.index(wanted):]
+        return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
+
+    def completed(self, listed: Rates) -> Rates:
+        """These, with collectives and hops of others where these have none: a machine with one device measures none."""
+        if self.collectives or not listed.collectives:
+            return self
+        return dataclasses.replace(self, collectives=listed.collectives, hop_seconds=listed.hop_seconds,
+                                   network_hop_seconds=listed.network_hop_seconds,
+                                   source=f"{self.source}; collectives: {listed.source}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain JSON values, with the version of the format. `from_json` reads it."""
+        return {"format": FORMAT, **report_json.plain(self)}
+
+
+# Field that is a number -> whether it has to be above 0.
+_NUMBERS = {"floor_seconds": False, "host_link_bytes_per_s": True, "host_link_seconds": False, "hop_seconds": False,
+            "network_hop_seconds": False, "cores": False}
+
+
+def _is_curve(points: Any) -> bool:
+    pairs = isinstance(points, tuple) and 0 < len(points) <= _MOST and all(
+        isinstance(point, tuple) and len(point) == 2 and all(is_number(value) and value > 0 for value in point)
+        for point in points)
+    return pairs and all(one[0] < other[0] for one, other in itertools.pairwise(points))
+
+
+def at(curve: Curve, size: float) -> float:
+    """The rate at a size: between two points along the line that joins them on logarithmic axes; before the first
+    point and after the last that of the point."""
+    place = bisect.bisect_left(curve, (size, 0.0))
+    if place == 0:
+        return curve[0][1]
+    if place == len(curve):
+        return curve[-1][1]
+    (left, low), (right, high) = curve[place - 1], curve[place]
+    share = math.log(size / left) / math.log(right / left)
+    return low * (high / low) ** share
+
+
+def from_json(value: Any) -> Rates:
+    """The rates of `Rates.to_json`. Raises ReportError, one line, for what it does not write."""
+    known = {field.name: field for field in dataclasses.fields(Rates)}
+    if not isinstance(value, Mapping) or value.get("format") != FORMAT:
+        found = value.get("format") if isinstance(value, Mapping) else value
+        raise ReportError(f"rates of format {found!r:.40}: this version reads format {FORMAT}; run bytescope calibrate")
+    unknown = next((key for key in value if key not in known and key != "format"), None)
+    if unknown is not None:
+        raise ReportError(f"rates: {unknown!r:.40} is not a field: give {', '.join(known)}")
+    missing = [name for name, field in known.items() if name not in value and _needed(field)]
+    if missing:
+        raise ReportError(f"rates: {missing[0]} is missing: run bytescope calibrate again")
+    try:
+        return Rates(**{name: _READ.get(name, lambda found: found)(value[name]) for name in known if name in value})
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        if isinstance(error, ReportError):
+            raise
+        raise ReportError(f"rates: damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again") from error
+
+
+def _needed(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _curve(points: Any) -> Curve:
+    return tuple(tuple(point) for point in points)
+
+
+def _whole(value: Any) -> int:
+    if not is_count(value):
+        raise ValueError(f"{value!r:.40} is not a whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is not a text")
+    return in_one_line(value)
+
+
+def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[Collective, ...]:
+    if len(rows) > _MOST:
+        raise ValueError(f"{len(rows)} collectives")
+    return tuple(Collective(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
+                 for row in rows)
+
+
+# Field -> how its JSON value is read; others are as they are, and checked by the record.
+_READ = {
+    "source": _text, "memory": _curve, "cores": _whole, "collectives": _collectives,
+    "peak_flops": lambda value: {_text(unit): peak for unit, peak in value.items()},
+    "products": lambda value: {_text(unit): _curve(points) for unit, points in value.items()},
+    "attention": lambda value: {_text(way): {int(width): _curve(points) for width, points in table.items()}
+                                for way, table in value.items()},
+    "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
+}

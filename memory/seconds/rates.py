@@ -1,0 +1,86 @@
+"""The rates that a prediction takes: those of a target's chip, of this machine, or of a file.
+
+Peaks of data sheets bound a step (costs.roofline); these predict it. They come from the table of `achieved` for the
+chip of a target, from this machine for a CPU, or from a file that `bytescope calibrate` wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory import report_json
+from bytescope.memory.costs import roofline
+from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.report_json import is_count
+from bytescope.memory.seconds import chip_rates
+from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at, from_json
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+
+__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "from_json", "load", "of", "use"]
+
+# What a kernel of XLA's CPU runtime takes to begin, on one thread: a call through its table of thunks.
+_CPU_FLOOR_SECONDS = 1e-6
+
+
+def load(path: str | Path) -> Rates:
+    """The rates of a file that `bytescope calibrate` wrote. Raises ReportError where there is no such file."""
+    try:
+        return from_json(report_json.parse(Path(path).read_bytes()))
+    except OSError as error:
+        raise ReportError(f"{path}: {error.strerror}: give the file that bytescope calibrate wrote") from error
+    except ReportError as error:
+        raise ReportError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ReportError(f"{path} is not JSON ({in_one_line(str(error)):.60}): run bytescope calibrate") from error
+
+
+# The file that every prediction of this process takes its rates from (--rates=FILE), as a list of at most one.
+_CHOSEN: list[Path] = []
+
+
+def use(path: str | Path | None) -> Rates | None:
+    """From now on, in this process, `of` answers with the rates of a file; None: with those of the table again.
+
+    Returns them. Raises ReportError for a file that is not one of rates.
+    """
+    found = load(path) if path is not None else None
+    _CHOSEN[:] = [Path(path)] if path is not None else []
+    _loaded.cache_clear()
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(path: Path) -> Rates:
+    return load(path)
+
+
+def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Rates | None:
+    """The rates of a target or its JSON: those of a file (else of the one that `use` chose), of the table for its chip,
+    of this machine for a CPU; None for an accelerator of which nothing is known.
+
+    What a file lacks of collectives is taken from the table. Raises ReportError for a damaged file or target.
+    """
+    known = target if isinstance(target, Mapping) else target.to_json()
+    chosen = Path(file) if file is not None else next(iter(_CHOSEN), None)
+    listed = _of_machine(known) if known.get("platform") == "cpu" else chip_rates.of(str(known.get("kind")))
+    if chosen is None:
+        return listed
+    found = _loaded(chosen)
+    return found.completed(listed) if listed is not None else found
+
+
+def _of_machine(known: Mapping[str, Any]) -> Rates:
+    """This machine's, shared by the devices that it simulates; what they send to each other are copies of memory."""
+    sharing = known.get("n_devices", 1)
+    if not is_count(sharing):
+        raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
+    flops, copied = (rate / max(sharing, 1) for rate in roofline.machine_rates())
+    product, moved = ((1.0, flops),), ((1.0, copied),)
+    return Rates(source=roofline.MEASURED, peak_flops={"fp32": flops}, products={"fp32": product},
+                 attention={way: {128: product} for way in WAYS}, memory=moved, floor_seconds=_CPU_FLOOR_SECONDS,
+                 host_link_bytes_per_s=copied)

@@ -1,0 +1,159 @@
+"""Rates: the table by chip, the file, the choice of a process, and seconds of single records at them."""
+
+import json
+
+import pytest
+
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.errors import ReportError
+from bytescope.memory.seconds import achieved, chip_rates, collective_seconds, kernel_seconds, rates
+from bytescope.memory.seconds.schedule import Kernel, Start
+
+pytestmark = pytest.mark.quick
+
+H100 = chip_rates.of("NVIDIA H100 80GB HBM3")
+
+
+def product(m, n, k, batch=1, dtype="bfloat16"):
+    return Kernel("product", "forward", 2 * batch * (m * k + k * n + m * n), 2 * batch * m * n * k, dtype,
+                  (batch, m, n, k))
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_every_chip_has_rates_and_their_json_reads_back(name):
+    found = chip_rates.of(CHIPS[name].kind)
+    assert rates.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert set(found.products) == set(CHIPS[name].peak_flops)
+    measured = set(achieved.MEASURED.get(name, {})) | set(achieved.COLLECTIVES.get(name, ()))
+    assert f"measured on {name}: nothing" not in found.source or not measured
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_no_rate_exceeds_the_data_sheet(name):
+    chip, found = CHIPS[name], chip_rates.of(CHIPS[name].kind)
+    for dtype, unit in (("bfloat16", "bf16"), ("float16", "fp16"), ("float8_e4m3fn", "fp8"), ("float32", "fp32")):
+        if unit in chip.peak_flops:
+            for shape in ((16384, 16384, 16384), (8192, 28672, 8192), (128, 128, 65536)):
+                assert kernel_seconds.product_flops_per_s(product(*shape, dtype=dtype), found) <= chip.peak_flops[unit]
+    assert max(rate for _, rate in found.memory) <= chip.hbm
+    assert max(rate for row in found.collectives if row.hosts == 1 for _, rate in row.bus) <= 1.1 * chip.in_host
+
+
+def test_a_target_has_the_rates_of_its_chip_and_an_unknown_accelerator_none():
+    assert rates.of({"platform": "cuda", "kind": "NVIDIA H100 80GB HBM3", "n_devices": 8}) is H100
+    assert rates.of({"platform": "rocm", "kind": "MI300X", "n_devices": 8}) is None
+
+
+def test_a_cpus_are_measured_here_and_shared_by_its_devices():
+    one, eight = (rates.of({"platform": "cpu", "kind": "cpu", "n_devices": n}) for n in (1, 8))
+    kernel, floor = product(512, 512, 512, dtype="float32"), one.floor_seconds
+    alone, shared = (kernel_seconds.seconds(kernel, found) - floor for found in (one, eight))
+    assert shared == pytest.approx(8 * alone)
+    assert one.source == "rates measured here"
+    assert kernel_seconds.seconds(product(512, 512, 512), one) > 0  # bfloat16 takes the unit that there is
+    assert collective_seconds.seconds(Start("", "all-reduce", "forward", 2**20, 8), eight) > 0
+
+
+def test_cubes_that_were_measured_are_met():
+    for side, rate in H100.products["bf16"]:
+        assert kernel_seconds.product_flops_per_s(product(*(int(side),) * 3), H100) == pytest.approx(rate)
+
+
+def test_a_thin_product_and_a_wave_more_are_slower():
+    def rate(*shape):
+        return kernel_seconds.product_flops_per_s(product(*shape), H100)
+
+    assert rate(8192, 8192, 64) < rate(8192, 8192, 1024) < 1.05 * rate(8192, 8192, 8192)
+    assert rate(128, 8192, 8192) < rate(4096, 8192, 8192)
+    # 132 cores: two tiles more than a wave take a second one.
+    assert rate(128 * 132, 256, 4096) > 1.3 * rate(128 * 134, 256, 4096)
+
+
+def test_a_kernel_that_computes_little_takes_its_bytes():
+    thin = Kernel("product", "forward", 2**30, 2**20, "bfloat16", (1, 1024, 1024, 1))
+    moved = Kernel("memory", "forward", 2**30)
+    assert kernel_seconds.seconds(thin, H100) == pytest.approx(kernel_seconds.seconds(moved, H100))
+    assert kernel_seconds.seconds(Kernel("memory", "forward", 0), H100) == H100.floor_seconds
+
+
+def test_attention_is_faster_without_a_mask_wider_and_longer():
+    def rate(kind="attention", keys=4096, width=128, causal=False):
+        return kernel_seconds.attention_flops_per_s(
+            Kernel(kind, "forward", 1, 1, "bfloat16", (64, keys, keys, width), causal), H100)
+
+    assert rate(causal=True) < rate()
+    assert rate(width=64) < rate()
+    assert rate(keys=512, causal=True) < rate(causal=True)
+    assert rate("attention_backward") < rate()
+    assert rate(width=96) in (rate(width=64), rate(width=128))
+
+
+def test_collectives_grow_with_bytes_group_and_hosts():
+    def seconds(kind, size, group=8, hosts=1):
+        return collective_seconds.seconds(Start("", kind, "forward", size, group, hosts), H100)
+
+    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        assert seconds(kind, 2**10) < seconds(kind, 2**26) < seconds(kind, 2**30)
+        assert seconds(kind, 2**30, 2) < seconds(kind, 2**30, 8) < seconds(kind, 2**30, 64, 8)
+        # One device a host has one network card's bandwidth.
+        assert seconds(kind, 2**30, 8, 8) > 4 * seconds(kind, 2**30)
+        assert seconds(kind, 2**30, 1) == 0
+        wire = (2 if kind == "all-reduce" else 1) * 7 / 8 * 2**30
+        assert seconds(kind, 2**30, 8, 8) > wire / CHIPS["h100"].between_hosts
+
+
+def test_the_host_link_takes_bytes_and_a_beginning():
+    small, large = (collective_seconds.seconds(Start("c", "to-host", "forward", size), H100) for size in (1, 2**30))
+    assert small == pytest.approx(H100.host_link_seconds, rel=1e-3)
+    assert large == pytest.approx(H100.host_link_seconds + 2**30 / H100.host_link_bytes_per_s)
+
+
+def test_a_chosen_file_is_what_every_target_gets(tmp_path):
+    path = tmp_path / "rates.json"
+    mine = json.loads(json.dumps(H100.to_json())) | {"source": "measured on mine", "collectives": []}
+    path.write_text(json.dumps(mine))
+    target = {"platform": "cuda", "kind": "NVIDIA H200", "n_devices": 8}
+    try:
+        assert rates.use(path).source == "measured on mine"
+        found = rates.of(target)
+        assert found.products == H100.products
+        assert found.source.startswith("measured on mine; collectives: measured on h200")
+        assert found.collectives == chip_rates.of("NVIDIA H200").collectives
+    finally:
+        rates.use(None)
+    assert rates.of(target).source == chip_rates.of("NVIDIA H200").source
+    assert rates.of(target, path).source.startswith("measured on mine")
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"format": 2}, "format 2"), ({"memory": []}, "memory is"), ({"memory": [[1, -1]]}, "memory is"),
+    ({"memory": [[2, 1], [1, 1]]}, "memory is"), ({"floor_seconds": "fast"}, "floor_seconds is 'fast'"),
+    ({"host_link_bytes_per_s": 0}, "host_link_bytes_per_s is 0"), ({"products": {}}, "is not what a device multiplies"),
+    ({"products": {"bf17": [[1, 1]]}}, "bf17"), ({"attention": {"forward": {}}}, "attention has forward"),
+    ({"attention": {"forward": {"wide": [[1, 1]]}}}, "damaged"), ({"surprise": 1}, "'surprise' is not a field"),
+    ({"collectives": [{"kind": "gossip", "group": 8, "hosts": 1, "bus": [[1, 1]]}]}, "gossip"),
+    ({"collectives": [{"kind": "all-reduce"}]}, "damaged"), ({"peak_flops": {"bf16": 0}}, "bf16"),
+    ({"cores": 1.5}, "damaged")])
+def test_a_damaged_file_is_said_in_one_line(tmp_path, change, said):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(H100.to_json() | change))
+    with pytest.raises(ReportError) as error:
+        rates.load(path)
+    assert said in str(error.value) and "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"format": NaN}'])
+def test_a_file_that_is_none_of_rates_is_said_in_one_line(tmp_path, text):
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(ReportError):
+        rates.load(path)
+    with pytest.raises(ReportError, match="give the file"):
+        rates.load(tmp_path / "none.json")
+
+
+def test_every_figure_has_its_source():
+    figures = [figure for table in achieved.MEASURED.values() for figure in table.values()]
+    figures += [row.figure for table in achieved.COLLECTIVES.values() for row in table]
+    assert all(len(figure.source) > 12 and figure.points for figure in figures)
+    assert set(achieved.NEAREST) == set(CHIPS)
