@@ -30,6 +30,7 @@ FLOORS = (
     ("memory.remat", "memory.findings", "memory.profile", "memory.program"),
     ("memory.analyze",),
     ("memory.plan", "memory.guard", "memory.user_program"),
+    ("memory.validation",),
     ("memory.text",),
     ("memory.pages",),
     ("memory.tables",),

@@ -1,0 +1,46 @@
+"""A measured run, and how a config of ours says it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run that somebody measured.
+
+    Fields:
+        set, id: which it is. model, chip, gpus: of what and on what; scores are by model and GPUs.
+        config, overrides (dotted key -> text), target: what compiles our nearest program; empty where there is none.
+        calls: updates that `measured_seconds` holds.
+        measured_seconds, measured_bytes: of one device; None where the source does not say.
+        quality: A read from a table, log or script with the setup known; B a fact or two derived; C prose.
+        source: where the figures were read. reason: why this row is not compiled or not scored; "" for one that is.
+        setup: what tells it from others of its model, in words.
+        tensor: devices that share a layer's products, by which a person would sort.
+        launch_seconds: what the host of the measured framework needs at least to launch the update; 0 where launches
+            were no bound, or are not known. Our programs have no such floor.
+        host_bound: whether launches set its pace, so that its level says nothing of the device; None where not known.
+        bytes_are: what `measured_bytes` is: "reserved" (an upper bound of what was needed), "allocated" or "".
+    """
+
+    set: str
+    id: str
+    model: str
+    chip: str
+    gpus: int
+    overrides: Mapping[str, str]
+    config: str
+    target: str
+    calls: int
+    measured_seconds: float | None
+    measured_bytes: int | None
+    quality: str
+    source: str
+    reason: str = ""
+    setup: str = ""
+    tensor: int = 1
+    launch_seconds: float = 0.0
+    host_bound: bool | None = None
+    bytes_are: str = ""

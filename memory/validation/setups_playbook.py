@@ -1,0 +1,109 @@
+"""The Ultra-Scale Playbook's own runs on 8, 32 and 64 H100 as configs of ours.
+
+The rows are those of the playbook's benchmark chart (huggingface.co/spaces/nanotron/ultrascale-playbook,
+assets/data/benchmarks/banner.html, February 2025): one iteration each of nanotron on 8 H100 a host, sequences of 4096,
+256 a batch. Shapes, precision and the rest of the setup are those of nanotron's benchmark script: no grouped-query
+attention, a vocabulary of 131,072, parameters in bfloat16 with float32 sums of gradients and masters, ZeRO 0 or 1, no
+recomputation, sequence parallelism within the tensor split.
+
+What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, the slack
+of torch's allocator, and launches from Python, which are a term of their own here (`LAUNCH`).
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Mapping
+from importlib import resources
+
+from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_MICRO,
+    BATCH_MODE,
+    DATA_SEQ_LEN,
+    LOSS_KIND,
+    MESH_FSDP,
+    MESH_SEQUENCE_PARALLEL,
+    MESH_STRATEGY,
+    MESH_TENSOR,
+    MODEL_D_FF,
+    MODEL_D_HEAD,
+    MODEL_D_MODEL,
+    MODEL_MAX_SEQ_LEN,
+    MODEL_N_HEADS,
+    MODEL_N_KV_HEADS,
+    MODEL_N_LAYERS,
+    MODEL_ROPE_SCALING,
+    MODEL_TIE_EMBEDDINGS,
+    MODEL_VOCAB_SIZE,
+    PRECISION_PRESET,
+    REMAT_POLICY,
+)
+from bytescope.memory.validation.rows import Row
+
+NAME = "playbook"
+_DATA = resources.files("bytescope.memory.validation") / "data" / "playbook.csv"
+_SOURCE = "huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
+# Model -> layers, width, heads, width of the MLP, whether the embedding is tied to the head.
+SHAPES = {"llama-1.34B": (16, 2048, 32, 8192, True), "llama-3.57B": (28, 3072, 32, 8192, True),
+          "llama-8.86B": (32, 4096, 32, 14336, False), "llama-80B": (80, 8192, 64, 28672, False)}
+_SEQ_LEN, _VOCAB, _BATCH = 4096, 131072, 256
+_PER_HOST = 8
+# Seconds that eager nanotron needs at least to launch a layer of one micro-batch, forward and backward: what rows of
+# little work take, whatever their size (8 GPUs, tensor split of 2 to 8, 4.3 to 4.6 ms). No program of JAX has it.
+LAUNCH = 4.4e-3
+# Milliseconds a layer and micro-batch above which a row is not bound by its launches.
+_FREE = 5.5
+
+Fact = Mapping[str, str]
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Every row of the table, in its order; its id is its number."""
+    with _DATA.open(encoding="utf-8", newline="") as file:
+        return tuple(_row(number, fact) for number, fact in enumerate(csv.DictReader(file)))
+
+
+def _row(number: int, fact: Fact) -> Row:
+    gpus, reason = int(fact["gpus"]), _reason(fact)
+    unsaid = int(fact["pp"]) > 1
+    slots = SHAPES[fact["model"]][0] * int(fact["ga"])
+    return Row(
+        set=NAME, id=str(number), model=fact["model"], chip="h100", gpus=gpus,
+        overrides={} if unsaid else _overrides(fact), config="" if unsaid else "llama_8b",
+        target="" if unsaid else f"h100:{gpus}" if gpus <= _PER_HOST else f"h100:{gpus // _PER_HOST}x{_PER_HOST}",
+        calls=1, measured_seconds=float(fact["elapsed_ms"]) / 1e3,
+        measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None, quality="A",
+        source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]),
+        launch_seconds=LAUNCH * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= _FREE, bytes_are="reserved")
+
+
+def _reason(fact: Fact) -> str:
+    """Why a row is not compiled or not scored."""
+    if int(fact["pp"]) > 1:
+        return "pipeline parallelism, which our mesh does not have"
+    if fact["suspect"] == "1":
+        return "suspect: runs that should take as long differ by 1.3x or more (network)"
+    if int(fact["gbs_seqs"]) != _BATCH:
+        return f"another batch than {_BATCH} sequences"
+    return ""
+
+
+def _setup(fact: Fact) -> str:
+    stages = f" pp{fact['pp']}" if fact["pp"] != "1" else ""
+    return f"dp{fact['dp']} tp{fact['tp']}{stages} zero{fact['zero_stage']} {fact['mbs']}x{fact['ga']}"
+
+
+def _overrides(fact: Fact) -> dict[str, str]:
+    layers, width, heads, mlp, tied = SHAPES[fact["model"]]
+    split = int(fact["tp"])
+    return {
+        MODEL_N_LAYERS: f"{layers}", MODEL_D_MODEL: f"{width}", MODEL_N_HEADS: f"{heads}", MODEL_N_KV_HEADS: f"{heads}",
+        MODEL_D_HEAD: f"{width // heads}", MODEL_D_FF: f"{mlp}", MODEL_VOCAB_SIZE: f"{_VOCAB}",
+        MODEL_TIE_EMBEDDINGS: f"{tied}", MODEL_ROPE_SCALING: "()", MODEL_MAX_SEQ_LEN: f"{_SEQ_LEN}",
+        DATA_SEQ_LEN: f"{_SEQ_LEN}", LOSS_KIND: "full", PRECISION_PRESET: "fp32_grads", REMAT_POLICY: "none",
+        MESH_STRATEGY: "zero1" if fact["zero_stage"] == "1" else "ddp", MESH_TENSOR: f"{split}",
+        MESH_SEQUENCE_PARALLEL: f"{split > 1}", MESH_FSDP: fact["dp"], BATCH_MICRO: fact["mbs"],
+        BATCH_ACCUMULATION: fact["ga"], BATCH_MODE: "scan"}
