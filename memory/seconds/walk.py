@@ -204,6 +204,23 @@ class _Clock:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
     def _loop(self, loop: _Turns) -> None:
+        """Walks a loop on a clock that begins at 0 with what is in flight here: a turn's seconds would be rounded off
+        beside those of a long step."""
+        inside, began = _Clock(), self.now
+        inside.free = {stream: free - began for stream, free in self.free.items()}
+        inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
+        inside.last, inside.steps = self.last, self.steps
+        inside.turns(loop)
+        self.now, self.steps = began + inside.now, inside.steps
+        self.free = {stream: began + free for stream, free in inside.free.items()}
+        self.started = {name: (began + end, sent) for name, (end, sent) in inside.started.items()}
+        for stream, taken in inside.busy.items():
+            self.busy[stream] += taken
+        for counts, taken in inside.spent.items():
+            self._spend(counts, taken)
+
+    def turns(self, loop: _Turns) -> None:
+        """The turns of a loop, from the clock's 0 on."""
         first = second = half = self._state()
         for turn in range(loop.trips):
             self.walk(loop.steps)

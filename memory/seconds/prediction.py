@@ -1,0 +1,127 @@
+"""What a step takes on a target, with the spread that such predictions showed on measured runs.
+
+The walk over the compiled schedule (`walk`) at the rates that the target's devices reach (`rates`). The bound of the
+data sheet, which no program reaches, is `costs.roofline`'s and stays beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.costs import roofline
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records import Report
+from bytescope.memory.seconds import rates as rates_of
+from bytescope.memory.seconds import schedule, spread
+from bytescope.memory.seconds.kernel_seconds import unit_of
+from bytescope.memory.seconds.schedule import Steps
+from bytescope.memory.seconds.walk import TERMS, Walked, walk
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+    from bytescope.memory.seconds.rates import Rates
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The seconds of an update: of all its calls of the step.
+
+    Fields:
+        seconds: predicted. low, high: between which four of five measured runs lay (`spread`).
+        by_phase (`records.STEP_PHASES`), by_term (`walk.TERMS`): each adds up to `seconds`.
+        bound_by: the term that takes the most. rates: where the rates are from.
+        tokens_per_s: over all devices; mfu: the share of the peak rate that the model's own FLOPs use. None for what
+            the trainer did not tell.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    by_phase: Mapping[str, float]
+    by_term: Mapping[str, float]
+    bound_by: str
+    rates: str
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain JSON values; low and high as `seconds_low` and `seconds_high`."""
+        fields = dataclasses.asdict(self)
+        return {_KEY.get(name, name): value for name, value in fields.items()}
+
+
+# Field -> its key in JSON, where they differ.
+_KEY = {"low": "seconds_low", "high": "seconds_high"}
+
+
+def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens: int | None = None,
+       model_flops: int | None = None) -> Prediction | None:
+    """The seconds of an update on a target; None where there is no schedule or no rate is known.
+
+    Args:
+        steps: of one device and one call. target: or its JSON. calls: of the program per update.
+        tokens: of an update, over all devices. model_flops: of one call, over all devices, nothing recomputed.
+
+    Raises ReportError for a schedule that takes for ever, or holds what no program has.
+    """
+    known = target if isinstance(target, Mapping) else target.to_json()
+    rates = rates_of.of(known) if steps else None
+    if rates is None:
+        return None
+    once = _walked(steps, rates)
+    update = calls * once.seconds
+    if not 0 < update < math.inf:
+        raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
+    low, high = spread.of(known).around(update)
+    return Prediction(
+        update, low, high, {phase: calls * taken for phase, taken in once.by_phase.items()},
+        {term: calls * taken for term, taken in once.by_term.items()}, max(TERMS, key=lambda term: once.by_term[term]),
+        rates.source, tokens / update if tokens else None,
+        _mfu(steps, known, model_flops, once.seconds) if model_flops else None)
+
+
+def _walked(steps: Steps, rates: Rates) -> Walked:
+    try:
+        return walk(steps, rates)
+    except (ArithmeticError, KeyError, ValueError) as error:  # a kind, a group or a number that no program has
+        raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
+
+
+def _mfu(steps: Steps, target: Mapping[str, Any], model_flops: int, taken: float) -> float | None:
+    """MFU of one call by the dtypes in which the schedule multiplies; None where a device's peak is not known."""
+    figures = roofline.figures(target)
+    counts: Counter[str] = Counter()
+    for kernel, times in schedule.kernels(steps):
+        if kernel.flops:
+            counts[unit_of(kernel.dtype)] += kernel.flops * times
+    if figures is None or not counts:
+        return None
+    return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, figures, taken)
+
+
+def of_report(report: Report) -> Prediction | None:
+    """The prediction of a report's program on its target; None where too little is known of either."""
+    of_update = report.subject
+    if not report.target:
+        return None
+    return of(report.schedule, report.target, of_update.calls, of_update.tokens or None, of_update.model_flops or None)
+
+
+def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
+    """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
+    `calls_per_update`, `tokens_per_update` and `model_flops`.
+
+    None where the schedule or the target's rates are not known. Raises ReportError where they are damaged.
+    """
+    if not answer.get("schedule") or not answer.get("target"):
+        return None
+    try:
+        steps = schedule.from_json(answer["schedule"])
+    except ValueError as error:
+        raise ReportError(f"a damaged report ({error}): write it again") from error
+    return of(steps, answer["target"], answer.get("calls_per_update") or 1, answer.get("tokens_per_update"),
+              answer.get("model_flops"))
