@@ -31,7 +31,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
-from bytescope.memory.seconds import reading
+from bytescope.memory.seconds import prediction, reading
 from bytescope.memory.steps.tracing import check_options
 
 # Above this share of the limit a program fits, but tightly.
@@ -176,15 +176,18 @@ def judge(report: Report, limit: int | None) -> Report:
     return dataclasses.replace(report, limit_bytes=int(limit), fits=predicted <= limit, verdict=verdict)
 
 
-def with_roofline(report: Report, measure: bool = False) -> Report:
-    """The report with the roofline's prediction, where enough is known of program and target.
+def with_seconds(report: Report, measure: bool = False) -> Report:
+    """The report with the seconds that are predicted of an update, and the roofline's bound, where enough is known of
+    program and target. Its `subject` tells calls and tokens of an update.
 
     `measure`: of a CPU too, whose rates are measured for it: they take time, and differ from one process to the next.
     """
     if report.target.get("platform") == "cpu" and not measure:
         return report
-    predicted = roofline.of_answer({"work": report.work, "target": report.target})
-    return dataclasses.replace(report, roofline=predicted.to_json() if predicted else {})
+    bound = roofline.of_answer({"work": report.work, "target": report.target})
+    found = prediction.of_report(report)
+    return dataclasses.replace(report, roofline=bound.to_json() if bound else {},
+                               prediction=found.to_json() if found else {})
 
 
 def _needs_no_trace(program: hlo_buffers.Program) -> bool:

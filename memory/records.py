@@ -33,7 +33,9 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   `collectives`: every collective of the program, with what overlaps it (`Collective`).
 - `transfers`: bytes per step between device and host memory, and their seconds at the host link (`Transfer`).
 - `work`: phase -> FLOPs, bytes and messages of one call (`costs.roofline` tells the keys); {} for a program that was
-  not traced. `roofline`: the seconds of that at the target's rates (`costs.roofline.Prediction`); {} where unknown.
+  not traced. `roofline`: the seconds of that at the data sheet's rates, a bound (`costs.roofline.Prediction`);
+  {} where unknown.
+- `prediction`: the seconds of an update, with their spread (`seconds.prediction.Prediction.to_json`); {} where unknown.
 - `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
   link from start to wait, loops (report_records/schedule.py; lists, `to_json` there); [] where nothing is scheduled.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
@@ -51,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.report_json import is_count, one_line, parse, plain, read_item
+from bytescope.memory.report_json import is_count, is_number, one_line, parse, plain, read_item
 from bytescope.memory.report_records.buffers import (
     CARD,
     CATEGORIES,
@@ -165,6 +167,7 @@ class Report:
     unseen: tuple[RuntimeOverhead, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schedule: Steps = ()
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -249,7 +252,7 @@ class Report:
 KEYS = ("schema", "program", "method", "versions", "target", "config", "subject", "xla", "peak_bytes",
         "allocated_bytes", "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
         "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
-        "unseen", "work", "roofline", "findings", "notes", "timeline", "buffers", "schedule")
+        "unseen", "work", "roofline", "prediction", "findings", "notes", "timeline", "buffers", "schedule")
 
 _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "findings": Finding,
           "communication": Communication, "collectives": Collective, "zero": ZeroRow, "transfers": Transfer,
@@ -257,7 +260,7 @@ _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "fi
 _RECORDS = {"xla": XlaStats, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("breakdown", "residuals_by_name", "workspace_by_scope")
-_OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline")
+_OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")
 
 
 def load(path: str | Path) -> Report:
@@ -295,11 +298,23 @@ def _read(key: str, value: Any) -> Any:
     return value
 
 
+def _is_prediction(value: Mapping[str, Any]) -> bool:
+    """Whether an object is what `seconds.prediction.Prediction.to_json` writes."""
+    amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
+    amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
+    parts = [value.get(key) for key in ("by_phase", "by_term")]
+    return (all(is_number(amount) and amount > 0 for amount in amounts)
+            and all(isinstance(part, dict) and all(is_number(taken) and taken >= 0 for taken in part.values())
+                    for part in parts)
+            and all(isinstance(value.get(key), str) for key in ("bound_by", "rates")))
+
+
 # Key -> whether a value, an object for those of _OBJECTS, can be its; items of lists are checked field by field.
 _VALUES = {
     **dict.fromkeys(_COUNTS, lambda value: is_count(value) and value >= 0),
     **dict.fromkeys(_BYTES, lambda value: all(map(is_count, value.values()))),
     **dict.fromkeys(("program", "method", "verdict"), lambda value: isinstance(value, str)),
+    "prediction": lambda value: not value or _is_prediction(value),
     "versions": lambda value: all(isinstance(version, str) for version in value.values()),
     "target": lambda value: all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform")),
     "limit_bytes": lambda value: value is None or is_count(value), "fits": lambda value: value in (True, False, None)}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory import guard, records
 from bytescope.memory.analyze import analyze as analyzed
-from bytescope.memory.analyze import with_roofline
+from bytescope.memory.analyze import with_seconds
 from bytescope.memory.errors import GuardError, ReportError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Report(records.Report):
 def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs: Mapping[str, Any] | None = None,
             config: Mapping[str, Any] | None = None, roles: Iterable[tuple[str, str]] = (), names: Iterable[str] = (),
             **options: Any) -> Report:
-    return Report.of(with_roofline(analyzed(program, *args, target=target, kwargs=kwargs, config=config, roles=roles,
+    return Report.of(with_seconds(analyzed(program, *args, target=target, kwargs=kwargs, config=config, roles=roles,
                                             names=names, **options)))
 
 

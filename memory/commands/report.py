@@ -84,7 +84,7 @@ def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> No
 
 def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer, target: Any) -> Report:
     """Reports on the step of a config, compiled by the trainer; the report."""
-    from bytescope.memory.analyze import report_of, with_roofline
+    from bytescope.memory.analyze import report_of, with_seconds
 
     program = trainer.program(args.config, overrides, target)
     try:
@@ -94,9 +94,10 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
             raise
         raise ReportError(" ".join(str(error).split())) from error
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
-    report = with_roofline(report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
-                                     loop=trainer.loop_overhead(program)), measure=True)
-    report = dataclasses.replace(report, subject=subject(args.config, overrides, program, settled, compilation.jaxpr))
+    report = report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
+                       loop=trainer.loop_overhead(program))
+    named = subject(args.config, overrides, program, settled, compilation.jaxpr)
+    report = with_seconds(dataclasses.replace(report, subject=named), measure=True)
     _show(report, trainer.choices(program))
     more: dict[str, Any] = {"batch": settled["batch"]}
     if args.formulas:
@@ -122,11 +123,11 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
 
 def _of_file(args: argparse.Namespace, target: Any) -> Report:
     """Reports on a program that XLA dumped; the report."""
-    from bytescope.memory.analyze import report_of, with_roofline
+    from bytescope.memory.analyze import report_of, with_seconds
     from bytescope.memory.program import compiled_for
 
     compilation, target = compiled_for(args.hlo, target=target)
-    report = with_roofline(report_of(compilation, target=target), measure=True)
+    report = with_seconds(report_of(compilation, target=target), measure=True)
     _show(report)
     _write(args, report, compilation.proto, {})
     return report
@@ -134,7 +135,7 @@ def _of_file(args: argparse.Namespace, target: Any) -> Report:
 
 def _of_program(args: argparse.Namespace) -> Report:
     """Reports on a step that a function of the user's makes; the report."""
-    from bytescope.memory.analyze import report_of, with_roofline
+    from bytescope.memory.analyze import report_of, with_seconds
     from bytescope.memory.program import compiled_for
 
     found = user_program.load(args.program)
@@ -147,7 +148,7 @@ def _of_program(args: argparse.Namespace) -> Report:
         raise
     except Exception as error:  # of the step itself, which is traced here for the first time
         raise ReportError(f"{found.name}: the step cannot be compiled: {user_program.told(error)}") from error
-    report = with_roofline(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
+    report = with_seconds(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
                                      names=own["names"] or ()), measure=True)
     _show(report)
     _write(args, report, compilation.proto, {})

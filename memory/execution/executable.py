@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bytescope.memory.analyze import report_of, with_roofline
+from bytescope.memory.analyze import report_of, with_seconds
 from bytescope.memory.arguments.roles import checked_roles
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
@@ -88,7 +88,7 @@ def compile(step: Callable[..., Any], *args: Any, target: Target | str | None = 
                           "plain or jitted, and memory.analyze all else")
     compilation, found, executable = compiled(as_jitted(step, options), args, kwargs or {}, target)
     report = report_of(compilation, target=found, config=config, roles=roles, names=names)
-    return executable, Report.of(with_roofline(report))
+    return executable, Report.of(with_seconds(report))
 
 
 def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.analyze import report_of, with_roofline
+from bytescope.memory.analyze import report_of, with_seconds
 from bytescope.memory.arguments.roles import checked_roles
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.execution import failure
@@ -184,7 +184,7 @@ class Watched:
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments if hasattr(leaf, "dtype"))
         known = _Known(executable, None, device, shapes)
         try:
-            known.report = Report.of(with_roofline(report_of(compilation, target=target, **self._about)))
+            known.report = Report.of(with_seconds(report_of(compilation, target=target, **self._about)))
         except Exception as error:  # a program that nobody has read before is no reason to stop a loop
             self._telling.unwatched(error)
             return known

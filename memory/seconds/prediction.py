@@ -53,6 +53,14 @@ class Prediction:
         fields = dataclasses.asdict(self)
         return {_KEY.get(name, name): value for name, value in fields.items()}
 
+    @classmethod
+    def stated(cls, report: Report) -> Prediction | None:
+        """What a report says that it takes; None where it says nothing."""
+        if not report.prediction:
+            return None
+        return cls(**{field.name: report.prediction.get(_KEY.get(field.name, field.name))
+                      for field in dataclasses.fields(cls)})
+
 
 # Field -> its key in JSON, where they differ.
 _KEY = {"low": "seconds_low", "high": "seconds_high"}
@@ -60,7 +68,7 @@ _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens: int | None = None,
        model_flops: int | None = None) -> Prediction | None:
-    """The seconds of an update on a target; None where there is no schedule or no rate is known.
+    """The seconds of an update on a target; None where there is no schedule, nothing in it takes time, or no rate is known.
 
     Args:
         steps: of one device and one call. target: or its JSON. calls: of the program per update.
@@ -74,6 +82,8 @@ def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens:
         return None
     once = _walked(steps, rates)
     update = calls * once.seconds
+    if not update:
+        return None
     if not 0 < update < math.inf:
         raise ReportError(f"a damaged report (its schedule takes {update:.3g} s at the target's rates): write it again")
     low, high = spread.of(known).around(update)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from bytescope import memory
-from bytescope.memory.analyze import report_of, with_roofline
+from bytescope.memory.analyze import report_of, with_seconds
 from bytescope.memory.costs import roofline
 from bytescope.memory.costs.flops import FlopCount, count
 from bytescope.memory.costs.roofline import Figures, Prediction, seconds
@@ -283,7 +283,7 @@ def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch):
     work = {"forward": phase(other_bytes=int(4.8e12))}
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e12, 4.8e12))
     on_cpu = Report(8, 8, {}, work=work, target={"platform": "cpu", "name": "cpu:1", "n_devices": 1})
-    assert with_roofline(on_cpu) is on_cpu
-    assert with_roofline(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
+    assert with_seconds(on_cpu) is on_cpu
+    assert with_seconds(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
     on_gpu = Report(8, 8, {}, work=work, target=json.loads(json.dumps(targets.parse("h200").to_json())))
-    assert with_roofline(on_gpu).roofline["source"] == "data-sheet rates"
+    assert with_seconds(on_gpu).roofline["source"] == "data-sheet rates"
