@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.attribution import naming
-from bytescope.memory.costs.roofline import at_best
+from bytescope.memory.costs.roofline import AtBest, at_best
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.pages import communication
 from bytescope.memory.pages.elements import (
@@ -28,9 +28,11 @@ from bytescope.memory.pages.elements import (
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report_data import page_data
 from bytescope.memory.records import METHODS, Report
+from bytescope.memory.seconds.prediction import Prediction
 from bytescope.memory.text.fit import seconds as duration
 from bytescope.memory.text.post_mortem import sum_of
-from bytescope.memory.text.report import overheads, roofline
+from bytescope.memory.text.report import overheads
+from bytescope.memory.text.times import prediction as times
 from bytescope.memory.units import human
 
 # Verdict -> its mark and its words.
@@ -102,7 +104,7 @@ def verdict(report: Report) -> dict[str, str]:
 
 
 def figures(report: Report) -> list[Figure]:
-    """Peak, allocated bytes and limit, and what the roofline allows."""
+    """Peak, allocated bytes and limit, and what an update takes."""
     note = ""
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.allocated_bytes
@@ -113,12 +115,36 @@ def figures(report: Report) -> list[Figure]:
 
 
 def _speed(report: Report) -> list[Figure]:
-    """Seconds, tokens/s and MFU that the roofline allows; none where the target's rates are not known."""
-    best = at_best(report)
-    if not best:
-        return []
-    per, seconds = "update" if report.subject.tokens else "call", best.update_seconds
-    found = [Figure(f"one {per}, at least", duration(float(f"{seconds:.3g}")), f"by {best.source}", f"{seconds:.6g} s")]
+    """Seconds with their spread, tokens/s and MFU as predicted, and the bound of the data sheet; where nothing is
+    predicted what the bound allows, and nothing where the target's rates are not known."""
+    best, found = at_best(report), Prediction.stated(report)
+    per = "update" if report.subject.tokens else "call"
+    if found:
+        return [*_predicted(found, per), *([_bound(best, per)] if best else [])]
+    return _allowed(best, per) if best else []
+
+
+def _predicted(found: Prediction, per: str) -> list[Figure]:
+    shown = [Figure(f"one {per}, predicted", _digits(found.seconds), f"{times.interval(found)} s; rates: {found.rates}",
+                    f"{found.seconds:.6g} s")]
+    if found.tokens_per_s:
+        shown.append(Figure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
+    if found.mfu:
+        shown.append(Figure("MFU, predicted", f"{found.mfu:.0%}", "of the peak rate", f"{found.mfu:.2%}"))
+    return shown
+
+
+def _bound(best: AtBest, per: str) -> Figure:
+    seconds = best.update_seconds
+    return Figure(f"one {per}, at least", _digits(seconds), f"by {best.source}", f"{seconds:.6g} s")
+
+
+def _digits(seconds: float) -> str:
+    return duration(float(f"{seconds:.3g}"))
+
+
+def _allowed(best: AtBest, per: str) -> list[Figure]:
+    found = [_bound(best, per)]
     if best.tokens_per_s:
         found.append(Figure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
     if best.mfu:
@@ -131,7 +157,7 @@ def _extra_lines(report: Report) -> list[str]:
     elsewhere = [f"{human(count)} {place}" for place, count in
                  (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes)) if count]
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
-    return [line for line in (others, overheads(report), roofline(report)) if line]
+    return [line for line in (others, overheads(report), times.spent(report), times.roofline(report)) if line]
 
 
 def _ledger(report: Report) -> Table | None:

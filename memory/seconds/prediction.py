@@ -68,7 +68,7 @@ _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens: int | None = None,
        model_flops: int | None = None) -> Prediction | None:
-    """The seconds of an update on a target; None where there is no schedule, nothing in it takes time, or no rate is known.
+    """The seconds of an update on a target; None where no schedule or no rate is known, or nothing takes time.
 
     Args:
         steps: of one device and one call. target: or its JSON. calls: of the program per update.

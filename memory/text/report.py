@@ -8,12 +8,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from bytescope.memory.attribution import naming
-from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
 from bytescope.memory.text import buffers
 from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Pair, Prose, blocks, ignoring
 from bytescope.memory.text.table import Column, FigureTable, figure, fixed, label, words
+from bytescope.memory.text.times import prediction as times
 from bytescope.memory.units import human
 
 WIDTH = DEFAULT_WIDTH
@@ -53,11 +53,11 @@ def _head(report: Report, choices: str) -> RenderableType:
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
              ("on chip", report.on_chip_bytes))
     changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
-    plain = [line for line in (at_least(report), of.batch, changes) if line]
-    faint = [line for line in (*choices.splitlines(), overheads(report)) if line]
+    plain = [line for line in (times.predicted(report), of.batch, changes) if line]
+    told = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
     return Group(Items(filter(None, named)), peak_line(report), *map(Prose, plain),
                  Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),
-                 *(Prose(line, "dim") for line in faint))
+                 *(Prose(line, "dim") for line in told if line))
 
 
 def peak_line(report: Report) -> RenderableType:
@@ -67,20 +67,6 @@ def peak_line(report: Report) -> RenderableType:
     return Items((Text.assemble("peak ", (human(report.peak_bytes), "bold")),
                   Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
                   Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))), gap=3)
-
-
-def at_least(report: Report) -> str:
-    """The predicted time of an update in one line: "at least", since no program reaches a data sheet's rates; "" where
-    unknown."""
-    best = at_best(report)
-    if best is None:
-        return ""
-    parts = [f"at least {best.update_seconds:.3g} s per {'update' if report.subject.tokens else 'call of the step'}"]
-    if best.tokens_per_s:
-        parts.append(f"at most {best.tokens_per_s:,.0f} tokens/s")
-    if best.mfu:
-        parts.append(f"MFU {best.mfu:.0%}")
-    return f"{', '.join(parts)}, by {best.source} ({_terms(report)})"
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
@@ -228,20 +214,6 @@ def _transfers(report: Report) -> RenderableType | None:
     for row in report.transfers:
         table.add(row.direction, human(row.bytes), f"{row.seconds:.3g}" if row.seconds else "", row.phase or "model")
     return table
-
-
-def roofline(report: Report) -> str:
-    """The seconds of one call of the step by the roofline, in all and by term, in one line; "" where unknown."""
-    if not report.roofline:
-        return ""
-    return f"roofline: {report.roofline['total']:.3g} s per step: {_terms(report)}; by {report.roofline['source']}"
-
-
-def _terms(report: Report) -> str:
-    """The seconds of one call of the step by what they are spent on."""
-    total, terms = report.roofline["total"], report.roofline["by_term"]
-    return ", ".join(f"{term.replace('_', ' ')} {taken:.3g} s" for term, taken in terms.items()
-                     if taken > _SMALL * total)
 
 
 def _largest(report: Report) -> RenderableType | None:

@@ -1,0 +1,85 @@
+"""What a step is predicted to take, and the least that it can take, in a line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from bytescope.memory.costs.roofline import at_best
+from bytescope.memory.records import Report
+from bytescope.memory.seconds.prediction import Prediction
+from bytescope.memory.text.console import one_line
+
+# Terms of a prediction (`seconds.walk.TERMS`) whose names do not say it all.
+WORDS = {"collectives": "waiting for collectives", "host_link": "waiting for the host link"}
+# Terms of less than this share of the total are left out.
+_SMALL = 0.001
+
+
+def predicted(report: Report) -> str:
+    """The seconds of an update with their spread, tokens/s, MFU and the source of the rates, in one line; "" where
+    nothing is predicted."""
+    found = Prediction.stated(report)
+    if found is None:
+        return ""
+    parts = [f"predicted {rounded(found.seconds)} s per {once(report)} ({interval(found)})"]
+    if found.tokens_per_s:
+        parts.append(f"{rounded(found.tokens_per_s)} tokens/s")
+    if found.mfu:
+        parts.append(f"MFU {found.mfu:.0%}")
+    return f"{', '.join(parts)}, rates: {one_line(found.rates)}"
+
+
+def spent(report: Report) -> str:
+    """What the predicted seconds are spent on, in one line; "" where nothing is predicted."""
+    found = Prediction.stated(report)
+    if found is None:
+        return ""
+    return f"spent on {_terms({WORDS.get(term, term): taken for term, taken in found.by_term.items()}, found.seconds)}"
+
+
+def interval(found: Prediction) -> str:
+    """The spread of a prediction, seconds in two digits: "0.65 to 0.81"."""
+    return f"{rounded(found.low, 2)} to {rounded(found.high, 2)}"
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """A positive figure in so many digits, thousands with commas: "90,900", "0.650", "0.0000012"."""
+    kept = float(f"{value:.{digits - 1}e}")
+    return f"{kept:,.{max(digits - 1 - math.floor(math.log10(kept)), 0)}f}"
+
+
+def once(report: Report) -> str:
+    """What seconds are of: an update, where the trainer told one."""
+    return "update" if report.subject.tokens else "call of the step"
+
+
+def at_least(report: Report) -> str:
+    """The least that an update can take, in one line; "" where unknown. "At least", since no program reaches a data
+    sheet's rates; the most of tokens/s and MFU is told where nothing is predicted of them."""
+    best = at_best(report)
+    if best is None:
+        return ""
+    parts = [f"at least {best.update_seconds:.3g} s per {once(report)}"]
+    if best.tokens_per_s and not report.prediction:
+        parts.append(f"at most {best.tokens_per_s:,.0f} tokens/s")
+    if best.mfu and not report.prediction:
+        parts.append(f"MFU at most {best.mfu:.0%}")
+    return f"{', '.join(parts)}, by {best.source} ({_bound(report)})"
+
+
+def roofline(report: Report) -> str:
+    """The least that one call of the step can take, in all and by term, in one line; "" where unknown."""
+    if not report.roofline:
+        return ""
+    total = report.roofline["total"]
+    return f"roofline: at least {total:.3g} s per step: {_bound(report)}; by {report.roofline['source']}"
+
+
+def _bound(report: Report) -> str:
+    return _terms({term.replace("_", " "): taken for term, taken in report.roofline["by_term"].items()},
+                  report.roofline["total"])
+
+
+def _terms(by_term: Mapping[str, float], total: float) -> str:
+    return ", ".join(f"{term} {taken:.3g} s" for term, taken in by_term.items() if taken > _SMALL * total)
