@@ -29,7 +29,6 @@ from bytescope.memory.pages.frame import page
 from bytescope.memory.pages.report_data import page_data
 from bytescope.memory.records import METHODS, Report
 from bytescope.memory.seconds.prediction import Prediction
-from bytescope.memory.text.fit import seconds as duration
 from bytescope.memory.text.post_mortem import sum_of
 from bytescope.memory.text.report import overheads
 from bytescope.memory.text.times import prediction as times
@@ -125,8 +124,8 @@ def _speed(report: Report) -> list[Figure]:
 
 
 def _predicted(found: Prediction, per: str) -> list[Figure]:
-    shown = [Figure(f"one {per}, predicted", _digits(found.seconds), f"{times.interval(found)} s; rates: {found.rates}",
-                    f"{found.seconds:.6g} s")]
+    shown = [Figure(f"one {per}, predicted", f"{times.rounded(found.seconds)} s",
+                    f"{times.interval(found)} s; rates: {found.rates}", f"{found.seconds:.6g} s")]
     if found.tokens_per_s:
         shown.append(Figure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
     if found.mfu:
@@ -136,11 +135,7 @@ def _predicted(found: Prediction, per: str) -> list[Figure]:
 
 def _bound(best: AtBest, per: str) -> Figure:
     seconds = best.update_seconds
-    return Figure(f"one {per}, at least", _digits(seconds), f"by {best.source}", f"{seconds:.6g} s")
-
-
-def _digits(seconds: float) -> str:
-    return duration(float(f"{seconds:.3g}"))
+    return Figure(f"one {per}, at least", f"{times.rounded(seconds)} s", f"by {best.source}", f"{seconds:.6g} s")
 
 
 def _allowed(best: AtBest, per: str) -> list[Figure]:

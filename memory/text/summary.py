@@ -9,6 +9,7 @@ from bytescope.memory.records import Report
 from bytescope.memory.text.console import one_line, plain_text, prompt_width, shorten
 from bytescope.memory.text.layout import Items, Prose, blocks
 from bytescope.memory.text.report import breakdown, peak_line
+from bytescope.memory.text.times import prediction as times
 
 # Under 2,000 characters whatever the program: so many columns, findings, and characters of a name and of a finding.
 _WIDTH, _FINDINGS, _NAME, _MESSAGE = 80, 3, 36, 150
@@ -31,7 +32,8 @@ def _head(report: Report) -> RenderableType:
     kind = f" ({_short(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
     title = f"Report of {name} on {_short(str(target.get('name', 'an unnamed target')))}{kind}"
     jax = f"jax {_short(report.versions['jax'])}" if "jax" in report.versions else ""
-    return Group(Items(filter(None, (title, jax))), peak_line(report))
+    taken = _cut(times.predicted(report))
+    return Group(Items(filter(None, (title, jax))), peak_line(report), *([Prose(taken)] if taken else []))
 
 
 def _findings(report: Report) -> RenderableType | None:

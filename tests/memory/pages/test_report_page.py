@@ -64,7 +64,7 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     words = " ".join(" ".join(Page(text).words).split())
     assert "<title>llama_8b on h200:8 · memory</title>" in text
     for expected in ("llama_8b", "with batch.micro=2", "batch: 2 micro-batches",
-                     "policy: full · program: jit_train_step", "one update, at least 1.6 s by data-sheet rates",
+                     "policy: full · program: jit_train_step", "one update, at least 1.60 s by data-sheet rates",
                      "tokens/s, at most 2,500 over all", "MFU, at most 38% of the peak"):
         assert expected in words, expected
     again = Report.from_json(json.loads(json.dumps(known.to_json())))

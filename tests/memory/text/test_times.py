@@ -1,0 +1,64 @@
+"""The line that says what a step takes, and the one that says what it takes at least."""
+
+import dataclasses
+
+import pytest
+
+from bytescope.memory.pages import report as report_page
+from bytescope.memory.records import Report, Subject
+from bytescope.memory.seconds.prediction import Prediction
+from bytescope.memory.text import summary
+from bytescope.memory.text.console import plain_text
+from bytescope.memory.text.report import render
+from bytescope.memory.text.times import prediction as times
+
+pytestmark = pytest.mark.quick
+
+FOUND = Prediction(0.7213, 0.6451, 0.8194, {"forward": 0.2, "backward": 0.5213},
+                   {"products": 0.6, "collectives": 0.12, "host_link": 0.001, "launch": 0.0001}, "products",
+                   "NVIDIA H100: measured", tokens_per_s=90_853.7, mfu=0.4549)
+BOUND = {"total": 0.231, "by_term": {"products": 0.2, "host_link": 0.031}, "source": "data-sheet rates"}
+REPORT = Report(8, 8, {}, prediction=FOUND.to_json(), roofline=BOUND, subject=Subject(tokens=65_536, calls=2))
+
+
+def test_a_prediction_is_one_line_with_its_spread_and_the_source_of_its_rates():
+    assert times.predicted(REPORT) == ("predicted 0.721 s per update (0.65 to 0.82), 90,900 tokens/s, MFU 45%, rates: "
+                                       "NVIDIA H100: measured")
+    assert times.spent(REPORT) == ("spent on products 0.6 s, waiting for collectives 0.12 s, waiting for the host link "
+                                   "0.001 s")
+    bare = dataclasses.replace(FOUND, tokens_per_s=None, mfu=None).to_json()
+    other = dataclasses.replace(REPORT, prediction=bare, subject=Subject())
+    assert times.predicted(other) == ("predicted 0.721 s per call of the step (0.65 to 0.82), rates: NVIDIA H100: "
+                                      "measured")
+    assert times.predicted(Report(8, 8, {})) == times.spent(Report(8, 8, {})) == ""
+
+
+def test_the_bound_stays_at_least_and_promises_no_throughput_beside_a_prediction():
+    assert times.at_least(REPORT) == ("at least 0.462 s per update, by data-sheet rates (products 0.2 s, host link "
+                                      "0.031 s)")
+    alone = dataclasses.replace(REPORT, prediction={})
+    assert "at most 141,853 tokens/s" in times.at_least(alone)
+
+
+def test_both_stand_in_the_report_and_on_its_page():
+    screen = " ".join(plain_text(render(REPORT), 100).split())
+    assert times.predicted(REPORT) in screen and times.at_least(REPORT) in screen and times.spent(REPORT) in screen
+    page = report_page.render(REPORT)
+    for shown in ("one update, predicted", "0.721 s", "0.65 to 0.82 s; rates: NVIDIA H100: measured", "90,900", "45%",
+                  "one update, at least", "0.462 s", times.spent(REPORT)):
+        assert shown in page, shown
+    assert "tokens/s, at most" not in page and "MFU, at most" not in page
+    assert times.predicted(REPORT) in " ".join(summary.plain(REPORT).split())
+
+
+@pytest.mark.parametrize("value, digits, shown", [
+    (0.7213, 3, "0.721"), (0.7, 3, "0.700"), (90_853.7, 3, "90,900"), (0.0996, 2, "0.10"), (999.6, 3, "1,000"),
+    (119.7, 2, "120"), (1.04e-7, 2, "0.00000010"), (3.333, 2, "3.3")])
+def test_figures_have_as_many_digits_as_they_hold(value, digits, shown):
+    assert times.rounded(value, digits) == shown
+
+
+def test_a_report_keeps_its_prediction():
+    again = Report.from_json(REPORT.to_json())
+    assert Prediction.stated(again) == FOUND
+    assert Prediction.stated(Report(8, 8, {})) is None
