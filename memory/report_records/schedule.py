@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.report_json import is_count
+from bytescope.memory.report_records.buffers import STEP_PHASES
 
 # Kinds of kernels: a matrix product, a flash attention kernel forward and backward, a convolution, a library's kernel
 # whose work nobody knows, and all others, which move memory.
@@ -121,7 +122,8 @@ def _step(row: Any, depth: int) -> Step:
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
-    if len(values) > len(fields) or not all(_fits(field.type, value) for field, value in zip(fields, values)):
+    if len(values) > len(fields) or not all(
+            _fits(row[0], field, value) for field, value in zip(fields, values)):
         raise ValueError(f"a step of a schedule is {row!s:.60}")
     try:
         return kind(*values)
@@ -134,7 +136,10 @@ _FITS = {"str": lambda value: isinstance(value, str), "int": lambda value: is_co
          "bool": lambda value: isinstance(value, bool),
          "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(is_count(each) and each >= 0
                                                                          for each in value)}
+# (Letter, field) -> the values that there are; others are not made by `to_json`.
+_VALUES = {("k", "kind"): KERNELS, ("k", "phase"): STEP_PHASES, ("s", "phase"): STEP_PHASES}
 
 
-def _fits(annotation: Any, value: Any) -> bool:
-    return _FITS[str(annotation)](value)
+def _fits(letter: str, field: dataclasses.Field, value: Any) -> bool:
+    known = _VALUES.get((letter, field.name))
+    return _FITS[str(field.type)](value) and (known is None or value in known)

@@ -21,32 +21,30 @@ from bytescope.memory.seconds.schedule import (
     CONVOLUTION,
     FOREIGN,
     PRODUCT,
+    Kernel,
 )
 
 
 class Work(NamedTuple):
-    """What a kernel multiplies, in the words of `schedule.Kernel`.
-
-    whole: FLOPs with those that an attention mask hides, as a jaxpr counts them.
-    """
+    """What a kernel multiplies, in the words of `schedule.Kernel`."""
 
     kind: str
     flops: int = 0
     dtype: str = ""
     size: tuple[int, ...] = ()
     causal: bool = False
-    whole: int = 0
 
 
 def find(module: Module, instruction: Instruction) -> Work | None:
     """What a kernel multiplies, of a fusion all that is in it, with the kind, size and dtype of its largest; None for
-    one without. A library's call whose work its settings do not tell is FOREIGN, of no FLOPs."""
+    one without. A library's call whose settings do not tell its work is FOREIGN: with the product that its arrays look
+    like, which is for the caller to confirm, or with no FLOPs."""
     if instruction.opcode == "fusion":
         works = [work for item in _inside(module, instruction) if (work := find(module, item))]
         if not works:
             return None
         largest = max(works, key=lambda work: work.flops)
-        return largest._replace(flops=sum(work.flops for work in works), whole=sum(work.whole for work in works))
+        return largest._replace(flops=sum(work.flops for work in works))
     rule = _RULES.get(instruction.opcode)
     return rule(module, instruction) if rule else None
 
@@ -99,7 +97,7 @@ def _ragged(module: Module, instruction: Instruction) -> Work | None:
 
 
 def _work(kind: str, flops: int, left: Shape, right: Shape, size: tuple[int, ...], exact: bool = False) -> Work:
-    return Work(kind, flops, _dtype(left, right, exact), size, whole=flops)
+    return Work(kind, flops, _dtype(left, right, exact), size)
 
 
 # Precisions and algorithms (xla_data.proto) that forbid to round float32 operands; see `costs.flops`.
@@ -184,23 +182,48 @@ def _call(module: Module, instruction: Instruction) -> Work | None:
         found = _attention(module, instruction, scores)
     elif "__cudnn$conv" in instruction.target:
         found = _convolution(module, instruction)
-    left, _ = _operands(module, instruction)
-    return found or Work(FOREIGN, dtype=left.dtype if left else "")
+    return found or _foreign(module, instruction)
+
+
+def _foreign(module: Module, instruction: Instruction) -> Work:
+    """A kernel of which only the arrays are known: m x k and k x n, in either order each, of which m x n is made."""
+    left, right = _operands(module, instruction)
+    result = module.shape(instruction)
+    result = result.leaf((0,)) if result.parts is not None else result
+    if left is None or right is None or not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
+        return Work(FOREIGN, dtype=left.dtype if left else "")
+    sides = [shape.dims[-2:] for shape in (left, right, result)]
+    batch = math.prod(result.dims[:-2])
+    if all(len(side) == 2 for side in sides):
+        (m, n), *given = sides[2], sides[0], sides[1]
+        for k in sorted(set(given[0])):
+            if sorted(given[0]) == sorted((m, k)) and sorted(given[1]) == sorted((k, n)):
+                return _work(FOREIGN, 2 * batch * m * n * k, left, right, (batch, m, n, k))
+    return Work(FOREIGN, dtype=_dtype(left, right, False))
 
 
 def _attention(module: Module, instruction: Instruction, scores: Mapping[str, Any]) -> Work | None:
-    """Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al. 2022, arXiv 2205.14135)."""
     dims = _numbers(_inner(scores, "intermediate_tensor_shape").get("dimensions"))
     query, _ = _operands(module, instruction)
     if query is None or not query.dims or len(dims) < 2:
         return None
     heads, (queries, keys), width = math.prod(dims[:-2]), dims[-2:], query.dims[-1]
-    backward, causal = "Backward" in instruction.target, "CAUSAL" in str(scores.get("mask_type", ""))
-    whole = (10 if backward else 4) * heads * queries * keys * width
+    kind = ATTENTION_BACKWARD if "Backward" in instruction.target else ATTENTION
+    causal, size = "CAUSAL" in str(scores.get("mask_type", "")), (heads, queries, keys, width)
+    whole = _PASSES[kind] * math.prod(size)
     window = _numbers([scores.get("sliding_window_length")])
     flops = whole * _seen(queries, keys, window[0] if window else 0) // max(queries * keys, 1) if causal else whole
-    return Work(ATTENTION_BACKWARD if backward else ATTENTION, flops, query.dtype, (heads, queries, keys, width),
-                causal, whole)
+    return Work(kind, flops, query.dtype, size, causal)
+
+
+# FLOPs per query, key and value of a head: Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al.
+# 2022, arXiv 2205.14135).
+_PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
+
+
+def unmasked(kernel: Kernel) -> int:
+    """FLOPs of an attention kernel with those that its mask hides, as a jaxpr counts them."""
+    return _PASSES[kernel.kind] * math.prod(kernel.size)
 
 
 def _seen(queries: int, keys: int, window: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from bytescope.memory.attribution.rules import Attribution
 from bytescope.memory.costs import collectives, host_transfers, kernels
@@ -17,6 +17,7 @@ from bytescope.memory.seconds import products
 from bytescope.memory.seconds.schedule import (
     FOREIGN,
     MOVING,
+    PRODUCT,
     TO_DEVICE,
     TO_HOST,
     Kernel,
@@ -29,10 +30,13 @@ from bytescope.memory.seconds.schedule import (
 )
 from bytescope.memory.seconds.schedule import kernels as every_kernel
 
-# A damaged module may call in circles, or the same computation over and over: no step has more records than this.
-_DEEPEST, _MOST = 24, 2**19
+# Updates on the way from an asynchronous operation's start to its end. A damaged module may call the same computation
+# over and over: no step has more records than the second.
+_DEEPEST, _MOST = 24, 2**17
 # FLOPs that a device computes while it moves one byte, to compare the branches of a conditional: an H100's, 989 / 3.35.
 _FLOPS_A_BYTE = 295
+# Products that kernels look like are what they compute where the sum is that of the jaxpr, but for this share.
+_ALIKE = 0.01
 _WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
 
 
@@ -42,7 +46,8 @@ def read(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: 
 
     Kernels read and write what `costs.kernels` says. A loop without a known trip count runs once, a conditional is its
     dearest branch. What libraries compute that do not tell it (FOREIGN) is what `flops` counts in a phase beyond the
-    module's other kernels, shared in proportion to their bytes.
+    module's other kernels: where the products that their arrays look like add up to that, they are such products; else
+    they share it in proportion to their bytes.
 
     Args:
         mesh: names and sizes of its axes (unused where the module lists groups). per_host: devices of a host, 0 for
@@ -50,39 +55,47 @@ def read(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: 
     """
     walk = _Walk(look, per_host)
     steps = walk.computation(look.module.entry, "")
-    if walk.count > _MOST:
-        return ()
-    return _shared(steps, walk.whole, flops, devices) if flops else steps
+    return () if walk.endless else _settled(steps, _beyond(steps, flops, devices))
 
 
 class _Walk:
-    """One walk through the schedule.
-
-    count: records made. whole: phase -> FLOPs of products as a jaxpr counts them, those of all loops' turns.
-    """
+    """One walk through the schedule; `endless`: it has more records than any step."""
 
     def __init__(self, look: Attribution, per_host: int):
         self.look, self.module, self.per_host = look, look.module, per_host
-        self.count, self.depth, self.turns = 0, 0, 1
-        self.whole: dict[str, int] = {}
+        self.endless = False
         self.begun: set[str] = set()
-        self.groups: dict[tuple[bytes, ...], tuple[hlo_mesh.Groups, int]] = {}
+        self.known: dict[tuple[int, str], Steps] = {}
+        self.sizes: dict[int, int] = {}  # of the tuples in `known`, by their identity
+        self.groups: dict[tuple[tuple[int, bytes], ...], tuple[hlo_mesh.Groups, int]] = {}
         self.uncounted = host_transfers.uncounted(look.module)
 
     def computation(self, id: int, around: str) -> Steps:
         """What a computation runs, once; `around`: the phase of the call."""
-        found = self.module.computations.get(id)
-        if found is None or self.depth > _DEEPEST or self.count > _MOST:
-            return ()
-        self.depth += 1
-        out: list[Step] = []
-        for item in found.schedule or found.instructions:
-            if instruction := self.module.instructions.get(item):
+        if (id, around) not in self.known:
+            self.known[id, around] = ()  # a damaged module may call in circles
+            out: list[Step] = []
+            for instruction in self.scheduled(id):
                 out += self.instruction(instruction, around)
-        self.depth -= 1
-        steps = merged(out)
-        self.count += len(steps)
-        return steps
+                self.endless |= len(out) > _MOST
+                if self.endless:
+                    return ()
+            self.known[id, around] = merged(out)
+            self.endless = self.size(self.known[id, around]) > _MOST
+        return self.known[id, around]
+
+    def size(self, steps: Steps) -> int:
+        """Records in steps, those in their loops too; loops that are the same are counted once and taken so often."""
+        inside = [step.steps for step in steps if isinstance(step, Loop)]
+        self.sizes[id(steps)] = len(steps) + sum(self.sizes.get(id(each), 0) for each in inside)
+        return self.sizes[id(steps)]
+
+    def scheduled(self, id: int) -> Iterator[Instruction]:
+        """The instructions of a computation in its order."""
+        found = self.module.computations.get(id)
+        for item in (found.schedule or found.instructions) if found else ():
+            if item in self.module.instructions:
+                yield self.module.instructions[item]
 
     def instruction(self, one: Instruction, around: str) -> Iterator[Step]:
         """What one operation of a schedule is."""
@@ -104,23 +117,13 @@ class _Walk:
     # ---- what calls -----------------------------------------------------------------------------------------
 
     def loop(self, one: Instruction, around: str) -> Iterator[Step]:
-        trips, outside = trip_count(self.module, one) or 1, self.turns
-        self.turns = outside * trips
         steps = self.computation(one.called[0], self.phase(one, around)) if one.called else ()
-        self.turns = outside
         if steps:
-            yield Loop(trips, steps)
+            yield Loop(trip_count(self.module, one) or 1, steps)
 
     def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
-        phase, before = self.phase(one, around), dict(self.whole)
-        dearest, cost, whole = (), -1.0, before
-        for id in one.called:
-            self.whole = dict(before)
-            steps = self.computation(id, phase)
-            if (its := _cost(steps)) > cost:
-                dearest, cost, whole = steps, its, self.whole
-        self.whole = whole
-        yield from dearest
+        phase = self.phase(one, around)
+        yield from max((self.computation(id, phase) for id in one.called), key=_cost, default=())
 
     def call(self, one: Instruction, around: str) -> Iterator[Step]:
         phase = self.phase(one, around)
@@ -131,9 +134,7 @@ class _Walk:
         """An async-start: what it wraps runs on a stream of its own where that is a collective or a transfer."""
         phase = self.phase(one, around)
         for id in one.called[:1]:
-            found = self.module.computations.get(id)
-            for item in (found.schedule or found.instructions) if found else ():
-                instruction = self.module.instructions[item]
+            for instruction in self.scheduled(id):
                 if is_collective(instruction.opcode):
                     yield from self.start(one, instruction, phase)
                 elif crossing := list(host_transfers.moved(self.module, instruction)):
@@ -211,7 +212,6 @@ class _Walk:
         if work is None:
             yield Kernel(MOVING, phase, size)
             return
-        self.whole[phase] = self.whole.get(phase, 0) + self.turns * work.whole
         yield Kernel(work.kind, phase, size, work.flops, work.dtype, work.size, work.causal)
 
 
@@ -229,28 +229,44 @@ def _cost(steps: Steps) -> float:
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
-def _shared(steps: Steps, own: dict[str, int], flops: FlopCount, devices: int) -> Steps:
-    """The steps with what the jaxpr counts beyond the module's own products shared by foreign kernels."""
-    foreign: dict[str, int] = {}
+def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, float]:
+    """Phase -> FLOPs of a device that a jaxpr counts beyond the module's products; of attention it counts all."""
+    left: dict[str, float] = {}
+    for (phase, _), count in flops.by.items() if flops else ():
+        left[phase] = left.get(phase, 0) + count / devices
+    for kernel, times in every_kernel(steps):
+        if kernel.kind != FOREIGN and kernel.phase in left:
+            left[kernel.phase] -= times * (products.unmasked(kernel) if kernel.causal else kernel.flops)
+    return {phase: max(count, 0) for phase, count in left.items()}
+
+
+def _settled(steps: Steps, beyond: Mapping[str, float]) -> Steps:
+    """The steps with foreign kernels as what they compute, of the FLOPs by phase that are left for them."""
+    sums: dict[str, list[int]] = {}
     for kernel, times in every_kernel(steps):
         if kernel.kind == FOREIGN:
-            foreign[kernel.phase] = foreign.get(kernel.phase, 0) + times * kernel.bytes
-    if not foreign:
+            both = sums.setdefault(kernel.phase, [0, 0])
+            both[0] += times * kernel.bytes
+            both[1] += times * kernel.flops
+    if not sums:
         return steps
-    counted: dict[str, float] = {}
-    for (phase, _), count in flops.by.items():
-        counted[phase] = counted.get(phase, 0) + count / devices
-    rates = {phase: max(counted.get(phase, 0) - own.get(phase, 0), 0) / size for phase, size in foreign.items()}
-    return _with_rates(steps, rates)
+    products_in = {phase for phase, (_, looks) in sums.items()
+                   if looks and abs(beyond.get(phase, 0) - looks) <= _ALIKE * looks}
+    return _with_foreign(steps, products_in, {phase: beyond.get(phase, 0) / size for phase, (size, _) in sums.items()})
 
 
-def _with_rates(steps: Steps, rates: dict[str, float]) -> Steps:
+def _with_foreign(steps: Steps, products_in: Collection[str], rates: Mapping[str, float]) -> Steps:
+    """Foreign kernels are products in some phases, elsewhere they compute so many FLOPs per byte."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):
-            step = Loop(step.trips, _with_rates(step.steps, rates))
+            step = Loop(step.trips, _with_foreign(step.steps, products_in, rates))
         elif isinstance(step, Kernel) and step.kind == FOREIGN:
-            step = dataclasses.replace(step, flops=round(rates[step.phase] * step.bytes))
+            if step.phase in products_in and step.flops:
+                step = dataclasses.replace(step, kind=PRODUCT)
+            elif step.phase in products_in:
+                step = dataclasses.replace(step, kind=MOVING, dtype="")  # nothing is left for it to compute
+            else:
+                step = dataclasses.replace(step, flops=round(rates[step.phase] * step.bytes), size=())
         out.append(step)
-    return tuple(out)
-
+    return merged(out)

@@ -1,0 +1,214 @@
+"""From a module to its schedule: hand-made protos, and a traced program held against its jaxpr."""
+
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bytescope import memory
+from bytescope.memory.costs.flops import FlopCount
+from bytescope.memory.devices import targets
+from bytescope.memory.seconds import reading, schedule
+from bytescope.memory.seconds.schedule import Kernel, Loop, Start, Wait
+from support import programs
+from support.formats import field
+
+SHAPE = field(3, field(2, 11) + field(3, b"\10\10"))  # float32, 8 x 8: 256 bytes
+ON_HOST = field(3, field(2, 11) + field(3, b"\10\10") + field(5, field(8, 5)))
+DOT = field(30, field(1, b"\1") + field(2, b"\0"))
+SIZE = 256
+PRODUCT = Kernel("product", "forward", 3 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # two operands, a result
+SQUARE = Kernel("product", "forward", 2 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # one operand, twice
+SIN = Kernel("memory", "forward", 2 * SIZE)
+
+
+def item(id, opcode, *operands, called=b"", shape=SHAPE, more=b""):
+    """An instruction of a proto; its name is its opcode and id."""
+    return field(2, field(1, f"{opcode}.{id}") + field(2, opcode) + field(35, id) + field(36, bytes(operands))
+                 + (field(38, called) if called else b"") + shape + more)
+
+
+def computation(id, *items, root=0):
+    return field(3, field(1, f"c{id}") + field(5, id) + field(6, root) + b"".join(items))
+
+
+def proto(*computations, order=(), devices=8):
+    """A module whose entry is computation 1; `order`: its schedule."""
+    schedule_of = field(7, field(1, field(1, 1) + field(2, field(1, bytes(order))))) if order else b""
+    return field(1, field(1, "m") + field(6, 1) + b"".join(computations) + schedule_of
+                 + field(15, field(1, 1) + field(2, devices)))
+
+
+def steps(*computations, target=None, **more):
+    return memory.analyze(proto(*computations, **more), target=target).schedule
+
+
+X = item(1, "parameter")
+
+
+def config(text):
+    return field(43, text)
+
+
+def gather(more=b""):
+    """x -> all-gather-start -> done, a product beside it."""
+    both = field(3, field(2, 13) + field(4, SHAPE[2:]) + field(4, field(2, 11) + field(3, b"\100\10")))
+    return computation(1, X, item(2, "all-gather-start", 1, shape=both, more=more),
+                       item(3, "dot", 1, 1, more=DOT), item(4, "all-gather-done", 2), root=4)
+
+
+START = Start("all-gather-start.2", "all-gather", "forward", 8 * SIZE, 8)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("order", "expected"), [
+    ((1, 2, 3, 4), (START, SQUARE, Wait(START.name))), ((1, 3, 2, 4), (SQUARE, START, Wait(START.name)))])
+def test_the_order_is_the_schedules(order, expected):
+    assert steps(gather(), order=order) == expected
+
+
+@pytest.mark.quick
+def test_a_synchronous_collective_is_waited_for_at_once():
+    found = steps(gather(config('{"collective_backend_config":{"is_sync":true}}')), order=(1, 2, 3, 4))
+    assert found == (Start("", "all-gather", "forward", 8 * SIZE, 8), SQUARE)
+    plain = steps(computation(1, X, item(2, "all-reduce", 1), item(3, "sine", 2), root=3))
+    assert plain == (Start("", "all-reduce", "forward", SIZE, 8), SIN)
+
+
+@pytest.mark.quick
+def test_a_wrapped_collective_and_updates_on_the_way():
+    inner = computation(2, X, item(5, "reduce-scatter", 1), root=5)
+    found = steps(computation(1, item(6, "parameter"), item(2, "async-start", 6, called=b"\2"),
+                              item(3, "async-update", 2, called=b"\2"), item(7, "sine", 6),
+                              item(4, "async-done", 3, called=b"\2"), root=4), inner, order=(6, 2, 3, 7, 4))
+    assert found == (Start("async-start.2", "reduce-scatter", "forward", SIZE, 8), SIN, Wait("async-start.2"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("pairs", "hosts"), [((), 2), (((0, 1, 2, 3), (4, 5, 6, 7)), 1), (((0, 4), (1, 5)), 2)])
+def test_hosts_of_a_group(pairs, hosts):
+    groups = b"".join(field(49, field(1, bytes(group))) for group in pairs)
+    target = targets.parse("h100:2x4")
+    found, = steps(computation(1, X, item(2, "all-reduce", 1, more=groups), root=2), target=target)
+    assert (found.hosts, found.group) == (hosts, len(pairs[0]) if pairs else 8)
+
+
+@pytest.mark.quick
+def test_loops_by_their_turns_and_conditionals_by_their_dearest_branch():
+    body = computation(2, item(11, "parameter"), item(12, "dot", 11, 11, more=DOT), item(13, "sine", 12), root=13)
+    cond = computation(3, item(21, "parameter"), item(22, "compare", 21, 21), root=22)
+    cheap = computation(4, item(31, "parameter"), item(32, "sine", 31), root=32)
+    trips = config('{"known_trip_count":{"n":"7"}}')
+    looped = item(2, "while", 1, called=b"\2\3", more=trips)
+    branch = item(3, "conditional", 2, 1, called=b"\4\2")
+    found = steps(computation(1, X, looped, branch, root=3), body, cond, cheap)
+    assert found == (Loop(7, (SQUARE, SIN)), SQUARE, SIN)
+    assert steps(computation(1, X, item(2, "call", 1, called=b"\2"), root=2), body) == (SQUARE, SIN)
+    unknown = steps(computation(1, X, item(2, "while", 1, called=b"\2\3"), root=2), body, cond)
+    assert unknown == (Loop(1, (SQUARE, SIN)),)
+
+
+@pytest.mark.quick
+def test_damaged_modules_end():
+    again = (item(12, "call", 11, called=b"\2"), item(13, "call", 11, called=b"\2"))
+    circle = computation(2, item(11, "parameter"), *again, item(14, "sine", 13), root=14)
+    assert steps(computation(1, X, item(2, "call", 1, called=b"\2"), root=2), circle) == (SIN,)
+
+    def doubling(opcode, id):  # 2^19 collectives
+        first = 5 * id
+        inner = [item(first + n, opcode, first, called=bytes([id + 1])) for n in (1, 2)] if id < 20 else [
+            item(first + 1, "all-reduce", first), item(first + 2, "all-reduce", first)]
+        return computation(id, item(first, "parameter"), *inner, root=first + 2)
+
+    for opcode in ("call", "while"):
+        look = _look(proto(computation(1, X, item(2, "call", 1, called=b"\2"), root=2),
+                           *(doubling(opcode, id) for id in range(2, 21))))
+        assert reading.read(look) == ()
+
+
+@pytest.mark.quick
+def test_copies_over_the_host_link():
+    there = field(3, field(2, 13) + field(4, ON_HOST[2:]) + field(4, SHAPE[2:]))
+    found = steps(computation(1, X, item(2, "copy-start", 1, shape=there), item(3, "sine", 1),
+                              item(4, "copy-done", 2, shape=ON_HOST), item(5, "copy", 4), root=5),
+                  order=(1, 2, 3, 4, 5))
+    assert found == (Start("copy-start.2", "to-host", "forward", SIZE), SIN, Wait("copy-start.2"),
+                     Start("", "to-device", "forward", SIZE))
+    within = field(3, field(2, 13) + field(4, SHAPE[2:]) + field(4, SHAPE[2:]))
+    assert steps(computation(1, X, item(2, "copy-start", 1, shape=within), item(4, "copy-done", 2), root=4)) == (SIN,)
+
+
+def foreign(id, *operands):
+    return item(id, "custom-call", *operands, more=field(28, "__gpu$xla.gpu.triton"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("counted", "expected"), [
+    (3 * 1024, ("product", 1024, (1, 8, 8, 8))),  # the jaxpr's products are those that the arrays look like
+    (1024 + 500, ("foreign", 250, ())), (0, ("foreign", 0, ()))])
+def test_what_foreign_kernels_compute(counted, expected):
+    """Two kernels of a library and one product, over 8 devices that each compute an eighth."""
+    data = proto(computation(1, X, item(5, "parameter", more=field(9, 1)), foreign(2, 1, 5), foreign(3, 1, 2),
+                             item(4, "dot", 1, 3, more=DOT), root=4))
+    found = reading.read(_look(data), flops=FlopCount(by={("forward", "tf32"): 8 * counted}), devices=8)
+    kinds = {(kernel.kind, kernel.flops, kernel.size): kernel.times for kernel in found}
+    assert kinds[expected] == 2 + (expected[0] == "product") and sum(kinds.values()) == 3
+
+
+def _look(data):
+    from bytescope.memory.arguments import program_arguments
+    from bytescope.memory.arguments.roles import checked_roles
+    from bytescope.memory.attribution import assemble
+    from bytescope.memory.attribution.checkpoint_names import Names
+    from bytescope.memory.attribution.schedule import derive
+    from bytescope.memory.hlo import buffers
+    from bytescope.memory.hlo.dataflow import Flow
+
+    program = derive(buffers.read(data).module)
+    flow = Flow(program.module)
+    inputs = program_arguments.read(program, flow, None, checked_roles(()))
+    return assemble.attribution_of(program, inputs, Names((), None), flow)
+
+
+def sums(report):
+    """(phase, dtype) -> FLOPs, and phase -> bytes of all kernels, of a report's schedule."""
+    flops, size = Counter(), Counter()
+    for kernel, times in schedule.kernels(report.schedule):
+        flops[kernel.phase] += times * kernel.flops
+        size[kernel.phase] += times * kernel.bytes
+    return flops, size
+
+
+def test_a_step_computes_what_its_jaxpr_counts_and_moves_what_its_kernels_do(devices):
+    report = memory.analyze(programs.trace_step(devices, "full"), target=targets.parse("cpu:8"))
+    flops, size = sums(report)
+    # by phase a compiler may write backward on what is recomputed
+    assert sum(flops.values()) == sum(sum(part["flops"].values()) for part in report.work.values())
+    for phase, part in report.work.items():
+        # a loop's condition is no kernel of its own
+        assert 0.99 * (part["product_bytes"] + part["other_bytes"]) <= size[phase] <= (
+            part["product_bytes"] + part["other_bytes"])
+    found = [step for step, _ in _every(report.schedule) if isinstance(step, Start)]
+    assert {step.kind for step in found} == {c.kind for c in report.collectives}
+    assert memory.Report.from_json(json.loads(json.dumps(report.to_json()))).schedule == report.schedule
+
+
+def _every(steps, times=1):
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from _every(step.steps, times * step.trips)
+        else:
+            yield step, times
+
+
+def test_a_loop_is_one_of_its_turns():
+    def program(w_LDD, x_BD):
+        return jax.lax.scan(lambda x_BD, w_DD: (jnp.sin(x_BD @ w_DD), None), x_BD, w_LDD)[0]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 128, 128), (256, 128))]
+    found = memory.analyze(jax.jit(program).trace(*shapes)).schedule
+    loop, = [step for step in found if isinstance(step, Loop)]
+    product, = [kernel for kernel in loop.steps if isinstance(kernel, Kernel) and kernel.kind == "product"]
+    assert (loop.trips, product.size, product.flops) == (6, (1, 256, 128, 128), 2 * 256 * 128 * 128)
