@@ -3,23 +3,15 @@ the ratio of the two data sheets."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
 from bytescope.memory.devices.chips import CHIPS, Chip
-from bytescope.memory.seconds.achieved import (
-    COLLECTIVES,
-    FLOOR_SECONDS,
-    FLOOR_SOURCE,
-    HOP_SECONDS,
-    HOST_LINK_SECONDS,
-    HOST_LINK_SHARE,
-    LIKE,
-    MEASURED,
-    NEAREST,
-    NETWORK_HOP_SECONDS,
-    TWINS,
-)
+from bytescope.memory.errors import ReportError
+from bytescope.memory.seconds import achieved, achieved_links
+from bytescope.memory.seconds.achieved import LIKE, MEASURED, NEAREST, TWINS
+from bytescope.memory.seconds.achieved_links import COLLECTIVES, MESHES, NETWORKS, Bus
 from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at
 
 
@@ -29,20 +21,36 @@ def of(kind: str) -> Rates | None:
     return _rates(chip.name) if chip else None
 
 
+def over(found: Rates, network: str) -> Rates:
+    """Rates with the collectives between hosts of another network, a name of `achieved_links.NETWORKS`.
+
+    Raises ReportError for another name.
+    """
+    if network not in NETWORKS:
+        raise ReportError(f"unknown network {network!r:.40}: one of {', '.join(NETWORKS)}")
+    rows = tuple(Collective(row.kind, row.group, row.hosts, row.figure.points) for row in NETWORKS[network])
+    inside = tuple(row for row in found.collectives if row.hosts == 1)
+    source = NETWORKS[network][0].figure.source
+    return dataclasses.replace(found, collectives=inside + rows, source=f"{found.source}; between hosts: {source}",
+                               sources={**found.sources, "collectives between hosts": source})
+
+
 @functools.lru_cache(maxsize=64)
 def _rates(name: str) -> Rates:
     chip = CHIPS[name]
-    products, memory = _products(chip), _nearest(chip, ("memory",))
-    attention, attention_source = _attention_table(chip)
-    collectives, collectives_source = _collectives(chip)
+    products, attention = _products(chip), _attention_table(chip)
+    memory, host_link, floor = (_nearest(chip, (part,)) for part in ("memory", "host_link", "floor"))
+    collectives, links = _collectives(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
-        "attention": attention_source, "memory": memory[1], "collectives": collectives_source, "floor": FLOOR_SOURCE}
+        "attention": attention[1], "memory": memory[1], "collectives": links, "host link": host_link[1],
+        "floor": floor[1], "hops": achieved_links.HOP_SOURCE, "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE}
     return Rates(
-        source=_summary(name, sources), peak_flops=dict(chip.peak_flops), attention=attention, memory=memory[0],
-        products={unit: curve for unit, (curve, _) in products.items()}, floor_seconds=FLOOR_SECONDS,
-        host_link_bytes_per_s=chip.host_link * HOST_LINK_SHARE, host_link_seconds=HOST_LINK_SECONDS,
-        collectives=collectives, hop_seconds=HOP_SECONDS, network_hop_seconds=NETWORK_HOP_SECONDS,
-        cores=chip.gpu.cores if chip.gpu else 0, sources=sources)
+        source=_summary(name, sources), peak_flops=dict(chip.peak_flops), attention=attention[0], memory=memory[0],
+        products={unit: curve for unit, (curve, _) in products.items()}, floor_seconds=floor[0][0][1],
+        host_link_bytes_per_s=host_link[0][0][1], host_link_seconds=achieved.HOST_LINK_SECONDS,
+        collectives=collectives, hop_seconds=achieved_links.HOP_SECONDS,
+        network_hop_seconds=achieved_links.NETWORK_HOP_SECONDS, cores=chip.gpu.cores if chip.gpu else 0,
+        sources=sources)
 
 
 def _nearest(chip: Chip, part: tuple) -> tuple[Curve, str] | None:
@@ -73,10 +81,10 @@ def _attention_table(chip: Chip) -> tuple[dict[str, dict[int, Curve]], str]:
     A way or width that was not measured takes the ratio that another width, or another chip, has between them.
     """
     name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if _cells(each))
-    cells, known = _cells(name), _cells("h100")
+    cells, others = _cells(name), [_cells(other) for other in (*NEAREST[name], "h100")]
     for way, like in (("backward", "forward"), ("forward_causal", "forward"), ("backward_causal", "backward")):
         for width in sorted({width for known_way, width in cells if known_way == like and (way, width) not in cells}):
-            cells[way, width] = _as_beside(cells[like, width], *_pair(way, like, cells, known))
+            cells[way, width] = _as_beside(cells[like, width], *_pair(way, like, cells, *others))
     ratio = _of_16_bits(chip) / _of_16_bits(CHIPS[name])
     table: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
     for (way, width), curve in sorted(cells.items()):
@@ -109,10 +117,14 @@ def _of_16_bits(chip: Chip) -> float:
     return chip.peak_flops.get("bf16") or chip.peak_flops["fp16"]
 
 
+# Part -> the figure of a data sheet that it is a share of; products have one a unit, a floor none.
+_SHEET = {"memory": lambda chip: chip.hbm, "host_link": lambda chip: chip.host_link, "floor": lambda chip: 1.0}
+
+
 def _ratio(measured: tuple, wanted: tuple, chip: Chip, other: Chip) -> float:
     """The ratio of two chips' data sheets for a part; 0 where one of them has no such unit."""
-    if wanted[0] == "memory":
-        return chip.hbm / other.hbm
+    if wanted[0] in _SHEET:
+        return _SHEET[wanted[0]](chip) / _SHEET[wanted[0]](other)
     peak = other.peak_flops.get(measured[1])
     return chip.peak_flops.get(wanted[1], 0.0) / peak if peak else 0.0
 
@@ -122,27 +134,64 @@ def _times(curve: Curve, ratio: float) -> Curve:
 
 
 def _said(source: str, measured: str, name: str) -> str:
-    return source if measured == name else f"efficiency of {measured}: {source}"
+    """A source, of each of its parts that it is another chip's."""
+    return source if measured == name else "; ".join(f"efficiency of {measured}: {part}" for part in source.split("; "))
 
 
 def _collectives(chip: Chip) -> tuple[tuple[Collective, ...], str]:
-    """The collectives of a chip, its own or the nearest one's times the ratio of their links, and the source."""
-    name = next(each for each in (chip.name, *NEAREST[chip.name], "h100") if each in COLLECTIVES)
-    other, rows = CHIPS[name], COLLECTIVES[name]
-    inside, between = chip.in_host / other.in_host, chip.between_hosts / other.between_hosts
-    found = tuple(Collective(row.kind, row.group, row.hosts,
-                             _times(row.figure.points, between if row.hosts > 1 else inside)) for row in rows)
-    return found, _said("; ".join(dict.fromkeys(row.figure.source for row in rows)), name, chip.name)
+    """The collectives of a chip and their sources: kind by kind, in a host and between hosts, its own rows or those of
+    the nearest chip that has some, times the ratio of their links."""
+    found: list[Collective] = []
+    sources: dict[str, None] = {}
+    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        for between in (False, True):
+            name, rows = _measured_links(chip, kind, between)
+            for row in rows:
+                found += _on_links(chip, CHIPS[name], row)
+                sources[_said(row.figure.source, name, chip.name)] = None
+    if chip.name in MESHES:
+        sources[f"efficiency of {name}: shares of {achieved_links.MESH_SOURCE}"] = None
+    return tuple(found), "; ".join(sources)
+
+
+def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus]]:
+    """The nearest chip with rows of a kind, and these. Cards on PCIe are like cards on PCIe, others like others; the
+    rows of a network are a host's cards', whatever joins its devices."""
+    names = [chip.name, *NEAREST[chip.name], "h100"]
+    if not between and _on_pcie(chip):
+        names = ["rtx4090"]
+    for name in names:
+        rows = [row for row in COLLECTIVES.get(name, ()) if row.kind == kind and (row.hosts > 1) == between]
+        if rows and (between or _on_pcie(CHIPS[name]) == _on_pcie(chip)):
+            return name, rows
+    return chip.name, []
+
+
+def _on_pcie(chip: Chip) -> bool:
+    """Whether the devices of a host meet over PCIe, as `devices.chips` has it."""
+    return chip.platform == "cuda" and chip.in_host == chip.host_link
+
+
+def _on_links(chip: Chip, other: Chip, row: Bus) -> list[Collective]:
+    if row.hosts > 1:
+        return [Collective(row.kind, row.group, row.hosts,
+                           _times(row.figure.points, chip.between_hosts / other.between_hosts))]
+    ratio = chip.in_host / other.in_host
+    groups = MESHES.get(chip.name, {row.group: 1.0})
+    return [Collective(row.kind, group, 1, _times(row.figure.points, ratio * share))
+            for group, share in groups.items()]
 
 
 def _summary(name: str, sources: Mapping[str, str]) -> str:
     """One line: which parts were measured on the chip, and which take another's efficiency."""
-    by_chip: dict[str, list[str]] = {}
-    for part, source in sources.items():
-        like = next((chip for chip in CHIPS if source.find(f"efficiency of {chip}:") >= 0), name)
-        group = part.split()[0]
-        if part != "floor" and group not in by_chip.setdefault(like, []):
-            by_chip[like].append(group)
-    own = ", ".join(by_chip.pop(name, ())) or "nothing"
-    rest = "".join(f"; {', '.join(groups)} with the efficiency of {chip}" for chip, groups in by_chip.items())
-    return f"measured on {name}: {own}{rest}"
+    by_chip: dict[str, list[str]] = {name: []}
+    sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
+    for part, key in (("products", sixteen), ("attention", "attention"), ("memory", "memory"),
+                      ("collectives", "collectives")):
+        for source in sources[key].split("; "):
+            like = next((chip for chip in CHIPS if source.startswith(f"efficiency of {chip}:")), name)
+            if part not in by_chip.setdefault(like, []):
+                by_chip[like].append(part)
+    own = ", ".join(by_chip.pop(name)) or "nothing"
+    return f"measured on {name}: {own}" + "".join(f"; {', '.join(parts)} with the efficiency of {chip}"
+                                                for chip, parts in by_chip.items())

@@ -25,6 +25,8 @@ _ALIKE: Mapping[str, tuple[str, ...]] = {
     "collective-permute": ("all-to-all", "all-gather", "reduce-scatter", "all-reduce"),
     "collective-broadcast": ("all-gather", "reduce-scatter", "all-reduce"),
 }
+# Devices of a full host: a group with one device a host is limited by its network, not by links in a host.
+_FULL = 8
 
 
 def seconds(start: Start, rates: Rates) -> float:
@@ -43,18 +45,19 @@ def seconds(start: Start, rates: Rates) -> float:
 
 def _bus(start: Start, rates: Rates) -> tuple[float, float]:
     """(bytes per second on the wire, seconds of the hops that the measured row has not)."""
-    inside = _nearest(start.kind, start.group, 1, rates)
+    per_host = start.group / start.hosts
+    inside = _nearest(start.kind, per_host if per_host > 1 else _FULL, 1, rates)
     over = _nearest(start.kind, start.group, start.hosts, rates) if start.hosts > 1 else None
     if inside is None or over is None:
         row = inside or over or rates.collectives[0]
         return at(row.bus, start.bytes), _longer(start, row, rates)
     # Network cards that this group has for each of the row's; a row of large sizes alone does not show latency.
-    share = (start.group / start.hosts) / (over.group / over.hosts)
+    share = per_host / (over.group / over.hosts)
     shown = over if over.bus[0][0] <= start.bytes / share else inside
     return min(at(over.bus, start.bytes / share) * share, at(inside.bus, start.bytes)), _longer(start, shown, rates)
 
 
-def _nearest(kind: str, group: int, hosts: int, rates: Rates) -> Collective | None:
+def _nearest(kind: str, group: float, hosts: int, rates: Rates) -> Collective | None:
     """The measured row of a kind, or one like it, of the nearest number of hosts, then of the nearest group; a group
     over hosts has one over hosts, where there is one, and a group of one host none but those of one."""
     for each in (kind, *_ALIKE[kind]):
