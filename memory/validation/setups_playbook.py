@@ -6,8 +6,9 @@ assets/data/benchmarks/banner.html, February 2025): one iteration each of nanotr
 attention, a vocabulary of 131,072, parameters in bfloat16 with float32 sums of gradients and masters, ZeRO 0 or 1, no
 recomputation, sequence parallelism within the tensor split.
 
-What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, the slack
-of torch's allocator, and launches from Python, which are a term of their own here (`LAUNCH`).
+What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, and the
+slack of torch's allocator. Gradients that it reduces once, and launches from Python, are taken into account
+(`reductions`, `LAUNCH`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def _row(number: int, fact: Fact) -> Row:
         calls=1, measured_seconds=float(fact["elapsed_ms"]) / 1e3,
         measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None, quality="A",
         source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]),
-        launch_seconds=LAUNCH * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= _FREE, bytes_are="reserved")
+        launch_seconds=LAUNCH * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= _FREE, bytes_are="reserved",
+        reduced_over=int(fact["dp"]) if min(int(fact["tp"]), int(fact["dp"])) > 1 else 0,
+        micro_batches=int(fact["ga"]))
 
 
 def _reason(fact: Fact) -> str:

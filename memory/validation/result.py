@@ -1,0 +1,105 @@
+"""What a validation found, for the terminal, the page and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.seconds import prediction, schedule
+from bytescope.memory.validation import reductions, score
+from bytescope.memory.validation.rows import Row
+from bytescope.memory.validation.runs import Runs
+from bytescope.memory.validation.score import Group, Scored
+
+# What sets the pace where the measured framework launches more slowly than the device computes.
+HOST = "launches of the host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One set, compared.
+
+    Fields:
+        set: its name. scored: every row with a prediction. groups: their scores.
+        unsaid: (why, rows) of those that are not compiled or scored, most rows first.
+        left: rows that Ctrl-C left. compiled: programs compiled now; the others came from the folder.
+        rates: where the rates are from. versions: of what compiled.
+    """
+
+    set: str
+    scored: tuple[Scored, ...]
+    groups: tuple[Group, ...]
+    unsaid: tuple[tuple[str, tuple[Row, ...]], ...]
+    left: tuple[str, ...]
+    compiled: int
+    rates: str
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, every row with its source."""
+        return {
+            "set": self.set, "rates": self.rates, "versions": dict(self.versions), "compiled": self.compiled,
+            "left": list(self.left), "groups": [dataclasses.asdict(group) for group in self.groups],
+            "rows": [row_json(one) for one in self.scored],
+            "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid]}
+
+
+def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
+    """The rows of a set beside their predictions, at the rates that are in use now."""
+    scored, why, rates = [], {row.id: row.reason for row in rows if row.reason} | dict(runs.failed), []
+    for row in rows:
+        answer = runs.answers.get(row.id)
+        if answer is None or row.id in why:
+            continue
+        found = prediction.of_answer(_as_measured(row, answer))
+        if found is None:
+            why[row.id] = "no rate of its chip is known"
+            continue
+        scored.append(scored_of(row, answer, found))
+        rates.append(found.rates)
+    versions = next((answer.get("versions", {}) for answer in runs.answers.values()), {})
+    return Result(name, tuple(scored), tuple(score.groups(scored)), _by_reason(rows, why), runs.left, runs.compiled,
+                  "; ".join(dict.fromkeys(rates)), versions)
+
+
+def _as_measured(row: Row, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The answer with gradients reduced as often as the measured framework did."""
+    if not row.reduced_over or not answer.get("schedule"):
+        return answer
+    steps = reductions.once(schedule.from_json(answer["schedule"]), row.reduced_over, row.micro_batches)
+    return {**answer, "schedule": schedule.to_json(steps)}
+
+
+def scored_of(row: Row, answer: Mapping[str, Any], found: prediction.Prediction) -> Scored:
+    """A row beside its prediction, launches of its framework included."""
+    whole = row.calls * found.seconds
+    seconds = score.launched(whole, row)
+    held = answer.get("allocated_bytes")
+    low, high = (score.launched(row.calls * end, row) for end in (found.low, found.high))
+    return Scored(row, whole, seconds, low, high, held, HOST if seconds > whole else found.bound_by,
+                  {term: row.calls * taken for term, taken in found.by_term.items()})
+
+
+def _by_reason(rows: Sequence[Row], why: Mapping[str, str]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.id in why:
+            found.setdefault(why[row.id], []).append(row)
+    return tuple(sorted(((reason, tuple(some)) for reason, some in found.items()), key=lambda each: -len(each[1])))
+
+
+def row_json(one: Scored) -> dict[str, Any]:
+    """A scored row as plain values; seconds of an update, bytes of one device."""
+    return {
+        **_facts(one.row), "config": one.row.config, "target": one.row.target, "overrides": dict(one.row.overrides),
+        "predicted_seconds": one.predicted_seconds, "seconds_low": one.low, "seconds_high": one.high,
+        "device_seconds": one.device_seconds, "launch_seconds": one.row.launch_seconds, "ratio": one.ratio,
+        "allocated_bytes": one.allocated_bytes, "bytes_ratio": one.bytes_ratio, "bound_by": one.bound_by,
+        "by_term": dict(one.by_term)}
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    return {"id": row.id, "model": row.model, "gpus": row.gpus, "chip": row.chip, "setup": row.setup,
+            "measured_seconds": row.measured_seconds, "measured_bytes": row.measured_bytes, "bytes_are": row.bytes_are,
+            "host_bound": row.host_bound, "quality": row.quality, "source": row.source}

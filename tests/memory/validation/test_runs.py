@@ -1,0 +1,114 @@
+"""Rows are compiled once: answers stay in the folder, refusals and failures are told, Ctrl-C leaves the rest."""
+
+import dataclasses
+import json
+import queue
+
+import pytest
+
+from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.seconds import schedule
+from bytescope.memory.validation import result, runs
+from bytescope.memory.validation.rows import Row
+
+pytestmark = pytest.mark.quick
+
+STEPS = (schedule.Kernel("product", "forward", 10**9, 10**13, "bfloat16", (1, 8192, 8192, 8192), times=4),)
+
+
+class Refused(ValueError):
+    exit_code = 2
+
+
+class Trainer:
+    """Says which configs it knows; nothing is compiled."""
+
+    def config(self, name, overrides):
+        return {"name": name, **dict(overrides)}
+
+    def check(self, name, overrides):
+        if name == "wrong":
+            raise Refused("no config\nwrong")
+
+    def sources(self):
+        return []
+
+
+class Pool:
+    """Answers at once: "breaks" fails, "stops" is Ctrl-C."""
+
+    asked = ()
+
+    def __init__(self, *_, **__):
+        self.answers = queue.SimpleQueue()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, jobs):
+        from bytescope.memory.devices import targets
+
+        Pool.asked = [job.config for job in jobs]
+        for job in jobs:
+            if job.config == "stops":
+                raise KeyboardInterrupt
+            good = {"status": "ok", "schedule": schedule.to_json(STEPS), "target": targets.parse(job.target).to_json(),
+                    "allocated_bytes": 100, "calls_per_update": 2, "versions": {"jax": "1"}}
+            self.answers.put((job, {"status": "too large"} if job.config == "breaks" else good))
+
+
+def row(number, config="tiny", **more):
+    return Row("s", str(number), "m", "h100", 8, {}, config, "h100:8", 1, 0.5, 120, "A", "there", **more)
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch):
+    monkeypatch.setattr(worker_pool, "Pool", Pool)
+
+
+def test_a_row_is_compiled_once(tmp_path):
+    rows = [row(1), row(2, "small"), row(3, "breaks"), row(4, "wrong"), row(5, reason="suspect")]
+    first = runs.run(rows, Trainer(), tmp_path)
+    assert sorted(Pool.asked) == ["breaks", "small", "tiny"]
+    assert sorted(first.answers) == ["1", "2"] and first.compiled == 2 and first.left == ()
+    assert first.failed == {"3": "too large", "4": "no config wrong"}
+    files = sorted(path.name.rsplit("-", 1)[0] for path in tmp_path.iterdir())
+    assert files == ["s-1", "s-2"]
+    again = runs.run(rows, Trainer(), tmp_path)
+    assert Pool.asked == ["breaks"] and again.compiled == 0 and again.answers == first.answers
+    changed = dataclasses.replace(rows[0], overrides={"train.seed": "3"})
+    assert runs.run([changed, rows[1]], Trainer(), tmp_path).compiled == 1
+
+
+def test_what_ctrl_c_leaves_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "ask", lambda pool, jobs, **_: (
+        {jobs[0].name: {"status": "ok", "schedule": []}}, True))
+    found = runs.run([row(1), row(2, "small")], Trainer(), tmp_path)
+    assert list(found.answers) == ["1"] and found.left == ("2",)
+
+
+def test_the_result_holds_every_row_with_its_reason(tmp_path):
+    rows = [row(1), row(2, "breaks"), row(3, reason="suspect"), row(4, "small", launch_seconds=9.0, host_bound=True)]
+    found = result.of("s", rows, runs.run(rows, Trainer(), tmp_path))
+    assert [one.row.id for one in found.scored] == ["1", "4"]
+    assert {why: [each.id for each in some] for why, some in found.unsaid} == {"too large": ["2"], "suspect": ["3"]}
+    plain, bound = found.scored
+    assert plain.predicted_seconds == plain.device_seconds == pytest.approx(bound.device_seconds)
+    assert plain.low < plain.predicted_seconds < plain.high
+    assert bound.predicted_seconds == 9.0 and bound.bound_by == result.HOST
+    assert plain.bytes_ratio == pytest.approx(100 / 120)
+    written = json.loads(json.dumps(found.to_json()))
+    assert written["rows"][0]["predicted_seconds"] == plain.predicted_seconds
+    assert written["rows"][0]["source"] == "there"
+    assert [each["reason"] for each in written["unsaid"]] == ["too large", "suspect"] and written["rates"]
+
+
+def test_gradients_that_are_reduced_once_take_less(tmp_path, monkeypatch):
+    turn = schedule.Loop(64, (*STEPS, schedule.Start("", "all-reduce", "backward", 10**9, 4)))
+    monkeypatch.setitem(globals(), "STEPS", (turn,))
+    rows = [row(1), row(2, "small", reduced_over=4, micro_batches=64)]
+    each, once = result.of("s", rows, runs.run(rows, Trainer(), tmp_path)).scored
+    assert each.by_term["collectives"] > 20 * once.by_term["collectives"] > 0
