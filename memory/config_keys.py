@@ -49,16 +49,22 @@ MODEL_ROPE_SCALING = "model.rope_scaling"
 MODEL_SCAN = "model.scan"
 MODEL_TIE_EMBEDDINGS = "model.tie_embeddings"
 MODEL_UNROLL = "model.unroll"
+MODEL_VOCAB_MULTIPLE = "model.vocab_multiple"
 MODEL_VOCAB_SIZE = "model.vocab_size"
 
 OFFLOAD_OPTIMIZER = "offload.optimizer"
 OFFLOAD_PARAMS = "offload.params"
 
 OPTIMIZER_CLIP = "optimizer.clip"
+OPTIMIZER_CLIP_NORM = "optimizer.clip_norm"
 OPTIMIZER_FUSED_BACKWARD = "optimizer.fused_backward"
 OPTIMIZER_NAME = "optimizer.name"
 
+PRECISION_CAST = "precision.cast"
+PRECISION_LOGITS = "precision.logits"
+PRECISION_LOSS_SCALE = "precision.loss_scale"
 PRECISION_PRESET = "precision.preset"
+PRECISION_REDUCE = "precision.reduce"
 
 REMAT_AUTO_OFFLOAD = "remat.auto_offload"
 REMAT_BUDGET = "remat.budget"
@@ -70,3 +76,5 @@ REMAT_POLICY = "remat.policy"
 REMAT_SAVE = "remat.save"
 
 TRAIN_STEPS = "train.steps"
+
+XLA_LATENCY_HIDING = "xla.latency_hiding"

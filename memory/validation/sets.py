@@ -11,6 +11,8 @@ from bytescope.memory.validation.rows import Row
 # Set -> what it holds, in a line; `setups_NAME.py` has its rows.
 SETS: Mapping[str, str] = {
     "playbook": "the Ultra-Scale Playbook's own runs of nanotron on 8, 32 and 64 H100",
+    "jax": "MaxText, Pax, Alpa and UvA's tutorial on A5000, V100, A100, H100, H200 and B200",
+    "torch": "llm-foundry and fms-fsdp on A100 and H100",
 }
 
 

@@ -1,0 +1,114 @@
+"""What PyTorch took on GPUs, measured by others, and the nearest that a config of ours says of each run.
+
+The rows are those of `data/torch.csv`; a row's id is its number there. PyTorch launches from Python, and most of these
+runs have no compiler: norms and gates are unfused there. So the levels say less than those of `setups_jax`, and nothing
+is fitted on them.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Callable, Mapping
+from importlib import resources
+
+from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_MODE,
+    MESH_DATA,
+    MESH_FSDP,
+    MESH_STRATEGY,
+    PRECISION_PRESET,
+    PRECISION_REDUCE,
+    REMAT_POLICY,
+    XLA_LATENCY_HIDING,
+)
+from bytescope.memory.validation.decoder import GIB, Fact, Setup, refused, shape, target
+from bytescope.memory.validation.rows import Row
+
+NAME = "torch"
+_DATA = resources.files("bytescope.memory.validation") / "data" / "torch.csv"
+# What the column `gpu` begins with -> chip.
+_CHIPS = {"h100_80gb": "h100", "H100 80GB": "h100", "a100_80gb": "a100-80g", "A100 80GB": "a100-80g",
+          "a100_40gb": "a100-40g", "H200": "h200"}
+_PER_HOST = 8
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Every row of the table, in its order."""
+    with _DATA.open(encoding="utf-8", newline="") as file:
+        return tuple(_row(number, fact) for number, fact in enumerate(csv.DictReader(file)))
+
+
+def _row(number: int, fact: Fact) -> Row:
+    chip = next((chip for word, chip in _CHIPS.items() if fact["gpu"].startswith(word)), "")
+    gpus = int(fact["n_gpus"]) if fact["n_gpus"].isdigit() else 0
+    said = refused(fact) or SETUPS.get(fact["source_id"], _because("its setup is not stated"))(fact)
+    config, overrides = ("", {}) if isinstance(said, str) else said
+    return Row(
+        set=NAME, id=str(number), model=fact["model"], chip=chip, gpus=gpus, overrides=overrides, config=config,
+        target=target(chip, gpus, _PER_HOST) if config else "", calls=1,
+        measured_seconds=float(fact["step_s"]) if fact["step_s"] else None,
+        measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
+        source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "",
+        setup=_setup(fact), bytes_are="reserved" if fact["mem_gib"] else "")
+
+
+def _setup(fact: Fact) -> str:
+    recomputed = {"True": "recomputed", "False": ""}.get(fact["act_ckpt"], fact["act_ckpt"])
+    micro = f"{fact['bs_per_gpu']}x{fact['ga']}" if fact["ga"] else fact["bs_per_gpu"]
+    return " ".join(filter(None, (fact["precision"], fact["parallelism"], recomputed, micro, fact["seq"])))
+
+
+# Mixed precision of FSDP in llm-foundry (composer): DEFAULT gathers in bfloat16 and reduces in float32, PURE does both
+# in bfloat16; masters are float32 either way.
+_FOUNDRY_PRECISION = {
+    "amp_bf16/DEFAULT": {PRECISION_PRESET: "bf16", PRECISION_REDUCE: "float32"},
+    "bf16/PURE": {PRECISION_PRESET: "bf16"},
+    "amp_fp8/DEFAULT": {PRECISION_PRESET: "fp8", PRECISION_REDUCE: "float32"}}
+
+
+def _foundry(fact: Fact) -> Setup:
+    """MPT (llm-foundry, scripts/train/benchmarking): learned positions, layernorm, GELU of four widths, tied head,
+    flash attention, gradients summed over `ga` micro-batches; blocks recomputed where checkpointing is on."""
+    return "gpt3_175b", shape(fact) | _FOUNDRY_PRECISION[fact["precision"]] | {
+        BATCH_ACCUMULATION: fact["ga"], BATCH_MODE: "scan", XLA_LATENCY_HIDING: "on",
+        MESH_STRATEGY: "zero2" if "GRAD_OP" in fact["parallelism"] else "zero3",
+        REMAT_POLICY: "full" if fact["act_ckpt"] == "True" else "none"}
+
+
+# Llama 2 by its published shape (Touvron et al. 2023, arXiv 2307.09288): layers, width, heads, width of the MLP.
+_LLAMA2 = {"llama2-7b": (32, 4096, 32, 11008), "llama2-13b": (40, 5120, 40, 13824)}
+
+
+def _fms(fact: Fact) -> Setup:
+    """IBM's fms-fsdp, compiled: HSDP is sharded within a host, with a replica on each."""
+    if fact["act_ckpt"] != "none":
+        return "which of its blocks it recomputes is not stated"
+    if int(fact["n_gpus"]) % _PER_HOST:
+        return "part of a host"
+    layers, width, heads, mlp = _LLAMA2[fact["model"]]
+    stated = fact | {"layers": f"{layers}", "hidden": f"{width}", "heads": f"{heads}", "kv": f"{heads}",
+                     "ffn": f"{mlp}", "vocab": "32000"}
+    return "llama_8b", shape(stated) | {
+        REMAT_POLICY: "none", XLA_LATENCY_HIDING: "on", MESH_FSDP: f"{_PER_HOST}",
+        MESH_DATA: f"{int(fact['n_gpus']) // _PER_HOST}"}
+
+
+def _because(reason: str) -> Callable[[Fact], Setup]:
+    return lambda _: reason
+
+
+_TITAN = "an H100 of 96 GB, 2.4 TB/s and 500 W, which is none of our chips"
+# Source -> what says its rows, or why nothing does.
+SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
+    "llm_foundry": _foundry, "fms_fsdp": _fms,
+    "torchtitan_202412": _because(_TITAN), "torchtitan_asynctp": _because(_TITAN),
+    "torchtitan_a100_2024": _because("its sequence length is not stated"),
+    "kempner_mfu": _because("the width of its MLP is not stated, and its hosts have 4 GPUs"),
+    "nemo_2412": _because("its shape and micro-batches are not stated"),
+    "nemo_launcher": _because("its shape and layout are not stated"),
+    "megatron_a100": _because("pipeline stages, which our mesh does not have"),
+    "modded_nanogpt": _because("Newton-Schulz spread over devices, and values added to attention: no config of ours"),
+}

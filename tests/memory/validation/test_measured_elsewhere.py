@@ -1,0 +1,114 @@
+"""Rows of JAX and of PyTorch on GPUs: which are said, how, and why the others are not."""
+
+import csv
+import math
+
+import pytest
+
+from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_MICRO,
+    MESH_DATA,
+    MESH_FSDP,
+    MESH_PREFETCH,
+    MESH_STRATEGY,
+    MESH_TENSOR,
+    MODEL_ATTENTION,
+    MODEL_SCAN,
+    PRECISION_PRESET,
+    PRECISION_REDUCE,
+    REMAT_GRANULARITY,
+    REMAT_POLICY,
+    REMAT_SAVE,
+)
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.validation import sets, setups_jax, setups_torch
+
+pytestmark = pytest.mark.quick
+
+JAX = {int(row.id): row for row in setups_jax.rows()}
+BOTH = [*setups_jax.rows(), *setups_torch.rows()]
+
+
+def test_every_row_is_said_or_has_its_reason():
+    assert len(JAX) == 244 and sum(not row.reason for row in JAX.values()) == 64
+    assert len(setups_torch.rows()) == 288 and sum(not row.reason for row in setups_torch.rows()) == 158
+    for row in BOTH:
+        assert bool(row.reason) != bool(row.config and row.overrides and row.target), row
+        assert row.reason or (row.chip in CHIPS and (row.measured_seconds or row.measured_bytes)), row
+        assert len(row.source.split(": ", 1)) == 2 and row.quality in "ABC", row
+        assert row.reason or row.quality != "C", row
+
+
+def test_sets_by_name():
+    assert sets.rows("jax") == setups_jax.rows() and sets.rows("torch") == setups_torch.rows()
+
+
+def test_devices_of_a_target_are_those_of_the_row():
+    for row in BOTH:
+        if not row.reason:
+            assert math.prod(int(n) for n in row.target.partition(":")[2].split("x")) == row.gpus, row
+
+
+def test_maxtext_is_sharded_in_a_host_with_replicas_over_hosts():
+    best, spread = JAX[0], JAX[42]
+    assert (best.target, best.measured_seconds, best.quality) == ("h100:8", 0.721, "A")
+    assert best.overrides[REMAT_POLICY] == "minimal" and best.overrides[MODEL_SCAN] == "False"
+    assert (spread.overrides[MESH_FSDP], spread.overrides[MESH_DATA], spread.target) == ("8", "16", "h100:16x8")
+
+
+def test_names_that_maxtexts_policies_keep():
+    assert "mlp_out" in JAX[25].overrides[REMAT_SAVE] and PRECISION_PRESET not in JAX[25].overrides
+    assert "mlp_out" not in JAX[31].overrides[REMAT_SAVE] and JAX[31].overrides[PRECISION_PRESET] == "fp8"
+    assert "'context'" in JAX[43].overrides[REMAT_SAVE] and JAX[43].target == "h200:32x8"
+    assert (JAX[28].overrides[MESH_DATA], JAX[28].overrides[MESH_PREFETCH]) == ("4", "1")
+    assert JAX[37].reason == "its remat policy is not stated"
+
+
+def test_pax_recomputes_175b_whole_and_126m_not_at_all():
+    """Only GPT5B sets the policy that the table has for all three."""
+    policies = {JAX[n].model: JAX[n].overrides[REMAT_POLICY] for n in (1, 3, 5)}
+    assert policies == {"gpt-126m": "none", "gpt-5b": "dots_no_batch", "gpt-175b": "full"}
+    assert JAX[1].overrides[MESH_STRATEGY] == "ddp"
+    assert JAX[3].overrides[MODEL_ATTENTION] == "naive" and MODEL_ATTENTION not in JAX[4].overrides
+
+
+def test_meshes_of_alpa_are_data_by_tensor():
+    mixed, plain, stage3 = JAX[76], JAX[79], JAX[90]
+    assert [mixed.overrides[key] for key in (MESH_FSDP, MESH_TENSOR, BATCH_MICRO)] == ["4", "2", "2"]
+    assert mixed.tensor == 2 and plain.overrides[MESH_STRATEGY] == "ddp" and stage3.overrides[MESH_STRATEGY] == "zero3"
+    assert "heuristic" in JAX[94].reason
+    assert [JAX[141].overrides[key] for key in (BATCH_MICRO, BATCH_ACCUMULATION)] == ["8", "32"]
+    for row in JAX.values():
+        if row.source.startswith("alpa") and not row.reason:
+            of = {key: int(row.overrides[key]) for key in (MESH_FSDP, MESH_TENSOR, BATCH_MICRO, BATCH_ACCUMULATION)}
+            assert of[MESH_FSDP] * of[MESH_TENSOR] == row.gpus
+            assert of[MESH_FSDP] * of[BATCH_MICRO] * of[BATCH_ACCUMULATION] == (
+                8 if row.source.startswith("alpa_intra") else 1024), row
+
+
+def test_uva_checkpoints_halves_or_blocks():
+    assert [JAX[n].overrides[REMAT_GRANULARITY] for n in (65, 66)] == ["parts", "block"]
+    assert [JAX[n].overrides[MODEL_SCAN] for n in (63, 64)] == ["True", "False"]
+    assert JAX[65].measured_bytes == int(3.9 * 2**30) and JAX[65].bytes_are == "allocated"
+
+
+def test_llm_foundry_reduces_by_its_precision():
+    said = [row for row in setups_torch.rows() if not row.reason and row.source.startswith("llm_foundry")]
+    pure = next(row for row in said if row.setup.startswith("bf16/PURE"))
+    mixed = next(row for row in said if row.setup.startswith("amp_bf16"))
+    assert PRECISION_REDUCE not in pure.overrides and mixed.overrides[PRECISION_REDUCE] == "float32"
+    assert mixed.chip == "h100"
+    with setups_torch._DATA.open(encoding="utf-8") as file:
+        batches = [int(fact["gbs"] or 0) for fact in csv.DictReader(file)]
+    for row in said:
+        micro = int(row.overrides[BATCH_MICRO]) * int(row.overrides[BATCH_ACCUMULATION])
+        assert row.gpus * micro == batches[int(row.id)], row
+
+
+def test_rows_are_configs_of_ours():
+    from bytescope.train.planning.adapter import Adapter
+
+    for row in BOTH[::5]:
+        if row.config:
+            Adapter().check(row.config, list(row.overrides.items()))
