@@ -1,8 +1,10 @@
-"""Rates of kernels that chips reached, measured by others, chip by chip; each figure with its source.
+"""Rates that chips reached, measured by others, chip by chip; each figure with its source.
 
-Data sheets are in `devices.chips`, collectives in `achieved_links`. A figure that nobody published of a chip is that of
-the nearest chip measured (`NEAREST`: the same generation first), times the ratio of their data sheets; `chip_rates`
-says so in `Rates.source`.
+Data sheets are in `devices.chips`. A figure that nobody published of a chip is that of the nearest chip measured
+(`NEAREST`: the same generation first), times the ratio of their data sheets; `chip_rates` says so in `Rates.source`.
+
+Bandwidths of collectives are NCCL's bus bandwidths with the latency within them. An all-reduce on NVSwitch of Hopper
+and later may be above the link's: the switch adds (NVLink SHARP), so fewer bytes cross the links than NCCL counts.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Mapping
 
 from bytescope.memory.seconds.rate_records import Curve
 
-T, G = 1e12, 1e9
+_T, _G = 1e12, 1e9
+_KB, _MIB = 1000, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Figure:
 
 
 def _tflops(source: str, *points: tuple[float, float]) -> Figure:
-    return Figure(tuple((float(size), rate * T) for size, rate in points), source)
+    return Figure(tuple((float(size), rate * _T) for size, rate in points), source)
 
 
 def _one(source: str, value: float) -> Figure:
@@ -71,14 +74,14 @@ MEASURED: Mapping[str, Mapping[tuple, Figure]] = {
         ("attention", "forward_causal", 256): _attention(_FA3, 308, 391, 450, 483, 497, 509),
         ("attention", "backward", 64): _attention(_FA3, 266, 348, 395),
         ("attention", "backward", 128): _attention(_FA3, 305, 408, 465, 499, 518, 516),
-        ("memory",): _one(f"{_azure('H100 v5')}, copy; {_MARIN}: 2.85", 2.90 * T),
-        ("host_link",): _one(_azure("H100 v5"), 51 * G),
+        ("memory",): _one(f"{_azure('H100 v5')}, copy; {_MARIN}: 2.85", 2.90 * _T),
+        ("host_link",): _one(_azure("H100 v5"), 51 * _G),
     },
     "h200": {
         ("products", "fp8"): _tflops(_azure("H200 v5"), (2048, 1013.4), (4096, 1249.1), (8192, 1300.6),
                                      (16384, 1366.3), (32768, 1349.5)),
-        ("memory",): _one(f"{_azure('H200 v5')}, copy", 4.01 * T),
-        ("host_link",): _one(_azure("H200 v5"), 52 * G),
+        ("memory",): _one(f"{_azure('H200 v5')}, copy", 4.01 * _T),
+        ("host_link",): _one(_azure("H200 v5"), 52 * _G),
         ("floor",): _one(f"{_BENCHES}, gpu-small-kernels, 64 KiB in a graph", 2.2e-6),
     },
     "h100-nvl": {("products", "bf16"): _tflops(_BEST, (8192, 488.5))},
@@ -94,16 +97,16 @@ MEASURED: Mapping[str, Mapping[tuple, Figure]] = {
         ("attention", "forward", 64): _attention(f"{_azure('A100 v4')}: FlashAttention-2", 179.5, first=8192),
         ("attention", "forward", 128): _attention(_FA2, 230, first=16384),
         ("attention", "backward", 128): _attention(_FA2, 196.6, first=16384),
-        ("memory",): _one(f"{_azure('A100 v4')}, copy", 1.61 * T),
-        ("host_link",): _one(_azure("A100 v4"), 26.28 * G),
+        ("memory",): _one(f"{_azure('A100 v4')}, copy", 1.61 * _T),
+        ("host_link",): _one(_azure("A100 v4"), 26.28 * _G),
         ("floor",): _one(f"{_BENCHES}, gpu-small-kernels, 64 KiB in a graph", 1.34e-6),
     },
     "v100": {
         ("products", "fp16"): _tflops(_torch(140), (1024, 57.3), (2048, 78.23), (4096, 95.73), (8192, 97.36),
                                       (10240, 89.37)),
         ("products", "fp32"): _tflops(_torch(140), (1024, 10.56), (2048, 12.71), (4096, 13.85), (8192, 14.38)),
-        ("memory",): _one(f"{_BENCHES}, cuda-stream, scale", 0.788 * T),
-        ("host_link",): _one(f"{_BENCHES}, cuda-memcpy", 12.35 * G),
+        ("memory",): _one(f"{_BENCHES}, cuda-stream, scale", 0.788 * _T),
+        ("host_link",): _one(f"{_BENCHES}, cuda-memcpy", 12.35 * _G),
     },
     "b200": {
         ("products", "bf16"): _tflops("bench_matmul (github.com/pytorch/ao/pull/2427)", (1024, 423), (1536, 921),
@@ -118,7 +121,7 @@ MEASURED: Mapping[str, Mapping[tuple, Figure]] = {
     "gb200": {
         ("products", "fp8"): _tflops(_azure("GB200 v6"), (2048, 2243.6), (4096, 2834.6), (8192, 2876.6),
                                      (16384, 2906.9), (32768, 2825.6)),
-        ("host_link",): _one(_azure("GB200 v6"), 193 * G),
+        ("host_link",): _one(_azure("GB200 v6"), 193 * _G),
     },
     "a5000": {
         ("products", "bf16"): _tflops(_BEST, (8192, 93.9)),
@@ -164,3 +167,78 @@ LIKE = {"fp8": ("bf16", "fp16"), "bf16": ("fp16", "tf32"), "fp16": ("bf16", "tf3
 TWINS = {("products", "fp16"): (("products", "bf16"),), ("products", "bf16"): (("products", "fp16"),)}
 # A copy of pinned memory takes so many seconds to begin (the small sizes of the same cuda-memcpy).
 HOST_LINK_SECONDS, HOST_LINK_SECONDS_SOURCE = 30e-6, f"{_BENCHES}, cuda-memcpy, 1 to 64 kB on a V100"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bus:
+    """A collective of so many devices over so many hosts: payload bytes -> bytes per second on one device's wire."""
+
+    kind: str
+    group: int
+    hosts: int
+    figure: Figure
+
+
+def _points(source: str, unit: int, *points: tuple[float, float]) -> Figure:
+    """Points (payload in `unit` bytes, GB/s)."""
+    return Figure(tuple((float(size * unit), rate * _G) for size, rate in points), source)
+
+
+_BEKMAN = "S. Bekman, ml-engineering, network/benchmarks (github.com/stas00/ml-engineering)"
+_SCATTER_IB = "H100 nodes with InfiniBand (github.com/NVIDIA/nccl/issues/1229)"
+_P2P = "four RTX 4090, PCIe 4 with P2P (github.com/tinygrad/open-gpu-kernel-modules/pull/22)"
+
+_H100_REDUCE = ((1, 0.07), (8, 0.53), (32, 1.71), (132, 5.4), (524, 21.35), (1049, 43.7), (2097, 81.93),
+                (4194, 128.73), (8389, 172.13), (16777, 234.45), (33554, 295.53), (67109, 361.78), (134218, 400.61),
+                (268435, 423.38), (536871, 438.46), (1073742, 466.35), (8589935, 478.87))
+_A100_REDUCE = ((1, 0.04), (8, 0.33), (32, 1.37), (132, 5.15), (524, 19.24), (1049, 36.22), (2097, 53.54),
+                (4194, 71.43), (8389, 89.99), (16777, 109.22), (33554, 132.77), (67109, 166.63), (134218, 174.18),
+                (268435, 213.87), (536871, 221.58), (1073742, 228.1), (8589935, 231.58))
+_H200_REDUCE = ((1 / 32, 3.2), (1 / 8, 12.4), (0.5, 48.3), (1, 72.45), (2, 91.48), (4, 139.97), (8, 182.03),
+                (16, 242.45), (32, 298.44), (64, 369.82), (128, 411.21), (256, 442.27), (512, 455.82), (1024, 464),
+                (16384, 480.7))
+_GB200_REDUCE = ((1, 0.1), (8, 0.76), (32, 2.88), (132, 11.29), (524, 44.07), (1049, 80.48), (2097, 110.43),
+                 (4194, 146.27), (8389, 253.46), (16777, 331.09), (33554, 422.62), (67109, 550.73), (134218, 574.19),
+                 (268435, 593.53), (536871, 618.74), (1073742, 646.87), (8589935, 679.61))
+# Rings without the switch's sums: below 16 MiB the time of NCCL's protocols for small sizes, as an all-reduce has it,
+# from there on what JAX reached.
+_H100_RING = ((1 / 8, 5.4), (0.5, 21.35), (1, 43.7), (2, 81.93), (4, 128.73), (8, 172.13), (64, 230), (256, 254.7),
+              (512, 276.7), (1024, 284.6))
+_H100_RING_SOURCE = f"{_MARIN}, reduce-scatter from 256 MiB; below as an all-reduce: {_azure('H100 v5')}"
+_IB_REDUCE = ((1 / 32, 0.65), (0.125, 2.35), (0.5, 6.99), (1, 12.47), (2, 20.79), (4, 31.63), (8, 50.61), (16, 71.8),
+              (32, 142.9), (64, 197.77), (128, 260.5), (256, 283.23), (512, 309.91), (1024, 365.99), (16384, 376.71))
+
+COLLECTIVES: Mapping[str, tuple[Bus, ...]] = {
+    "h100": (
+        Bus("all-reduce", 8, 1, _points(_azure("H100 v5"), _KB, *_H100_REDUCE)),
+        Bus("reduce-scatter", 8, 1, _points(_H100_RING_SOURCE, _MIB, *_H100_RING)),
+        Bus("all-gather", 8, 1, _points(_H100_RING_SOURCE, _MIB, *_H100_RING)),
+        Bus("all-reduce", 16, 2, _points(_MARIN, _MIB, (64, 179.5), (256, 299.3), (512, 340.2), (1024, 364.9))),
+        Bus("all-reduce", 32, 4, _points(f"{_BEKMAN}, 8 x 400 Gb/s a node", _MIB, *_IB_REDUCE)),
+        *(Bus("reduce-scatter", 8 * hosts, hosts, _points(_SCATTER_IB, _MIB, (8192, rate)))
+          for hosts, rate in ((4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260))),
+    ),
+    "h200": (Bus("all-reduce", 8, 1, _points(f"{_BEKMAN}, nccl-tests", _MIB, *_H200_REDUCE)),),
+    "a100-80g": (Bus("all-reduce", 8, 1, _points(_azure("A100 v4"), _KB, *_A100_REDUCE)),),
+    "gb200": (Bus("all-reduce", 4, 1, _points(f"{_azure('GB200 v6')}, rings", _KB, *_GB200_REDUCE)),),
+    "rtx4090": (Bus("all-reduce", 4, 1, _points(_P2P, _KB, (33, 2.62), (131, 4.63), (524, 8.36), (1049, 10.3),
+                                                (4194, 12.32), (16777, 12.63), (67109, 12.76))),),
+}
+# Devices of a group -> the share of a device's links that join it, where no switch joins all of them. A host of eight
+# V100 is a cube mesh: of six links four stay among the first four devices, one joins a device to the next.
+MESHES: Mapping[str, Mapping[int, float]] = {"v100": {8: 1.0, 4: 4 / 6, 2: 1 / 6}}
+MESH_SOURCE = "NVIDIA DGX-1 system architecture white paper: the links of a hybrid cube mesh"
+
+# Other networks than those of `COLLECTIVES`, by the name of the cluster: bus bandwidth at 1 GiB.
+_EFA = "EFA nodes of the Ultra-Scale Playbook's cluster (nanotron, pp_comm_bandwidth): median at 1 GiB"
+_EFA_RATES = {2: (361.7, 184.6, 181.6), 4: (160.1, 119, 115.8), 8: (99.6, 69, 68.6), 16: (84.7, 55, 54.5),
+              32: (64.9, 28, 27.9), 64: (32.9, 11, 11.1)}
+NETWORKS: Mapping[str, tuple[Bus, ...]] = {
+    "playbook": tuple(Bus(kind, 8 * hosts, hosts, _points(_EFA, _MIB, (1024, rate)))
+                      for hosts, rates in _EFA_RATES.items()
+                      for kind, rate in zip(("all-reduce", "all-gather", "reduce-scatter"), rates, strict=True)),
+}
+# Seconds from a device to the next in a ring: NCCL's own model of its LL128 protocol over NVLink, and of its Simple
+# protocol over a network.
+HOP_SECONDS, NETWORK_HOP_SECONDS = 1.9e-6, 9.6e-6
+HOP_SOURCE = "NCCL's model (github.com/NVIDIA/nccl, src/graph/tuning.cc, hwLat)"

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from bytescope.memory.devices.chips import CHIPS, Chip
 from bytescope.memory.errors import ReportError
-from bytescope.memory.seconds import achieved, achieved_links
-from bytescope.memory.seconds.achieved import LIKE, MEASURED, NEAREST, TWINS
-from bytescope.memory.seconds.achieved_links import COLLECTIVES, MESHES, NETWORKS, Bus
+from bytescope.memory.seconds import achieved
+from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHES, NEAREST, NETWORKS, TWINS, Bus
 from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at
 
 
@@ -22,7 +21,7 @@ def of(kind: str) -> Rates | None:
 
 
 def over(found: Rates, network: str) -> Rates:
-    """Rates with the collectives between hosts of another network, a name of `achieved_links.NETWORKS`.
+    """Rates with the collectives between hosts of another network, a name of `achieved.NETWORKS`.
 
     Raises ReportError for another name.
     """
@@ -43,13 +42,13 @@ def _rates(name: str) -> Rates:
     collectives, links = _collectives(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
         "attention": attention[1], "memory": memory[1], "collectives": links, "host link": host_link[1],
-        "floor": floor[1], "hops": achieved_links.HOP_SOURCE, "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE}
+        "floor": floor[1], "hops": achieved.HOP_SOURCE, "start of a copy": achieved.HOST_LINK_SECONDS_SOURCE}
     return Rates(
         source=_summary(name, sources), peak_flops=dict(chip.peak_flops), attention=attention[0], memory=memory[0],
         products={unit: curve for unit, (curve, _) in products.items()}, floor_seconds=floor[0][0][1],
         host_link_bytes_per_s=host_link[0][0][1], host_link_seconds=achieved.HOST_LINK_SECONDS,
-        collectives=collectives, hop_seconds=achieved_links.HOP_SECONDS,
-        network_hop_seconds=achieved_links.NETWORK_HOP_SECONDS, cores=chip.gpu.cores if chip.gpu else 0,
+        collectives=collectives, hop_seconds=achieved.HOP_SECONDS,
+        network_hop_seconds=achieved.NETWORK_HOP_SECONDS, cores=chip.gpu.cores if chip.gpu else 0,
         sources=sources)
 
 
@@ -150,7 +149,7 @@ def _collectives(chip: Chip) -> tuple[tuple[Collective, ...], str]:
                 found += _on_links(chip, CHIPS[name], row)
                 sources[_said(row.figure.source, name, chip.name)] = None
     if chip.name in MESHES:
-        sources[f"efficiency of {name}: shares of {achieved_links.MESH_SOURCE}"] = None
+        sources[f"efficiency of {name}: shares of {achieved.MESH_SOURCE}"] = None
     return tuple(found), "; ".join(sources)
 
 

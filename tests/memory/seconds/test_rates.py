@@ -6,7 +6,7 @@ import pytest
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
-from bytescope.memory.seconds import achieved, achieved_links, chip_rates, collective_seconds, kernel_seconds, rates
+from bytescope.memory.seconds import achieved, chip_rates, collective_seconds, kernel_seconds, rates
 from bytescope.memory.seconds.schedule import Kernel, Start
 
 pytestmark = pytest.mark.quick
@@ -24,7 +24,7 @@ def test_every_chip_has_rates_and_their_json_reads_back(name):
     found = chip_rates.of(CHIPS[name].kind)
     assert rates.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert set(found.products) == set(CHIPS[name].peak_flops)
-    measured = set(achieved.MEASURED.get(name, {})) | set(achieved_links.COLLECTIVES.get(name, ()))
+    measured = set(achieved.MEASURED.get(name, {})) | set(achieved.COLLECTIVES.get(name, ()))
     assert f"measured on {name}: nothing" not in found.source or not measured
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_none_of_rates_is_said_in_one_line(tmp_path, text):
 
 def test_every_figure_has_its_source():
     figures = [figure for table in achieved.MEASURED.values() for figure in table.values()]
-    tables = (*achieved_links.COLLECTIVES.values(), *achieved_links.NETWORKS.values())
+    tables = (*achieved.COLLECTIVES.values(), *achieved.NETWORKS.values())
     figures += [row.figure for table in tables for row in table]
     assert all(len(figure.source) > 12 and figure.points for figure in figures)
     assert set(achieved.NEAREST) == set(CHIPS)
