@@ -13,6 +13,7 @@ from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, xplane
+from bytescope.memory.seconds import prediction as step_prediction
 from bytescope.memory.text import profile as profile_text
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="DIR", help="a folder that bytescope train --profile or jax.profiler wrote, "
                         "whose newest trace is read, or one file *.xplane.pb")
     parser.add_argument("--report", metavar="FILE", type=user_path, help="the program's report, which a run "
-                        "writes as memory.json: compare the measured time with the roofline's prediction")
+                        "writes as memory.json: compare the measured time with the predicted one")
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline: phases, "
                         "components, the host, the longest operations")
@@ -56,11 +57,28 @@ def _name(trace: str) -> str:
 
 
 def prediction(report: records.Report) -> dict | None:
-    """The roofline's seconds of one call of the step, as JSON; None where too little is known of program or target."""
-    found = roofline.of_answer({"work": report.work, "target": report.target})
-    return found.to_json() if found else None
+    """What one call of the step was predicted to take: `seconds`, `low`, `high`, the source of the `rates`, and the
+    bound of the data sheet, `at_least`; None where too little is known of program or target.
+
+    Each is None where that alone is not known. Rates are those of this process, else what the report states.
+    """
+    found = step_prediction.of_report(report) or step_prediction.Prediction.stated(report)
+    bound = roofline.of_answer({"work": report.work, "target": report.target})
+    if found is None and bound is None:
+        return None
+    calls = max(report.subject.calls, 1)
+    seconds = {name: getattr(found, name) / calls if found else None for name in ("seconds", "low", "high")}
+    return {**seconds, "rates": found.rates if found else None, "at_least": bound.total if bound else None,
+            "bound": bound.source if bound else None}
+
+
+# Key of a trace's JSON -> key of a prediction of one call.
+_PREDICTED = {"predicted_seconds": "seconds", "predicted_seconds_low": "low", "predicted_seconds_high": "high",
+              "at_least_seconds": "at_least"}
 
 
 def to_json(found: breakdown.Breakdown, predicted: dict | None) -> dict:
-    """The breakdown as a JSON object, with `predicted_seconds` per update, null where not known."""
-    return {**found.to_json(), "predicted_seconds": predicted["total"] * found.calls if predicted else None}
+    """The breakdown as a JSON object, with the predicted seconds of an update, their interval and their bound, null
+    where not known."""
+    once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
+    return {**found.to_json(), **{key: value and value * found.calls for key, value in once.items()}}

@@ -89,11 +89,21 @@ def _figures(before: Report, after: Report) -> list[Figure]:
     found = [Figure(name, human(getattr(after, field)), f"was {human(getattr(before, field))}, "
                     f"{_growth(getattr(before, field), getattr(after, field))}", exact(getattr(after, field)))
              for name, field in figures]
-    seconds = [report.roofline.get("total") for report in (before, after)]
-    if all(isinstance(value, int | float) and 0 < value < 1e300 for value in seconds):
-        change = 100 * (seconds[1] / seconds[0] - 1)
-        found.append(Figure("predicted step", f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %"))
-    return found
+    return [*found, *_seconds(before, after)]
+
+
+# What is compared of the time of two reports: the title, and where a report has it; the first that both have.
+_TIMES = (("predicted update", lambda report: report.prediction.get("seconds")),
+          ("step, at least", lambda report: report.roofline.get("total")))
+
+
+def _seconds(before: Report, after: Report) -> list[Figure]:
+    for title, read in _TIMES:
+        seconds = [read(report) for report in (before, after)]
+        if all(isinstance(value, int | float) and 0 < value < 1e300 for value in seconds):
+            change = 100 * (seconds[1] / seconds[0] - 1)
+            return [Figure(title, f"{seconds[1]:#.3g} s", f"was {seconds[0]:#.3g} s, {change:+.1f} %")]
+    return []
 
 
 def _growth(before: int, after: int) -> str:

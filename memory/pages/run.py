@@ -30,6 +30,8 @@ from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.cache import write_whole
 from bytescope.memory.profile.run_directory import PAGE, RunDirectory, read
 from bytescope.memory.records import Report
+from bytescope.memory.seconds.prediction import Prediction
+from bytescope.memory.text.times import prediction as times_text
 from bytescope.memory.units import column_unit, human
 
 # Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and
@@ -152,6 +154,10 @@ def _figures(run: RunDirectory) -> list[Figure]:
         times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
         note = f"{trace_page.written(median(times))} per update, medians" if times else "median"
         found.append(Figure("tokens/s", f"{median(speeds):,.0f}", note))
+        taken = Prediction.stated(run.report) if run.report else None
+        if taken:
+            found.append(Figure("predicted update", f"{times_text.rounded(taken.seconds)} s",
+                                f"{times_text.interval(taken)} s; rates: {taken.rates}"))
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
     if peaks:
         of = "of the process" if run.report and _on_cpu(run.report) else "of a device"

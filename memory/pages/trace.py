@@ -133,7 +133,9 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
     predicted = found.get("predicted_seconds")
     if predicted:
         times = alone / predicted
-        shown.append(Figure("roofline", written(predicted), f"measured {times:.3g} x that"))
+        low, high = found.get("predicted_seconds_low"), found.get("predicted_seconds_high")
+        spread = f"{written(low)} to {written(high)}; " if low and high else ""
+        shown.append(Figure("predicted", written(predicted), f"{spread}measured {times:.3g} x that"))
     return shown
 
 

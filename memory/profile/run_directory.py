@@ -147,8 +147,9 @@ def _breakdown(path: Path) -> Mapping[str, Any]:
             _check(item, fields)
     for step in found["steps"]:
         _check({"step": step}, {"step": int})
-    if found.get("predicted_seconds") is not None:
-        _check(found, {"predicted_seconds": float})
+    for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "at_least_seconds"):
+        if found.get(key) is not None:
+            _check(found, {key: float})
     if found["devices"] < 1:
         raise TypeError(f"devices is {found['devices']}")
     return found

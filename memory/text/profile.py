@@ -14,6 +14,7 @@ from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Prose, blocks
 from bytescope.memory.text.report import PHASE_STYLE
 from bytescope.memory.text.table import FigureTable, figure, label
+from bytescope.memory.text.times.prediction import rounded
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 # Components of less than this share of the total are one row; so many of the longest instructions are shown.
@@ -28,7 +29,7 @@ def show(found: Breakdown, console: Console | None = None, predicted: Mapping[st
 
 
 def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
-    """Phases and components, the host, the longest instructions, and the roofline's prediction."""
+    """Phases and components, the host, the longest instructions, and the predicted time."""
     unit, scale = next(((name, size) for name, size in _UNITS if found.wall * PICO / found.updates >= size), _UNITS[-1])
 
     def shown(seconds: float) -> str:
@@ -39,12 +40,16 @@ def render(found: Breakdown, predicted: Mapping[str, Any] | None = None) -> Rend
 
 
 def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
-    """Predicted and measured seconds per update in one line; `predicted`: `costs.roofline.Prediction` of one call, as
-    JSON."""
-    total, measured = predicted["total"] * found.calls, found.measured
+    """Predicted and measured seconds per update in one line; `predicted`: of one call (`commands.trace.prediction`)."""
+    measured = found.measured
     aside = " without pauses" if found.paused else ""  # evaluations and checkpoints: between updates
-    return (f"roofline: predicted {total:.4g} s ({predicted['source']}), measured {measured:.4g} s{aside}, "
-            f"{measured / total:.3g} x")
+    once, bound = predicted["seconds"], predicted["at_least"]
+    least = f"at least {bound * found.calls:.4g} s by {predicted['bound']}" if bound else ""
+    if not once:
+        return f"{least}, measured {measured:.4g} s{aside}, {measured / (bound * found.calls):.3g} x"
+    low, high = (rounded(predicted[end] * found.calls, 2) for end in ("low", "high"))
+    return (f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {predicted['rates']}), measured "
+            f"{measured:.4g} s{aside}, {measured / (once * found.calls):.3g} x{f'; {least}' if least else ''}")
 
 
 def _head(found: Breakdown, unit: str) -> RenderableType:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from bytescope.memory.analyze import report_of
+from bytescope.memory.analyze import report_of, with_seconds
 from bytescope.memory.commands.report import subject
-from bytescope.memory.costs import flops, roofline
+from bytescope.memory.costs import flops
 from bytescope.memory.devices.targets import parse
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.records import Report
@@ -37,7 +37,6 @@ from bytescope.train.program import Program
 from bytescope.train.run import summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.failures import explained
-from bytescope.train.run.metrics import model_flops_per_token
 from bytescope.train.run.workdir import write_atomically
 
 REPORT, PAGE = "memory.json", "memory.html"
@@ -136,13 +135,8 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
                        loop=loop_overhead(program))
     named = subject(command.config or DEFAULT, command.overrides, program, Adapter().settled(program),
                     compilation.jaxpr)
-    report = dataclasses.replace(report, subject=named)
-    if report.work and report.target.get("platform") != "cpu" and (rates := roofline.figures(report.target)):
-        report = dataclasses.replace(report, roofline=roofline.seconds(report.work, rates).to_json())
-    batch, peak = program.batch, peak_flops(program)
-    reach = summary.speed(report, program.calls_per_update, batch.tokens,
-                          model_flops_per_token(program.model, batch.seq_len), peak and peak * program.mesh.size)
-    summary.show(console, [("memory", summary.memory(report)), ("speed", reach)])
+    report = with_seconds(dataclasses.replace(report, subject=named))
+    summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
         summary.show(console, [("compiled", f"in {seconds:.1f} s"),
                                ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs")])

@@ -16,6 +16,7 @@ from bytescope.memory.devices.live import LiveMemory, predicted_against_measured
 from bytescope.memory.records import Report
 from bytescope.memory.text.console import put
 from bytescope.memory.text.layout import Command, Prose, as_text, ignoring, wrap
+from bytescope.memory.text.times import prediction as times
 from bytescope.memory.units import human
 
 TITLE = 11  # columns of a title and the gap after it
@@ -58,21 +59,9 @@ def memory(report: Report) -> Text:
                          f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}")
 
 
-def speed(report: Report, calls: int, tokens: int, flops_per_token: float, peak_flops: float | None) -> str:
-    """What data-sheet rates allow at best: seconds per update, tokens/s and MFU; "" where no rate is known.
-
-    Args:
-        calls, tokens: of one update; flops_per_token: of the model, nothing recomputed. peak_flops: of all devices.
-    """
-    once = report.roofline.get("total") if report.roofline else None
-    if not once:
-        return ""
-    seconds = calls * once
-    parts = [f"at least {seconds:.3g} s per update by {report.roofline['source']}",
-             f"at most {tokens / seconds:,.0f} tokens/s"]
-    if peak_flops:
-        parts.append(f"MFU at most {100 * flops_per_token * tokens / seconds / peak_flops:.0f} %")
-    return ", ".join(parts)
+def speed(report: Report) -> str:
+    """What an update is predicted to take, and the bound of the data sheet; "" where no rate is known."""
+    return "; ".join(filter(None, (times.predicted(report), times.at_least(report))))
 
 
 def clock(seconds: float) -> str:

@@ -27,13 +27,13 @@ def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.
     fields = {"timeline": line, "peak_index": middle, "workspace_by_scope": {"backward/mlp": 5}, "program": "jit_step",
               "limit_bytes": 72 * GIB, "fits": True, "verdict": "fits", "target": {"name": target, "kind": "NVIDIA"},
               "subject": Subject("tiny", batch="16 sequences"), "versions": {"jax": jax},
-              "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 2.0}}
+              "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 1.0}, "prediction": {"seconds": 2.0}}
     return Report(peak, peak + GIB, sizes, **{"buffers": buffers, "residuals_by_name": named, **fields, **more})
 
 
 BEFORE = make_report()
 AFTER = make_report(residuals=0, gradients=3, points=1000, config={"remat": {"policy": "full"}, "seed": 0},
-                    roofline={"total": 2.5}, workspace_by_scope={"backward/mlp": 9})
+                    roofline={"total": 1.5}, prediction={"seconds": 2.5}, workspace_by_scope={"backward/mlp": 9})
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_page_names_both_programs_and_all_that_differs(text):
     words = " ".join(" ".join(page.words).split())
     for expected in ("a.json → b.json", "tiny · h100:8 · NVIDIA · per device", "batch 16 sequences 16 sequences",
                      "was 15.00 GiB, -3.00 GiB (-20.0 %)",
-                     "predicted step 2.50 s",
+                     "predicted update 2.50 s",
                      "remat.policy none full", "was 2.00 s, +25.0 %", "backward/mlp workspace 5 B 9 B +4 B +80.0",
                      "gate residual 4.00 GiB 0 B -4.00 GiB -100.0"):
         assert expected in words, expected
@@ -73,7 +73,13 @@ def test_the_waterfall_leads_from_one_total_to_the_other():
 
 @pytest.mark.parametrize("seconds", [10**400, float("nan"), -1, None, "2"])
 def test_seconds_that_are_none_are_left_out(seconds):
-    assert "predicted step" not in diff_page.render(BEFORE, make_report(roofline={"total": seconds}))
+    page = diff_page.render(BEFORE, make_report(roofline={"total": seconds}, prediction={"seconds": seconds}))
+    assert "predicted update" not in page and "step, at least" not in page
+
+
+def test_without_predictions_the_bounds_are_compared():
+    page = one_file(diff_page.render(BEFORE, make_report(roofline={"total": 1.25}, prediction={})))
+    assert "step, at least 1.25 s was 1.00 s, +25.0 %" in " ".join(" ".join(page.words).split())
 
 
 def test_both_timelines_reach_their_peaks_at_their_place():

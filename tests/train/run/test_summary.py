@@ -1,5 +1,6 @@
 """What a run says at its start, on the way and at its end: nothing is cut at any width, commands can be copied."""
 
+import dataclasses
 import io
 import shlex
 
@@ -7,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from bytescope.memory.devices.live import LiveMemory
-from bytescope.memory.records import Report, load
+from bytescope.memory.records import Report, Subject, load
 from bytescope.memory.text.console import make_console
 from bytescope.memory.units import GIB, MIB
 from bytescope.train.__main__ import parse
@@ -21,7 +22,11 @@ pytestmark = pytest.mark.quick
 
 WIDTHS = (80, 100, 120)
 REPORT = Report(20 * GIB, 20 * GIB, {}, limit_bytes=80 * GIB, fits=True, verdict="fits", host_bytes=3 * GIB,
-                roofline={"total": 0.5, "by_term": {"products": 0.5}, "source": "data-sheet rates"})
+                roofline={"total": 0.5, "by_term": {"products": 0.5}, "source": "data-sheet rates"},
+                subject=Subject(tokens=1_000_000, calls=2),
+                prediction={"seconds": 1.4326, "seconds_low": 1.3114, "seconds_high": 1.6382, "by_phase": {},
+                            "by_term": {"products": 1.4326}, "bound_by": "products", "rates": "measured on an H100",
+                            "tokens_per_s": 698_031.2, "mfu": 0.5234})
 ROW = {"step": 1200, "loss": 2.92631, "lr": 3e-4, "grad_norm": 2.691, "tokens_per_s": 412_925.0, "mfu": 0.4123,
        "hfu": 0.5123, "data_wait_s": 0.1, "step_time_s": 1.0,
        "memory": {"in_use_bytes": 61.8 * GIB, "peak_bytes": 62.4 * GIB}}
@@ -38,12 +43,13 @@ def said(show, width, **options):
 def test_the_start_is_whole_at_every_width(width):
     rows = [("model", f"{summary.count(8_030_261_248)} parameters: width 4,096, layers 32, heads 32"),
             ("memory", summary.memory(REPORT)), ("remat", ""),
-            ("speed", summary.speed(REPORT, 2, 1_000_000, 6e9, 8 * 1e15)), ("report", "runs/x/memory.html")]
+            ("speed", summary.speed(REPORT)), ("report", "runs/x/memory.html")]
     lines = said(lambda console: summary.show(console, rows), width)
     text = " ".join(" ".join(lines).split())
     for whole in ("8.03 billion (8,030,261,248) parameters", "20.00 GiB of 80.00 GiB (25.0%)", "60.00 GiB free",
-                  "3.00 GiB in host memory", "at least 1 s per update by data-sheet rates",
-                  "at most 1,000,000 tokens/s", "MFU at most 75 %", "runs/x/memory.html"):
+                  "3.00 GiB in host memory", "predicted 1.43 s per update (1.3 to 1.6)",
+                  "698,000 tokens/s", "MFU 52%", "rates: measured on an H100", "at least 1 s per update, by data-sheet",
+                  "runs/x/memory.html"):
         assert whole in text
     assert max(map(cell_len, lines)) <= width and "…" not in text and "remat" not in text
     assert not any(line.endswith(("20.00", "80.00", "60.00", "3.00")) for line in lines)  # a figure without its unit
@@ -70,8 +76,9 @@ def test_the_report_lies_in_the_run_directory_as_json_and_as_a_page(tmp_path):
 
 
 def test_no_speed_without_rates_and_no_limit_where_none_is_known():
-    assert summary.speed(Report(1, 1, {}), 1, 1, 1.0, None) == ""
-    assert "MFU" not in summary.speed(REPORT, 1, 1000, 1.0, None)
+    assert summary.speed(Report(1, 1, {})) == ""
+    bound = summary.speed(dataclasses.replace(REPORT, prediction={}))
+    assert bound.startswith("at least 1 s per update, at most 1,000,000 tokens/s, by data-sheet rates")
     assert "limit is not known" in str(summary.memory(Report(1, 1, {})))
     exceeds = summary.memory(Report(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
     assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
