@@ -14,6 +14,12 @@ from support.browser import HOSTILE, body, browse, literally, one_file
 GIB = 2**30
 
 
+def taken(seconds):
+    """The JSON of a prediction."""
+    return {"seconds": seconds, "seconds_low": 0.5, "seconds_high": 9.0, "by_phase": {}, "by_term": {},
+            "bound_by": "products", "rates": "by hand"}
+
+
 def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.10.2", **more):
     """A report of params, residuals and gradients in GiB, whose peak is in the middle of its schedule."""
     sizes = {"params": 8 * GIB, "residuals": residuals * GIB, "gradients": gradients * GIB, "fragmentation": GIB}
@@ -27,13 +33,14 @@ def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.
     fields = {"timeline": line, "peak_index": middle, "workspace_by_scope": {"backward/mlp": 5}, "program": "jit_step",
               "limit_bytes": 72 * GIB, "fits": True, "verdict": "fits", "target": {"name": target, "kind": "NVIDIA"},
               "subject": Subject("tiny", batch="16 sequences"), "versions": {"jax": jax},
-              "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 1.0}, "prediction": {"seconds": 2.0}}
+              "config": {"remat": {"policy": "none"}, "seed": 0}, "roofline": {"total": 1.0},
+              "prediction": taken(2.0)}
     return Report(peak, peak + GIB, sizes, **{"buffers": buffers, "residuals_by_name": named, **fields, **more})
 
 
 BEFORE = make_report()
 AFTER = make_report(residuals=0, gradients=3, points=1000, config={"remat": {"policy": "full"}, "seed": 0},
-                    roofline={"total": 1.5}, prediction={"seconds": 2.5}, workspace_by_scope={"backward/mlp": 9})
+                    roofline={"total": 1.5}, prediction=taken(2.5), workspace_by_scope={"backward/mlp": 9})
 
 
 @pytest.fixture(scope="module")

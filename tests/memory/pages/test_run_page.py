@@ -18,6 +18,8 @@ GIB = 2**30
 REPORT = Report(3 * GIB, 4 * GIB, {"params": 3 * GIB, "fragmentation": GIB}, limit_bytes=8 * GIB, fits=True,
                 verdict="fits", subject=Subject("tiny", batch="8 sequences", policy="full"),
                 target={"name": "local", "platform": "cpu"}, versions={"jax": "0.10.2"},
+                prediction={"seconds": 0.7213, "seconds_low": 0.6451, "seconds_high": 0.8194, "by_phase": {},
+                            "by_term": {}, "bound_by": "products", "rates": "by hand"},
                 findings=(Finding("logits", GIB, "logits are alive", "chunk the loss", "--config.loss.kind=chunked"),))
 BREAKDOWN = {"program": "jit_step", "steps": [3], "devices": 1, "total": 1.0, "without_pauses": 1.0, "busy": 0.75,
              "idle": 0.25, "cells": [{"phase": "forward", "component": "mlp", "seconds": 0.75}],
@@ -66,6 +68,7 @@ def test_the_page_shows_the_run(folder):
     for expected in ("tiny · local · per device", "batch: 8 sequences", "policy: full", "✓ finished",
                      "steps 4 of 4", "held-out loss 1.0000 the best of the run",
                      "train loss 2.0000 at step 4", "tokens/s 250 500 ms per update, medians",
+                     "predicted update 0.721 s 0.65 to 0.82 s; rates: by hand",
                      "measured memory 6.00 GiB of the process; predicted 7.50 GiB", "the full report of the step",
                      "logits are alive chunk the loss --config.loss.kind=chunked",
                      "jit_step · update 3 · 1 device", "device idle 25.0 %",
