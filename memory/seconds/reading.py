@@ -12,6 +12,7 @@ from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.loops import backend_config, trip_count
 from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.records import STEP_PHASES
 from bytescope.memory.seconds import products
 from bytescope.memory.seconds.schedule import (
@@ -137,8 +138,8 @@ class _Walk:
             for instruction in self.scheduled(id):
                 if is_collective(instruction.opcode):
                     yield from self.start(one, instruction, phase)
-                elif crossing := list(host_transfers.moved(self.module, instruction)):
-                    yield from self.crossing(instruction, phase, crossing, one.name)
+                elif self.crosses(instruction):
+                    yield from self.crossing(instruction, phase, one.name)
                 else:
                     yield from self.instruction(instruction, phase)
 
@@ -188,23 +189,42 @@ class _Walk:
             yield Wait(start.name)
 
     def copy_start(self, one: Instruction, around: str) -> Iterator[Step]:
-        if crossing := list(host_transfers.moved(self.module, one)):
-            yield from self.crossing(one, self.phase(one, around), crossing, one.name)
+        if self.crosses(one):
+            yield from self.crossing(one, around, one.name)
         else:
             yield from self.kernel(one, around)
 
-    def crossing(self, one: Instruction, phase: str, found: list[tuple[str, int, int]], name: str) -> Iterator[Start]:
-        """A copy over the host link, of the whole array where a loop around it tells no trip count."""
+    def crosses(self, one: Instruction) -> bool:
+        """Whether an operation, or one that is fused into it, moves bytes over the host link."""
+        operands = (self.module.operand(one, i) for i in range(len(one.operands)))
+        if not any(leaf.memory_space == host_transfers.HOST_SPACE for item in (one, *operands) if item
+                   for _, leaf in leaves(self.module.shape(item))):
+            return False
+        return any(next(host_transfers.moved(self.module, item), None) for item in self.parts(one))
+
+    def parts(self, one: Instruction) -> Iterator[Instruction]:
+        """An operation itself, of a fusion what is in it."""
+        if one.opcode != "fusion":
+            yield one
+        for id in one.called if one.opcode == "fusion" else ():
+            yield from self.scheduled(id)
+
+    def crossing(self, one: Instruction, around: str, name: str) -> Iterator[Start]:
+        """Copies over the host link, of the whole array where a loop around it tells no trip count."""
         self.begun.add(name)
-        for way, size, array in found:
-            yield Start(name, _WAYS[way], phase, array if one.computation in self.uncounted else size)
+        around = self.phase(one, around)
+        for item in self.parts(one):
+            for way, size, array in host_transfers.moved(self.module, item):
+                whole = item.computation in self.uncounted
+                yield Start(name, _WAYS[way], self.phase(item, around), array if whole else size)
 
     # ---- kernels --------------------------------------------------------------------------------------------
 
     def kernel(self, one: Instruction, around: str) -> Iterator[Step]:
-        if one.opcode in host_transfers.CROSSING and (found := list(host_transfers.moved(self.module, one))):
-            yield from self.crossing(one, self.phase(one, around), found, "")
-            return
+        if one.opcode in _CROSSING and self.crosses(one):
+            yield from self.crossing(one, around, "")
+            if one.opcode != "fusion":
+                return
         size = kernels.moved(self.module, one)
         if not size:
             return
@@ -216,6 +236,8 @@ class _Walk:
 
 
 _NOTHING = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"))
+# Operations that may copy over the host link, and that compute waits for.
+_CROSSING = frozenset((*host_transfers.CROSSING, "fusion"))
 _Rule = Callable[[_Walk, Instruction, str], Iterator[Step]]
 # Opcode -> what it is in a schedule; collectives apart, all others are kernels or nothing.
 _RULES: dict[str, _Rule] = {

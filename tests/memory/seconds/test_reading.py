@@ -140,6 +140,26 @@ def test_copies_over_the_host_link():
     assert steps(computation(1, X, item(2, "copy-start", 1, shape=within), item(4, "copy-done", 2), root=4)) == (SIN,)
 
 
+ROW = field(3, field(2, 11) + field(3, b"\1\10"))  # 32 bytes
+
+
+@pytest.mark.quick
+def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_same():
+    """As XLA copies a layer's state out of host memory: an async-start of a fusion of a dynamic-slice."""
+    sliced = computation(3, item(31, "parameter", shape=ON_HOST), item(32, "dynamic-slice", 31, shape=ROW), root=32)
+    apart = computation(2, item(21, "parameter", shape=ON_HOST),
+                        item(22, "fusion", 21, called=b"\3", shape=ROW), root=22)
+    x = item(1, "parameter", shape=ON_HOST)
+    found = steps(computation(1, x, item(2, "async-start", 1, called=b"\2"), item(3, "async-done", 2, shape=ROW),
+                              root=3), apart, sliced)
+    assert found == (Start("async-start.2", "to-device", "forward", 32), Wait("async-start.2"))
+    same = steps(computation(1, x, item(3, "fusion", 1, called=b"\3", shape=ROW), root=3), sliced)
+    assert same == (Start("", "to-device", "forward", 32), Kernel("memory", "forward", 32))
+    unknown = steps(computation(1, x, item(4, "while", 1, called=b"\2"), root=4), apart, sliced)
+    start = unknown[0].steps[0]  # a loop of unknown trips passes over all of it
+    assert (start.kind, start.bytes) == ("to-device", SIZE)
+
+
 def foreign(id, *operands):
     return item(id, "custom-call", *operands, more=field(28, "__gpu$xla.gpu.triton"))
 
