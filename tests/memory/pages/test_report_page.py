@@ -24,6 +24,7 @@ from bytescope.memory.records import (
     Transfer,
     ZeroRow,
 )
+from bytescope.memory.report_records.schedule import Start
 from bytescope.memory.text import report as report_text
 from support.browser import HOSTILE, Page, literally, one_file
 from support.rows import make_report
@@ -45,6 +46,13 @@ def test_the_page_is_one_file_with_everything_in_it(report):
         assert expected in text
     assert page.data == json.loads(json.dumps(report_data_page.page_data(report)))
     assert "{{" not in re.sub(r"<script>.*?</script>", "", report_page.render(report), flags=re.S)
+
+
+def test_the_page_does_not_hold_the_schedule(report):
+    steps = tuple(Start(f"begun-{i}", "all-gather", "forward", 7654321) for i in range(50))
+    long = dataclasses.replace(report, schedule=steps)
+    assert report_page.render(long) == report_page.render(report)
+    assert "begun-7" in json.dumps(long.to_json())
 
 
 def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report):
