@@ -43,7 +43,7 @@ def _attention(source: str, *rates: float, first: int = 512) -> Figure:
 _MARIN = "Marin, JAX 0.10 (github.com/marin-community/marin, gpu-hardware-target-report)"
 _BEST = "best shape, gpu_benchmark (github.com/mag-/gpu_benchmark)"
 _FA3 = "cuDNN in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, fig. 5 and 6)"
-_FA2 = "FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 4.1: up to 73 % of the peak forward, 63 % backward)"
+_FA2 = "FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 1: up to 73 % of the peak forward, 63 % backward)"
 _FA4 = "FlashAttention-4 (github.com/Dao-AILab/flash-attention/pull/2605, backward pull/2280)"
 _BENCHES = "gpu-benches (github.com/te42kyfo/gpu-benches)"
 

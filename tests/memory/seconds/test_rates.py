@@ -158,3 +158,34 @@ def test_every_figure_has_its_source():
     figures += [row.figure for table in tables for row in table]
     assert all(len(figure.source) > 12 and figure.points for figure in figures)
     assert set(achieved.NEAREST) == set(CHIPS)
+
+
+def test_a_cube_mesh_gives_a_part_of_its_devices_a_part_of_its_links():
+    v100 = chip_rates.of(CHIPS["v100"].kind)
+    rows = {row.group: dict(row.bus) for row in v100.collectives if row.kind == "all-reduce" and row.hosts == 1}
+    for size, whole in rows[8].items():
+        assert rows[4][size] == pytest.approx(whole * 4 / 6) and rows[2][size] == pytest.approx(whole / 6)
+
+
+@pytest.mark.parametrize("name", ["l40s", "a5000", "rtx3090", "h100-pcie"])
+def test_cards_that_meet_over_pcie_take_the_efficiency_of_such_cards(name):
+    found = chip_rates.of(CHIPS[name].kind)
+    best = max(rate for row in found.collectives if row.hosts == 1 for _, rate in row.bus)
+    assert 0.3 * CHIPS[name].in_host < best < 0.5 * CHIPS[name].in_host
+    assert "collectives with the efficiency of rtx4090" in found.source
+
+
+def test_another_network_changes_what_goes_between_hosts_alone():
+    found = chip_rates.over(H100, "playbook")
+    for group, hosts, slower in ((8, 1, False), (64, 8, True)):
+        start = Start("", "all-reduce", "backward", 2**30, group, hosts)
+        there, here = (collective_seconds.seconds(start, each) for each in (found, H100))
+        assert (there > 1.5 * here) if slower else there == here
+    assert "EFA" in found.source and found.products == H100.products
+    with pytest.raises(ReportError, match="unknown network"):
+        chip_rates.over(H100, "carrier pigeon")
+
+
+def test_a_batch_of_small_products_fills_the_device_together():
+    one, many = (kernel_seconds.product_flops_per_s(product(1024, 1024, 64, batch=batch), H100) for batch in (1, 64))
+    assert many > 1.2 * one
