@@ -35,6 +35,8 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html")),
     "names": ("names", "every checkpoint name: shape, sharding, bytes, FLOPs to recompute", (
         "llama_8b h200:8", "tiny --json=names.json")),
+    "validate": ("seconds.validate", "predicted seconds and bytes against what real GPUs measured", (
+        "--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json")),
     "trace": ("trace", "where a step's time went, from a profiler's trace", (
         "runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "page": ("page", "a run directory as a page: loss, memory, report, trace", (

@@ -100,12 +100,12 @@ def launched(seconds: float, row: Row) -> float:
 
 
 def groups(scored: Iterable[Scored]) -> list[Group]:
-    """The scores by model and GPUs, in the order in which they come first; rows without measured seconds count for
+    """The scores by model and GPUs, in their order; rows without measured seconds count for
     their bytes alone."""
     found: dict[tuple[str, int], list[Scored]] = {}
     for one in scored:
         found.setdefault((one.row.model, one.row.gpus), []).append(one)
-    return [_group(model, gpus, some) for (model, gpus), some in found.items()]
+    return [_group(model, gpus, some) for (model, gpus), some in sorted(found.items())]
 
 
 def _group(model: str, gpus: int, some: Sequence[Scored]) -> Group:

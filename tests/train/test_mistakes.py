@@ -122,6 +122,11 @@ MISTAKES = {
         ("tiny --batch-tokens=7", "128"), ("tiny --max-compiles=0", "--max-compiles=0"),
         ("tiny --timeout=nan", "--timeout=nan"), ("tiny --timeout=-1", "--timeout=-1"), ("tiny --jobs=0", "--jobs=0"),
         ("tiny --config.optimizer.name=adam", "did you mean adamw")],
+    "validate": [
+        ("--set=playbok", "did you mean playbook?"), ("--gpus=x", "--gpus=x"), ("--gpus=", "--gpus="),
+        ("--gpus=0", "--gpus=0"), ("--gpus=7", "no row of playbook"), ("--only=tp99", "no row of playbook"),
+        ("--jobs=0", "--jobs=0"), ("--html=/no/x/y", "no folder"), ("--rates=/no/x", "/no/x"),
+        ("--config.model.n_layers=2", "leave it out")],
     "configs": [
         ("--grep=qqq", "--grep=qqq"), ("tiny", "unrecognized"), (f"--grep={LONE}", "mentions"),
         ("--grep=[/b]", "--grep=[/b]"), ("--config.train.steps=1", "takes no")],

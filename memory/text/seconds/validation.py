@@ -1,0 +1,117 @@
+"""A validation on the terminal: scores by model and GPUs, the rows predicted worst, and those that are not compared."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from bytescope.memory.text.console import one_line, put
+from bytescope.memory.text.layout import Prose, blocks
+from bytescope.memory.text.table import FigureTable, figure, label, value
+from bytescope.memory.units import human
+from bytescope.memory.validation import score
+from bytescope.memory.validation.result import Result
+from bytescope.memory.validation.score import Group as Scores
+from bytescope.memory.validation.score import Scored
+
+_WORST = 10
+
+
+def show(found: Result, *, console: Console | None = None) -> None:
+    """Prints a validation, to stdout when no console is given."""
+    put(render(found), console)
+
+
+def render(found: Result) -> RenderableType:
+    """Head, seconds and order by model and GPUs, bytes, the worst rows, and what is not compared, with the reasons."""
+    return blocks(_head(found), _seconds(found) if found.groups else None, _order(found) if found.groups else None,
+                  _bytes(found), _worst(found), _unsaid(found))
+
+
+def _head(found: Result) -> RenderableType:
+    title = Text.assemble((f"{found.set}: {len(found.scored)} measured runs", "bold"),
+                          f", {found.compiled} compiled now")
+    lines: list[RenderableType] = [title]
+    if found.rates:
+        lines.append(Prose(f"rates: {one_line(found.rates)}", "dim"))
+    if found.left:
+        lines.append(Prose(f"stopped: {len(found.left)} rows left; run the same command to continue", "yellow"))
+    return Group(*lines)
+
+
+def _seconds(found: Result) -> RenderableType:
+    table = FigureTable(label("model"), figure("GPUs"), figure("runs"), figure("least"), figure("10 %"),
+                        figure("median"), figure("90 %"), figure("most"), figure("within 15 %"), figure("free of host"),
+                        figure("runs"))
+    for group in found.groups:
+        quantiles = [_ratio(one) for one in group.ratios] or [""] * 5
+        table.add(group.model, str(group.gpus), str(group.rows), *quantiles, _percent(group.within),
+                  _ratio(group.free_median), str(group.free_rows) if group.free_median else "")
+    return Group(Prose("predicted seconds over measured ones; free of host: the median of runs that launches do not "
+                       "bind:"), table)
+
+
+def _order(found: Result) -> RenderableType:
+    table = FigureTable(label("model"), figure("GPUs"), figure("pairs"), figure("right"), figure("by tensor"),
+                        figure("near pairs"), figure("right"), figure("by tensor"), figure("rank corr."),
+                        figure("by tensor"))
+    for group in found.groups:
+        table.add(group.model, str(group.gpus), *_pairs(group), _ratio(group.spearman),
+                  _ratio(group.spearman_by_tensor))
+    return Group(Prose("order: pairs of runs that differ by more than 5 % (near: by less than 1.5x) and the share in "
+                       "the right order, beside what sorting by the tensor split gives:"), table)
+
+
+def _pairs(group: Scores) -> tuple[str, ...]:
+    pairs = group.pairs
+    return (str(pairs.count), _percent(pairs.right), _percent(pairs.by_tensor), str(pairs.near_count),
+            _percent(pairs.near_right), _percent(pairs.near_by_tensor))
+
+
+def _bytes(found: Result) -> RenderableType | None:
+    groups = [group for group in found.groups if group.bytes_rows]
+    if not groups:
+        return None
+    table = FigureTable(label("model"), figure("GPUs"), figure("runs"), figure("median"), figure("at or below"))
+    for group in groups:
+        table.add(group.model, str(group.gpus), str(group.bytes_rows), _ratio(group.bytes_median),
+                  _percent(group.bytes_below))
+    kinds = {one.row.bytes_are for one in found.scored if one.bytes_ratio} - {""}
+    what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
+    return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table)
+
+
+def _worst(found: Result) -> RenderableType | None:
+    rows = score.worst(found.scored, _WORST)
+    if not rows:
+        return None
+    table = FigureTable(label("predicted worst"), figure("GPUs"), value("setup"), figure("measured s"),
+                        figure("predicted s"), figure("ratio"), figure("alloc"), figure("measured"), value("bound by"))
+    for one in rows:
+        table.add(*_worst_cells(one))
+    return table
+
+
+def _worst_cells(one: Scored) -> tuple[str, ...]:
+    row = one.row
+    held, measured = (human(count) if count else "" for count in (one.allocated_bytes, row.measured_bytes))
+    return (row.model, str(row.gpus), row.setup, f"{row.measured_seconds:#.4g}", f"{one.predicted_seconds:#.4g}",
+            _ratio(one.ratio), held, measured, one.bound_by)
+
+
+def _unsaid(found: Result) -> RenderableType | None:
+    if not found.unsaid:
+        return None
+    lines: list[RenderableType] = [Text("not compared", style="bold")]
+    for why, rows in found.unsaid:
+        named = sorted({f"{row.model} on {row.gpus}" for row in rows})
+        lines.append(Prose(f"{len(rows)}: {one_line(why)} ({', '.join(named[:6])}{', ...' if len(named) > 6 else ''})"))
+    return Group(*lines)
+
+
+def _ratio(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

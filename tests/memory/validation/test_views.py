@@ -1,0 +1,77 @@
+"""A validation on the terminal and as a page: scores, the worst rows, what is not compared and why."""
+
+import dataclasses
+import html
+
+import pytest
+
+from bytescope.memory.pages.seconds import validation as page
+from bytescope.memory.text.console import plain_text
+from bytescope.memory.text.seconds import validation as text
+from bytescope.memory.validation import score
+from bytescope.memory.validation.result import Result
+from bytescope.memory.validation.rows import Row
+from bytescope.memory.validation.score import Scored
+from support.browser import Page, one_file
+
+pytestmark = pytest.mark.quick
+
+GIB = 1 << 30
+EVIL = "<script>alert(1)</script>"
+
+
+def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0):
+    row = Row("s", str(number), "llama", "h100", gpus, {}, "tiny", "h100:8", 1, measured, 20 * GIB, "A", EVIL,
+              setup=f"dp8 tp{tensor} {number}", tensor=tensor, launch_seconds=launch, host_bound=bool(launch),
+              bytes_are="reserved")
+    seconds = score.launched(predicted, row)
+    return Scored(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
+
+
+def found(left=()):
+    scored = (one(1, 1.0, 1.01), one(2, 2.0, 1.98, tensor=2), one(3, 4.0, 8.0), one(4, 3.0, 1.0, tensor=4, launch=2.9),
+              one(5, 9.0, 9.0, gpus=64))
+    unsaid = (("pipeline parallelism", (one(6, 1, 1).row, one(7, 1, 1).row)),)
+    return Result("playbook", scored, tuple(score.groups(scored)), unsaid, left, 3, f"table {EVIL}", {"jax": "1"})
+
+
+def test_the_terminal_has_scores_worst_rows_and_reasons():
+    out = plain_text(text.render(found()), 140)
+    assert "playbook: 5 measured runs, 3 compiled now" in out and "stopped" not in out
+    lines = out.splitlines()
+    seconds = next(line.split() for line in lines if line.startswith("llama     8"))
+    assert seconds[:8] == ["llama", "8", "4", "0.97", "0.97", "1.00", "1.70", "2.00"] and seconds[8] == "75.0%"
+    pairs = [line.split() for line in lines if line.startswith("llama     8")][1]
+    assert pairs[2:5] == ["6", "100.0%", "58.3%"]
+    worst = lines[next(i for i, line in enumerate(lines) if line.startswith("predicted worst")) + 1]
+    assert "tp1 3" in worst and " 2.00 " in worst
+    assert "2: pipeline parallelism (llama on 8)" in out
+    assert "stopped: 2 rows left" in plain_text(text.render(found(("8", "9"))), 140)
+
+
+def test_the_terminal_says_an_empty_set():
+    empty = dataclasses.replace(found(), scored=(), groups=(), rates="")
+    out = plain_text(text.render(empty), 80)
+    assert "0 measured runs" in out and "predicted worst" not in out
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_no_line_is_wider_than_the_terminal(width):
+    assert max(map(len, plain_text(text.render(found()), width).splitlines())) <= width
+
+
+def test_the_page_has_a_mark_for_each_run():
+    document = page.render(found(("8",)).to_json())
+    one_file(document)
+    drawn = Page(document).data
+    assert [(series["name"], series["x"], series["y"]) for series in drawn["series"]] == [
+        ("llama on 8", [1.0, 2.0, 4.0, 3.0], [1.01, 1.98, 8.0, 2.9]), ("llama on 64", [9.0], [9.0])]
+    assert drawn["series"][0]["tips"][3] == [
+        "llama on 8: dp8 tp4 4", "measured 3.000 s", "predicted 2.900 s (0.97), bound by products",
+        "device alone 1.000 s", "10.00 GiB allocated, 20.00 measured"]
+    assert EVIL not in document and html.escape(EVIL) in document and "1 runs are missing" in document
+
+
+def test_the_page_of_an_empty_set_says_so():
+    empty = dataclasses.replace(found(), scored=(), groups=(), unsaid=(), rates="")
+    assert Page(page.render(empty.to_json())).data == {"series": []}
