@@ -124,8 +124,8 @@ def _speed(report: Report) -> list[Figure]:
 
 
 def _predicted(found: Prediction, per: str) -> list[Figure]:
-    shown = [Figure(f"one {per}, predicted", f"{times.rounded(found.seconds)} s",
-                    f"{times.interval(found)} s; rates: {found.rates}", f"{found.seconds:.6g} s")]
+    shown = [Figure(f"one {per}, predicted", times.taken(found),
+                    f"{times.interval(found)}; rates: {found.rates}", f"{found.seconds:.6g} s")]
     if found.tokens_per_s:
         shown.append(Figure("tokens/s, predicted", times.rounded(found.tokens_per_s), "over all devices"))
     if found.mfu:

@@ -156,8 +156,8 @@ def _figures(run: RunDirectory) -> list[Figure]:
         found.append(Figure("tokens/s", f"{median(speeds):,.0f}", note))
         taken = Prediction.stated(run.report) if run.report else None
         if taken:
-            found.append(Figure("predicted update", f"{times_text.rounded(taken.seconds)} s",
-                                f"{times_text.interval(taken)} s; rates: {taken.rates}"))
+            found.append(Figure("predicted update", times_text.taken(taken),
+                                f"{times_text.interval(taken)}; rates: {taken.rates}"))
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
     if peaks:
         of = "of the process" if run.report and _on_cpu(run.report) else "of a device"

@@ -14,6 +14,7 @@ from bytescope.memory.text.console import one_line
 WORDS = {"collectives": "waiting for collectives", "host_link": "waiting for the host link"}
 # Terms of less than this share of the total are left out.
 _SMALL = 0.001
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
 def predicted(report: Report) -> str:
@@ -22,7 +23,7 @@ def predicted(report: Report) -> str:
     found = Prediction.stated(report)
     if found is None:
         return ""
-    parts = [f"predicted {rounded(found.seconds)} s per {once(report)} ({interval(found)})"]
+    parts = [f"predicted {taken(found)} per {once(report)} ({interval(found).rpartition(' ')[0]})"]
     if found.tokens_per_s:
         parts.append(f"{rounded(found.tokens_per_s)} tokens/s")
     if found.mfu:
@@ -38,9 +39,21 @@ def spent(report: Report) -> str:
     return f"spent on {_terms({WORDS.get(term, term): taken for term, taken in found.by_term.items()}, found.seconds)}"
 
 
+def unit(seconds: float) -> tuple[str, float]:
+    """(name, seconds) of the unit that a time is written in: below a tenth of a second one that is smaller."""
+    return next(((name, scale) for name, scale in _UNITS if seconds >= scale / 10), _UNITS[-1])
+
+
+def taken(found: Prediction) -> str:
+    """The predicted seconds with their unit: "0.721 s"."""
+    name, scale = unit(found.seconds)
+    return f"{rounded(found.seconds / scale)} {name}"
+
+
 def interval(found: Prediction) -> str:
-    """The spread of a prediction, seconds in two digits: "0.65 to 0.81"."""
-    return f"{rounded(found.low, 2)} to {rounded(found.high, 2)}"
+    """The spread of a prediction, in two digits, with the unit: "0.65 to 0.81 s"."""
+    name, scale = unit(found.seconds)
+    return f"{rounded(found.low / scale, 2)} to {rounded(found.high / scale, 2)} {name}"
 
 
 def rounded(value: float, digits: int = 3) -> str:

@@ -58,6 +58,13 @@ def test_figures_have_as_many_digits_as_they_hold(value, digits, shown):
     assert times.rounded(value, digits) == shown
 
 
+def test_a_short_step_is_told_in_milliseconds():
+    short = dataclasses.replace(FOUND, seconds=0.00178, low=0.00161, high=0.00199, tokens_per_s=None, mfu=None)
+    assert times.predicted(Report(8, 8, {}, prediction=short.to_json())).startswith(
+        "predicted 1.78 ms per call of the step (1.6 to 2.0), rates")
+    assert times.interval(short) == "1.6 to 2.0 ms"
+
+
 def test_a_report_keeps_its_prediction():
     again = Report.from_json(REPORT.to_json())
     assert Prediction.stated(again) == FOUND

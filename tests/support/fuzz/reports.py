@@ -50,12 +50,13 @@ def read_trace(data: bytes, folder: Path) -> None:
 @functools.cache
 def report() -> bytes:
     """The JSON of a report on the program, with a step's work, on a target whose rates are known."""
-    from bytescope.memory.analyze import report_of
+    from bytescope.memory.analyze import report_of, with_seconds
     from bytescope.memory.costs import roofline
     from bytescope.memory.devices import targets
     from bytescope.memory.program import compilation_of
 
-    found = report_of(compilation_of(program()), target=targets.parse("h100:8")).to_json()
+    found = with_seconds(report_of(compilation_of(program()), target=targets.parse("h100:8"))).to_json()
+    assert found["prediction"] and found["schedule"]
     found["buffers"], found["timeline"] = found["buffers"][:12], found["timeline"][:20]
     found["work"] = {phase: {"flops": {"bf16": 1e12}, "product_bytes": 1e9, "other_bytes": 1e9, "to_host_bytes": 5,
                              "collective_bytes": {"in_host": 1e6, "between_hosts": 0},
