@@ -142,7 +142,7 @@ def _collectives(chip: Chip) -> tuple[tuple[Collective, ...], str]:
     the nearest chip that has some, times the ratio of their links."""
     found: list[Collective] = []
     sources: dict[str, None] = {}
-    for kind in ("all-reduce", "all-gather", "reduce-scatter"):
+    for kind in dict.fromkeys(row.kind for rows in COLLECTIVES.values() for row in rows):
         for between in (False, True):
             name, rows = _measured_links(chip, kind, between)
             for row in rows:

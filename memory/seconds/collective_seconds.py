@@ -27,6 +27,8 @@ _ALIKE: Mapping[str, tuple[str, ...]] = {
 }
 # Devices of a full host: a group with one device a host is limited by its network, not by links in a host.
 _FULL = 8
+# Payloads up to this size take the latency of a collective, and little else.
+_SMALL = 2**17
 
 
 def seconds(start: Start, rates: Rates) -> float:
@@ -39,22 +41,29 @@ def seconds(start: Start, rates: Rates) -> float:
     sent = WIRE[start.kind](start.group) * start.bytes
     if not rates.collectives:
         return sent / at(rates.memory, max(start.bytes, 1))
-    bandwidth, longer = _bus(start, rates)
-    return constants.COLLECTIVES * (sent / bandwidth + longer)
+    bandwidth, longer, least = _bus(start, rates)
+    return constants.COLLECTIVES * (max(sent / bandwidth, least) + longer)
 
 
-def _bus(start: Start, rates: Rates) -> tuple[float, float]:
-    """(bytes per second on the wire, seconds of the hops that the measured row has not)."""
+def _bus(start: Start, rates: Rates) -> tuple[float, float, float]:
+    """(bytes per second on the wire, seconds of the hops that the measured row has not, the least seconds)."""
     per_host = start.group / start.hosts
     inside = _nearest(start.kind, per_host if per_host > 1 else _FULL, 1, rates)
     over = _nearest(start.kind, start.group, start.hosts, rates) if start.hosts > 1 else None
     if inside is None or over is None:
         row = inside or over or rates.collectives[0]
-        return at(row.bus, start.bytes), _longer(start, row, rates)
+        return at(row.bus, start.bytes), _longer(start, row, rates), _least(row)
     # Network cards that this group has for each of the row's; a row of large sizes alone does not show latency.
     share = per_host / (over.group / over.hosts)
     shown = over if over.bus[0][0] <= start.bytes / share else inside
-    return min(at(over.bus, start.bytes / share) * share, at(inside.bus, start.bytes)), _longer(start, shown, rates)
+    bandwidth = min(at(over.bus, start.bytes / share) * share, at(inside.bus, start.bytes))
+    return bandwidth, _longer(start, shown, rates), _least(inside)
+
+
+def _least(row: Collective) -> float:
+    """Seconds of the smallest payload that was measured: smaller ones take no less. 0 where that is a large one."""
+    size, bandwidth = row.bus[0]
+    return WIRE[row.kind](row.group) * size / bandwidth if size <= _SMALL else 0.0
 
 
 def _nearest(kind: str, group: float, hosts: int, rates: Rates) -> Collective | None:
