@@ -22,7 +22,9 @@ from bytescope.memory.pages.elements import (
     facts,
     figure,
     percent,
-    promises,
+    predicted,
+    predictions,
+    rates_notes,
     row_name,
     seconds,
     size,
@@ -34,13 +36,17 @@ from bytescope.memory.pages.elements import (
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.rows import (
     CONFIG,
+    MEASURED,
     OFFLOAD,
     POLICY,
+    PREDICTED,
+    RECOMPUTED,
     SAVE,
     TARGET,
     Row,
     as_text,
     best_of_each,
+    cost_of,
     flags,
     is_how,
     label,
@@ -58,8 +64,10 @@ COLUMNS = {
     "allocated_bytes": ("allocated", "bytes", 0),
     "step_seconds": ("step, measured", "seconds", 0), "tokens_per_s": ("tokens/s, measured", "count", 1),
     "real_bytes": ("peak, measured", "bytes", 2),
-    "predicted_step_seconds": ("step, at least", "seconds", 1),
-    "predicted_tokens_per_s": ("tokens/s, at most", "count", 3), "predicted_mfu": ("MFU, at most", "share", 4),
+    "predicted_seconds": ("step, predicted", "seconds", 1), "predicted_seconds_low": ("from", "seconds", 2),
+    "predicted_seconds_high": ("to", "seconds", 2),
+    "predicted_tokens_per_s": ("tokens/s, predicted", "count", 3), "predicted_mfu": ("MFU, predicted", "share", 4),
+    "least_seconds": ("step, at least", "seconds", 9),
     "recompute_flops_fraction": ("recomputed", "share", 2), "residual_bytes": ("residuals", "bytes", 5),
     "host_bytes": ("host", "bytes", 3),
     "formula_residuals": ("residuals by formula", "bytes", 4), "residuals_gap": ("gap of residuals", "gap", 4),
@@ -78,14 +86,13 @@ TARGET_FIELDS = ("name", "platform", "kind", "n_devices", "device_memory_bytes",
 NOTES = (
     "Allocated: what the runtime takes on one device, arguments and packed temporaries included. Peak: what is live at "
     "once.",
-    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
-    "MFU are the most that can be. For ranking rows on one target; not a timing.",
+    "At least: seconds per update by the roofline of the peaks, which leaves out much.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
     "and loss kernels recompute in their own gradients.",
     "Compile seconds are taken while other combinations compile in parallel.",
     "Rows are rivals when they differ only in how the same task runs: remat, mesh, loss, precision, kernel. Another "
     "model, sequence length or batch is another task. The highlighted row is the best of its task that fits: the "
-    "fastest measured, else the least recomputation, then the fewest bytes.",
+    "fastest measured, else the fastest predicted; of a tie the least recomputation, then the fewest bytes.",
 )
 FORMULA_NOTE = ("By formula: what the published formulas give for the same step, and by how much the compiler's figure "
                 "exceeds it; empty where no formula says what a policy keeps.")
@@ -105,7 +112,7 @@ def render(comparison: Mapping[str, Any]) -> str:
         each=_best_of_each(comparison, rows) if several else None,
         none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False), grid=feasibility_grid.grid(rows),
-        notes=[*NOTES, FORMULA_NOTE] if with_formulas else NOTES, about_target=_about_target(target))
+        notes=[*rates_notes(comparison["rows"]), *NOTES, *([FORMULA_NOTE] if with_formulas else [])], about_target=_about_target(target))
 
 
 def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +131,7 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     columns = [(name, *COLUMNS[name]) for name in COLUMNS
                if any(line["values"][name] for line in lines)
                or (name.endswith("_gap") and any(line["values"][name] is not None for line in lines))]
-    drawn = {name for name, *_ in columns} | {"step_seconds", "recompute_flops_fraction", "allocated_bytes"}
+    drawn = {name for name, *_ in columns} | {MEASURED, PREDICTED, RECOMPUTED, "allocated_bytes"}
     tasks = {task: number for number, task in enumerate(_tasks(rows))}
     for line in lines:  # hundreds of rows: what is not drawn, or is long and only told apart, is left out
         line["values"] = {name: value for name, value in line["values"].items() if name in drawn}
@@ -133,7 +140,7 @@ def page_data(comparison: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys], "columns": columns, "rows": lines,
         "axes": axes(rows, keys), "unit": unit_of(rows), "policies": policies, "policy_key": POLICY,
-        "timed": any(row.measured for row in rows),
+        "cost": cost_of(rows)[0],
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
 
@@ -172,9 +179,9 @@ def _best_of_each(comparison: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         ("best that fits", "text how", of(how_of, Cell("none of them fits", kind="exceeds"))),
         ("allocated", "num", of(lambda row: size(row.allocated_bytes))),
         ("step, measured", "num", of(lambda row: seconds((row.measured or {}).get("step_seconds")))),
-        ("step, at least", "num", of(lambda row: seconds(row.predicted_step_seconds))),
-        ("tokens/s, at most", "num", of(lambda row: count(row.predicted_tokens_per_s))),
-        ("MFU, at most", "num", of(lambda row: percent(row.predicted_mfu))),
+        ("step, predicted", "num", of(lambda row: predicted(dataclasses.asdict(row)))),
+        ("tokens/s, predicted", "num", of(lambda row: count(row.predicted_tokens_per_s))),
+        ("MFU, predicted", "num", of(lambda row: percent(row.predicted_mfu))),
         ("recomputed", "num", of(lambda row: percent(row.recompute_flops_fraction))),
         ("command", "text command", of(lambda row: Cell("copy", command=_command(comparison, row)))),
     ), found)
@@ -232,7 +239,7 @@ def _figures(rows: Sequence[Row], best: Row | None) -> list[Figure]:
     if best is None:
         return found
     return [*found, figure("best that fits", best.allocated_bytes, how_of(best)),
-            *promises(dataclasses.asdict(best))]
+            *predictions(dataclasses.asdict(best))]
 
 
 def _about_target(target: Mapping[str, Any]) -> Section:

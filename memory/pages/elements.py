@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.records import ROWS, Report
+from bytescope.memory.seconds.ranking import TIE, significant
 from bytescope.memory.units import human
+
+
+# What a page says of its predicted seconds.
+PREDICTED = (f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices reach, "
+             f"with the spread that such predictions had against measured runs. Those within {TIE:.0%} are a tie. Rates:")
 
 
 class Figure(NamedTuple):
@@ -167,12 +173,38 @@ def count(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def promises(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
-    """What the roofline promises of a row of a comparison, as figures: the least time, the most throughput."""
-    found = (Figure("step, at least", seconds(row["predicted_step_seconds"]), whose or "per update, by a roofline"),
-             Figure("tokens/s, at most", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
-             Figure("MFU, at most", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"))
+def predictions(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
+    """What is predicted of a row of a comparison, as figures: seconds with their spread, throughput, MFU."""
+    within = spread(row)
+    found = (Figure("step, predicted", seconds(row["predicted_seconds"]), ", ".join(filter(None, (within, whose))),
+                    at_least(row)),
+             Figure("tokens/s, predicted", count(row["predicted_tokens_per_s"]), whose or "over all devices"),
+             Figure("MFU, predicted", percent(row["predicted_mfu"]), whose or "of the peak FLOP/s"))
     return [one for one in found if one.value]
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    """The spread of a row's predicted seconds: "0.65 to 0.81 s"; "" where there is none."""
+    low, high = row.get("predicted_seconds_low"), row.get("predicted_seconds_high")
+    return "" if low is None or high is None else f"{significant(low, 2)} to {significant(high, 2)} s"
+
+
+def at_least(row: Mapping[str, Any]) -> str:
+    """The bound beside a prediction, for a hover: "at least 0.462 s by the peaks of the data sheet"."""
+    bound = row.get("least_seconds")
+    return f"at least {significant(bound, 3)} s by the roofline's peaks" if bound else ""
+
+
+def predicted(row: Mapping[str, Any]) -> Cell | str:
+    """A row's predicted seconds as a cell: the spread stands below them, the bound is told on hover."""
+    taken = row["predicted_seconds"]
+    return "" if taken is None else Cell(seconds(taken), at_least(row), value=taken, note=spread(row))
+
+
+def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a page says of its predicted seconds, and once where the rates are from; [] where nothing is predicted."""
+    sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
+    return [f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources]
 
 
 def size(count: int | None) -> Cell:

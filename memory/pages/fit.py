@@ -20,22 +20,24 @@ from bytescope.memory.pages.elements import (
     figure,
     parts,
     percent,
-    promises,
+    predicted,
+    predictions,
+    rates_notes,
     seconds,
+    spread,
     table,
     title,
     versions,
     where,
 )
 from bytescope.memory.pages.frame import page
+from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.fit import STAGES
 from bytescope.memory.units import column_unit, human
 
 NOTES = (
     "Every variant is the trainer's own step, compiled for the target.",
     "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
-    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
-    "MFU are the most that can be. For ranking variants on one target; not a timing.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
     "Meshes are compared with everything recomputed; the search goes on with those that could be faster than the best "
     "so far if nothing were recomputed.",
@@ -50,7 +52,12 @@ def render(out: Mapping[str, Any]) -> str:
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(target),
         facts=facts([_subject(out)], out["given"]),
         versions=versions(out["versions"]), verdict=_verdict(out), figures=_figures(out), stopped=out["stopped"],
-        answer=_answer(out), walk=_walk(out), notes=NOTES, stages=_stages(out))
+        answer=_answer(out), walk=_walk(out), notes=_notes(out), stages=_stages(out))
+
+
+def _notes(out: Mapping[str, Any]) -> list[str]:
+    ties = as_fast(out["ties"])
+    return [*NOTES, *rates_notes([out]), *([f"{ties[:1].upper()}{ties[1:]}."] if ties else [])]
 
 
 def _subject(out: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,11 +73,11 @@ def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
     `unit`: (name, bytes) of the axis, gibibytes but for programs that have none.
     """
     points = [{"number": number, "stage": step["stage"], "what": step["what"], "bytes": step["allocated_bytes"],
-               "host": step["host_bytes"] or 0, "seconds": step["predicted_step_seconds"],
+               "host": step["host_bytes"] or 0, "seconds": step["predicted_seconds"], "spread": spread(step),
                "recomputed": step["recompute_flops_fraction"], "fits": step["fits"], "verdict": step["verdict"],
                "chosen": _is_chosen(out, step)}
               for number, step in enumerate(out["walk"], 1)
-              if step["allocated_bytes"] is not None and step["predicted_step_seconds"] is not None]
+              if step["allocated_bytes"] is not None and step["predicted_seconds"] is not None]
     used = [point["stage"] for point in points]
     most = max([out["budget_bytes"], *(point["bytes"] for point in points)])
     return {"points": points, "budget": out["budget_bytes"], "choice": "choice" if out["best"] else "tightest",
@@ -114,13 +121,13 @@ def _figures_of_best(out: Mapping[str, Any], best: Mapping[str, Any]) -> list[Fi
         figure("on the host", best["host_bytes"], "per device") if best["host_bytes"] else Figure("on the host", ""),
         Figure("step, measured", seconds(measured.get("step_seconds")),
                f"{count(measured.get('tokens_per_s', 0))} tokens/s on this machine"),
-        *promises({**best, "predicted_tokens_per_s": _speed(out, best["predicted_step_seconds"])}),
+        *predictions({**best, "predicted_tokens_per_s": _speed(out, best["predicted_seconds"])}),
         Figure("recomputed", percent(best["recompute_flops_fraction"]), "of the model's FLOPs"),
     ]
 
 
 def _speed(out: Mapping[str, Any], step: float | None) -> float | None:
-    """Tokens per second of a predicted step, over all devices: the most that can be."""
+    """Tokens per second of a predicted step, over all devices."""
     return out["batch_tokens"] / step if step else None
 
 
@@ -166,8 +173,8 @@ def _walk(out: Mapping[str, Any]) -> Table:
         ("what", "text what", lambda item: item[1]["what"]),
         ("allocated", "num", lambda item: _known(item[1]["allocated_bytes"])),
         ("host", "num", lambda item: _known(item[1]["host_bytes"] or None)),
-        ("step, at least", "num", lambda item: seconds(item[1]["predicted_step_seconds"])),
-        ("tokens/s, at most", "num", lambda item: count(_speed(out, item[1]["predicted_step_seconds"]))),
+        ("step, predicted", "num", lambda item: predicted(item[1])),
+        ("tokens/s, predicted", "num", lambda item: count(_speed(out, item[1]["predicted_seconds"]))),
         ("recomputed", "num", lambda item: percent(item[1]["recompute_flops_fraction"])),
         ("verdict", "text", lambda item: Cell(item[1]["verdict"], kind=_kind(item[1]))),
         ("command", "text command", lambda item: run(item[1])),

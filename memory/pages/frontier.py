@@ -19,9 +19,12 @@ from bytescope.memory.pages.elements import (
     figure,
     fits,
     percent,
-    promises,
+    predicted,
+    predictions,
+    rates_notes,
     seconds,
     size,
+    spread,
     table,
     title,
     versions,
@@ -35,8 +38,6 @@ NOTES = (
     "Each plan is that of least cost for its budgets: which blocks keep which named tensors, solved "
     "exactly over the block's graph and settled by the compiler. Every figure is of a compiled program.",
     "Allocated: what the runtime takes, arguments and packed temporaries included.",
-    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
-    "MFU are the most that can be. For ranking plans on one target; not a timing.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
     "Policies for all layers are candidates too: no point costs more than the best of them that fits its budget.",
 )
@@ -52,7 +53,7 @@ def render(found: Mapping[str, Any]) -> str:
         best=(best["plan"], _command(found, best)) if best else None, none_fits=bool(plans) and best is None,
         points=table(_plan_columns(found), plans,
                      kind=lambda plan: "winner" if best and plan["plan"] == best["plan"] else ""),
-        fixed=table(_fixed_columns(found), found["fixed"]), notes=NOTES)
+        fixed=table(_fixed_columns(found), found["fixed"]), notes=[*NOTES, *rates_notes(found["points"])])
 
 
 def plans_of(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -86,10 +87,11 @@ def page_data(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes(point: Mapping[str, Any]) -> list[str]:
-    step, share = seconds(point["predicted_step_seconds"]), percent(point["recompute_flops_fraction"], 2)
+    step, share = seconds(point["predicted_seconds"]), percent(point["recompute_flops_fraction"], 2)
+    within = spread(point)
     return [text for text in (
         f"allocated {human(point['allocated_bytes'])}",
-        f"step at least {step}" if step else "",
+        f"step {step}{f', {within}' if within else ''}" if step else "",
         f"recomputed {share} of the model's FLOPs" if share else "",
         f"in host memory {human(point['host_bytes'])}" if point["host_bytes"] else "") if text]
 
@@ -99,7 +101,7 @@ def _figures(found: Mapping[str, Any], plans: Sequence[Mapping[str, Any]],
     search = f"for {len(found['points'])} budgets; {found['programs']} programs compiled"
     out = [Figure("plans", str(len(plans)), search)]
     if best:
-        out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *promises(best)]
+        out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *predictions(best)]
     less = (("less predicted time", found["less"]["seconds"]), ("fewer FLOPs recomputed", found["less"]["flops"]))
     return [*out, *(Figure(name, percent(share), "than the best fixed policy, on average")
                     for name, share in less if share is not None)]
@@ -119,7 +121,7 @@ def _best(plan: Mapping[str, Any]) -> Cell | str:
     policy = plan["fixed"]
     if not policy:
         return ""
-    figures = (seconds(policy["predicted_step_seconds"]), percent(policy["recompute_flops_fraction"], 2))
+    figures = (seconds(policy["predicted_seconds"]), percent(policy["recompute_flops_fraction"], 2))
     return Cell(policy["policy"], note=", ".join(filter(None, figures)))
 
 
@@ -132,9 +134,9 @@ def _cost_columns() -> tuple[Column, ...]:
     return (
         ("allocated", "num", lambda plan: size(plan["allocated_bytes"])),
         ("host", "num", _host),
-        ("step, at least", "num", lambda plan: seconds(plan["predicted_step_seconds"])),
-        ("tokens/s, at most", "num", lambda plan: count(plan.get("predicted_tokens_per_s"))),
-        ("MFU, at most", "num", lambda plan: percent(plan.get("predicted_mfu"))),
+        ("step, predicted", "num", predicted),
+        ("tokens/s, predicted", "num", lambda plan: count(plan.get("predicted_tokens_per_s"))),
+        ("MFU, predicted", "num", lambda plan: percent(plan.get("predicted_mfu"))),
         ("recomputed", "num", lambda plan: percent(plan["recompute_flops_fraction"], 2)),
     )
 

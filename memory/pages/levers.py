@@ -20,10 +20,13 @@ from bytescope.memory.pages.elements import (
     figure,
     fits,
     percent,
-    promises,
+    predicted,
+    predictions,
+    rates_notes,
     row_name,
     seconds,
     size,
+    spread,
     table,
     title,
     versions,
@@ -37,8 +40,6 @@ from bytescope.memory.units import column_unit, human
 NOTES = (
     "Each stage is the trainer's own step, compiled with everything that the stages before it set.",
     "Allocated: what the runtime takes on one device, arguments and packed temporaries included.",
-    "Step, at least: seconds per update by the roofline of the target's rates, which leaves out much; so tokens/s and "
-    "MFU are the most that can be. For ranking stages on one target; not a timing.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs.",
     "Moved: bytes that one call of the step sends to the host and back.",
 )
@@ -59,7 +60,7 @@ def render(staircase: Mapping[str, Any]) -> str:
                   for words, level in (("First that fits", first), ("All of them", last)) if level],
         some_fit=first is not None, interrupted=staircase.get("interrupted", False),
         stages=table(_columns(staircase), levels, kind=lambda level: "winner" if level is first else ""),
-        left_out=list(staircase["left_out"].items()), notes=NOTES)
+        left_out=list(staircase["left_out"].items()), notes=[*NOTES, *rates_notes(levels)])
 
 
 def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:
@@ -85,8 +86,8 @@ def _costs(level: Mapping[str, Any]) -> list[str]:
     """What a level costs beside its bytes, in words."""
     moved = (level["to_host_bytes"] or 0) + (level["to_device_bytes"] or 0)
     share = level["recompute_flops_fraction"]
-    step = seconds(level["predicted_step_seconds"])
-    return [_why(level), f"step at least {step}" if step else "",
+    step, within = seconds(level["predicted_seconds"]), spread(level)
+    return [_why(level), f"step {step}{f', {within}' if within else ''}" if step else "",
             f"recomputed: {percent(share)} of the model's FLOPs" if share is not None else "",
             f"host memory {human(level['host_bytes'])}" if level["host_bytes"] else "",
             f"moved in one call of the step: {human(moved)}" if moved else ""]
@@ -98,11 +99,11 @@ def _why(level: Mapping[str, Any]) -> str:
 
 def _figures(*levels: Mapping[str, Any] | None) -> list[Figure]:
     """Of the first level, the first that fits, and the last; those that do not exist are left out. Then what the
-    roofline promises of the first that fits."""
+    time of the first that fits is predicted to be."""
     first = levels[1]
     found = [figure(name, level["allocated_bytes"], level["title"])
              for name, level in zip(("first", "first that fits", "last"), levels) if level]
-    return [*found, *(promises(first, "of the first that fits") if first else ())]
+    return [*found, *(predictions(first, "of the first that fits") if first else ())]
 
 
 # ---- the table ------------------------------------------------------------------------------------------------
@@ -136,9 +137,9 @@ def _columns(staircase: Mapping[str, Any]) -> tuple[Column, ...]:
         ("allocated", "num", lambda level: size(level["allocated_bytes"])),
         ("verdict", "text", lambda level: fits(level["fits"])),
         ("change", "num", _change),
-        ("step, at least", "num", lambda level: seconds(level["predicted_step_seconds"])),
-        ("tokens/s, at most", "num", lambda level: count(level["predicted_tokens_per_s"])),
-        ("MFU, at most", "num", lambda level: percent(level["predicted_mfu"])),
+        ("step, predicted", "num", predicted),
+        ("tokens/s, predicted", "num", lambda level: count(level["predicted_tokens_per_s"])),
+        ("MFU, predicted", "num", lambda level: percent(level["predicted_mfu"])),
         ("recomputed", "num", lambda level: percent(level["recompute_flops_fraction"])),
         ("in host memory", "num", _host),
         ("what it adds", "text flag", _adds),

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 # Rises when a cached answer changes its meaning.
-LAYOUT = 4
+LAYOUT = 5
 
 # Variables that change what is compiled, or what a device has available.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 # Folders of memory/ that search or show results: a change there leaves rows valid.
-_SHOWING = ("commands", "formulas", "pages", "text", "validation")
+_SHOWING = ("commands", "formulas", "pages", "text", "times", "validation")
 # Of these folders only the modules that make a row count; the others choose what is compiled, or predict from a row.
 _MAKING = {"plan": ("cache", "worker"), "remat": ("block_graph",), "seconds": ("products", "reading", "schedule")}
 

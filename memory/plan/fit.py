@@ -4,25 +4,27 @@ The walk begins with a bf16 baseline. Where that does not fit, it looks for the 
 none does, it moves tensors and then state to host memory; last, if allowed, it narrows the arithmetic. Of what fits it
 raises the micro-batch while that is predicted to pay, and accumulates micro-batches to the batch asked for. Meshes are
 compared by the step that recomputes everything: without the recomputation, its predicted time is a lower bound for
-every plan on that mesh.
+every plan on that mesh. Of variants that tie (`ranking.TIE`) the one that recomputes less is the choice, then the one
+that takes less memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.config_keys import REMAT
-from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan.fit_space import Keys, Space, Squeeze, words
 from bytescope.memory.plan.fit_step import Step
-from bytescope.memory.plan.rows import Row
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
-from bytescope.memory.remat.search import EVEN, FULL, NONE, TIE, Search, Tried
+from bytescope.memory.remat.search import EVEN, FULL, NONE, Search, Tried
+from bytescope.memory.seconds import ranking
+from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 
 # At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
@@ -41,7 +43,7 @@ class Walk:
         show: called with each step as it is done.
 
     Attributes:
-        steps: what was tried, in order. best: the fastest that fits, None for none.
+        steps: what was tried, in order. best: the fastest that fits, of ties the thriftiest; None for none.
         tightest: the step nearest to the budgets. stopped: why the walk ended early, "". seconds: how long it took.
     """
 
@@ -89,21 +91,33 @@ class Walk:
         """The step of a variant that runs, compared with the budgets and with the best so far."""
         over = answer["allocated_bytes"] - self.budget
         host_over = answer["host_bytes"] - self.trials.host_budget
-        seconds = Row.of({}, answer).predicted_step_seconds
-        better = False
+        step = Step(stage, what, keys, answer, over <= 0 and host_over <= 0, "fits", self.trials.cost(answer))
         if over > 0:
-            verdict = f"{human(over)} over"
+            step = dataclasses.replace(step, verdict=f"{human(over)} over")
         elif host_over > 0:
-            verdict = f"host {human(int(host_over))} over"
+            step = dataclasses.replace(step, verdict=f"host {human(int(host_over))} over")
         else:
-            better = self.best is None or seconds < self.best.seconds
-            verdict = "fits, fastest so far" if better else "fits"
-        step = Step(stage, what, keys, answer, over <= 0 and host_over <= 0, verdict, seconds)
-        if better:
-            self.best = step
+            step = self._against_the_best(step)
         if self.tightest is None or self._missing(step) < self._missing(self.tightest):
             self.tightest = step
         return step
+
+    def _against_the_best(self, step: Step) -> Step:
+        """A step that fits, with its verdict; it becomes the best if it is."""
+        fitting = [*(other for other in self.steps if other.fits), step]
+        tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
+        verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
+        if chosen is step:
+            verdict = "fits, fastest so far" if len(tied) == 1 else f"{verdict}, thriftier"
+        judged = dataclasses.replace(step, verdict=verdict)
+        self.best = judged if chosen is step else chosen
+        return judged
+
+    @property
+    def ties(self) -> list[Step]:
+        """The variants that fit and are predicted to be as fast as the choice, itself left out."""
+        fitting = [step for step in self.steps if step.fits]
+        return [step for step in ranking.ties(fitting, _seconds) if step is not self.best]
 
     def _missing(self, step: Step) -> float:
         """Bytes that a step lacks, on the device and on the host together."""
@@ -189,8 +203,7 @@ class Walk:
         return step.seconds - min(self._saved_share * ALIKE, 1.0) * self._recompute_seconds(step)
 
     def _recompute_seconds(self, step: Step) -> float:
-        by_phase = roofline.seconds(step.answer["work"], self.trials.rates).by_phase
-        return by_phase["recompute"] * step.answer["calls_per_update"]
+        return step.cost.by_phase.get("recompute", 0.0)
 
     def _update_saved_share(self, full: Step, plan: Step) -> None:
         """Learns from a plan that recomputes nothing what share of `full`'s recomputation time that saved: keeping
@@ -242,12 +255,10 @@ class Walk:
         if found is None:
             return None
         chosen = {**keys, **found.plan.keys()}
-        # Predictions closer than TIE count as equal: then the plan that recomputes less is the better one.
         step = next(step for step in self.steps if step.keys == chosen)
-        if self.best is not None and step.seconds <= self.best.seconds * (1 + TIE) and _same(self.best.keys, keys):
-            self.best = step
-        if self.best is not None and self.best.keys == chosen:
-            self._search, self._plan = search, found.plan
+        of_best = [tried.plan for tried in search.tried.values() if {**keys, **tried.plan.keys()} == self.best.keys]
+        if of_best:
+            self._search, self._plan = search, of_best[0]
         full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
         self._update_saved_share(full, step)
         return step.seconds
@@ -289,6 +300,15 @@ class Walk:
         for other, variant, answer in zip(more, variants, self.trials.compile(variants)):
             if self.record("neighbour", variant, answer, str(other)) is self.best:
                 self._plan = other
+
+
+def preferred(steps: Sequence[Step]) -> Step | None:
+    """Of steps that fit the fastest, of ties the thriftiest; None for none."""
+    return ranking.preferred(steps, _seconds, lambda step: step.thrift)
+
+
+def _seconds(step: Step) -> float:
+    return step.seconds
 
 
 def _same(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from bytescope.memory.plan.rows import Row, thrift
+from bytescope.memory.seconds.ranking import Cost
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -15,7 +18,7 @@ class Step:
         stage: a key of `memory.text.fit.STAGES`. what: the variant in words. keys: dotted key -> text.
         answer: the worker's (`memory.plan.worker`); its `status` is "ok", or why the variant cannot run.
         fits: within the budgets of device and host. verdict: that, or what is missing, in a few words.
-        seconds: per update, predicted; None for a variant that cannot run.
+        cost: what the variant is ranked by; None for one that cannot run.
     """
 
     stage: str
@@ -24,12 +27,28 @@ class Step:
     answer: Mapping[str, Any]
     fits: bool
     verdict: str
-    seconds: float | None = None
+    cost: Cost | None = None
 
     @property
     def ok(self) -> bool:
         """Whether the variant runs, so that it has figures."""
         return self.answer["status"] == "ok"
+
+    @property
+    def seconds(self) -> float | None:
+        """Per update: predicted, or where nothing predicts them the least; None for a variant that cannot run."""
+        return self.cost.seconds if self.cost else None
+
+    @property
+    def spread(self) -> tuple[float | None, float | None]:
+        """The least and the most that the seconds may come to; None where nothing is known of that."""
+        return (self.cost.low, self.cost.high) if self.cost else (None, None)
+
+    @property
+    def thrift(self) -> tuple[float, int]:
+        """What decides between variants that are predicted to be as fast (`rows.thrift`)."""
+        return thrift(Row.of({}, {key: self.answer.get(key) for key in
+                                  ("recompute_flops_fraction", "allocated_bytes", "host_bytes")}))
 
     @property
     def allocated(self) -> int:
@@ -38,9 +57,11 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         """The step as a row of a fit's `walk` (see `memory.plan.fit_json`)."""
+        low, high = self.spread
         return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
                 **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},
-                "predicted_step_seconds": self.seconds, "fits": self.fits, "verdict": self.verdict}
+                "predicted_seconds": self.seconds, "predicted_seconds_low": low, "predicted_seconds_high": high,
+                "fits": self.fits, "verdict": self.verdict}
 
     def certificate(self, flags: str, budget: int, host_budget: float) -> dict[str, Any]:
         """The step as a fit's `certificate`, where nothing fits: what it holds, and what is missing.

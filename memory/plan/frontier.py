@@ -6,10 +6,11 @@ The JSON of a front has these keys (sizes are bytes on ONE device, null where no
 
 - `points`: one object per budget, smallest first: `budget_bytes`, `plan` (in words), `flags` (what to add to the
   command to run it), `programs` (compiled for this budget), `fixed` (the best policy for all layers that fits there:
-  `policy`, `allocated_bytes`, `predicted_step_seconds`, `recompute_flops_fraction`; null for none) and the figures of
+  `policy`, `allocated_bytes`, `predicted_seconds`, `recompute_flops_fraction`; null for none) and the figures of
   `memory.plan.rows.Row`.
 - `best`: of the points that fit the target, the one of least cost; null for none.
-- `fixed`: every such policy with those fields, `predicted_tokens_per_s`, `predicted_mfu`, `host_bytes` and `flags`.
+- `fixed`: every such policy with those fields, `predicted_seconds_low`, `predicted_seconds_high`,
+  `predicted_tokens_per_s`, `predicted_mfu`, `host_bytes` and `flags`.
 - `cost`: what is minimized at each budget: `time` (predicted) or `flops` (recomputed); `offload`: whether tensors may
   go to host memory.
 - `less`: the share that the points together save over the best fixed policies at the same budgets: of `seconds`
@@ -26,16 +27,17 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.plan.rows import POLICY, Row, as_text
+from bytescope.memory.plan.rows import POLICY, Row, as_text, thrift
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.search import Search
+from bytescope.memory.seconds import ranking
 
 # Fields of a row that stand for a fixed policy in the JSON.
-FIGURES = ("allocated_bytes", "host_bytes", "predicted_step_seconds", "predicted_tokens_per_s", "predicted_mfu",
-           "recompute_flops_fraction")
+FIGURES = ("allocated_bytes", "host_bytes", "predicted_seconds", "predicted_seconds_low", "predicted_seconds_high",
+           "predicted_tokens_per_s", "predicted_mfu", "recompute_flops_fraction")
 # Cost -> (field of a row, its title).
-COSTS = {"time": ("predicted_step_seconds", "seconds per update, at least"),
+COSTS = {"time": ("predicted_seconds", "predicted seconds per update"),
          "flops": ("recompute_flops_fraction", "recomputed FLOPs over model FLOPs")}
 
 
@@ -187,13 +189,16 @@ def less(points: Sequence[Point]) -> dict[str, float | None]:
         ours, theirs = map(sum, zip(*pairs))
         return 1 - ours / theirs if theirs else None
 
-    return {"seconds": share("predicted_step_seconds"), "flops": share("recompute_flops_fraction")}
+    return {"seconds": share("predicted_seconds"), "flops": share("recompute_flops_fraction")}
 
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
-    """Of the points that fit the target, the one of least `cost`, a key of COSTS; of equals the smallest."""
+    """Of the points that fit the target, the one of least `cost`, a key of COSTS: of predictions that tie the one that
+    recomputes least, then takes least memory; of equals the smallest."""
     field = COSTS[cost][0]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
+    if cost == "time":
+        return ranking.preferred(fitting, lambda point: getattr(point.row, field), lambda point: thrift(point.row))
     return min(fitting, key=lambda point: (getattr(point.row, field), point.row.allocated_bytes), default=None)
 
 

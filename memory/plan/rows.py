@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.config_keys import (
@@ -32,13 +32,16 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
     REMAT_SAVE,
 )
-from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
+from bytescope.memory.seconds import ranking
 from bytescope.memory.units import column_unit
 
 # Keys of a grid that are not config keys: which config file, and what to compile for.
 CONFIG, TARGET = "config", "target"
 POLICY, SAVE, OFFLOAD = REMAT_POLICY, REMAT_SAVE, REMAT_OFFLOAD
+
+# What rows are ranked by -> the field that a picture shows of it.
+MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
 
 # Keys that say how a program runs, not what it trains: rows that differ in nothing else compete.
 _HOW = (REMAT, MESH, LOSS, PRECISION, MODEL_SCAN, MODEL_ATTENTION)
@@ -58,12 +61,14 @@ class Row:
         model_flops, hardware_flops: without and with everything that is recomputed.
         compile_seconds: from tracing to the executable, while other workers compile too.
         tokens_per_update: per optimizer update, over all devices.
-        predicted_step_seconds: per update, all its calls of the step, by the roofline (`memory.costs.roofline`): the
-            least that can be. predicted_tokens_per_s, over all devices, and predicted_mfu: so the most.
+        predicted_seconds: per update, all its calls of the step (`memory.seconds.prediction`), and with
+            predicted_seconds_low and predicted_seconds_high its spread; predicted_tokens_per_s, over all devices, and
+            predicted_mfu: at these seconds. rates: where those of the target's devices are from, in one line.
+        least_seconds: per update, by the data sheet's peaks (`memory.costs.roofline`): a bound, not a prediction.
         batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
         limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
-        pareto: Pareto-optimal: it fits, and no row of the same workload that fits has fewer bytes at no more
-            recomputation (or step time, where that was measured).
+        pareto: Pareto-optimal: it fits, and no row of the same workload that fits has fewer bytes at no more time: as
+            measured, else as predicted, where a tie is no more; recomputation where nothing is known of time.
         formula: the same by the published formulas, a `formulas.reconcile.Formula` as JSON; None without --formulas, or
             where there are none.
         measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
@@ -84,9 +89,13 @@ class Row:
     hardware_flops: float | None = None
     compile_seconds: float | None = None
     tokens_per_update: int | None = None
-    predicted_step_seconds: float | None = None
+    predicted_seconds: float | None = None
+    predicted_seconds_low: float | None = None
+    predicted_seconds_high: float | None = None
     predicted_tokens_per_s: float | None = None
     predicted_mfu: float | None = None
+    rates: str = ""
+    least_seconds: float | None = None
     batch: str = ""
     policy: str = ""
     breakdown: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -120,7 +129,7 @@ class Row:
         if settled := values.get("settled"):
             row = dataclasses.replace(row, batch=settled.get("batch", ""),
                                       policy=policy_words(settled.get("segments", ())))
-        return dataclasses.replace(row, **roofline.bounds(values))
+        return dataclasses.replace(row, **ranking.fields(values))
 
 
 def split_values(text: str) -> list[str]:
@@ -236,7 +245,7 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
     """The rows with `pareto` set: no other of the same workload is as good in both bytes and cost and better in one.
     Rows that exceed their limit are not candidates.
 
-    The cost is seconds per token where rows of the workload were measured, else the recomputed share of FLOPs.
+    The cost is that of `cost_of` the workload; predicted seconds that are a tie (`ranking.TIE`) count as equal.
     """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -244,15 +253,28 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
             groups.setdefault(workload(row), []).append(row)
     optimal = set()
     for group in groups.values():
-        timed = any(row.measured for row in group)
-        points = {id(row): (row.allocated_bytes, _cost(row, timed)) for row in group}
-        optimal |= {one for one, (size, cost) in points.items()
-                    if not any(s <= size and c <= cost and (s, c) != (size, cost) for s, c in points.values())}
+        optimal |= _pareto_optimal(group)
     return [dataclasses.replace(row, pareto=id(row) in optimal) for row in rows]
 
 
+def _pareto_optimal(rows: Sequence[Row]) -> set[int]:
+    """`id` of the Pareto-optimal rows of one workload: from the smallest up, each that is faster than all before it."""
+    name, cost = cost_of(rows)
+    clearly = 1 - ranking.TIE if name == PREDICTED else 1.0
+    out: set[int] = set()
+    least, last = math.inf, None
+    for row in sorted(rows, key=lambda row: (row.allocated_bytes, cost(row))):
+        point = row.allocated_bytes, cost(row)
+        if last is None or point == last or point[1] < least * clearly:
+            out.add(id(row))
+            least, last = min(least, point[1]), point
+    return out
+
+
 def best(rows: Sequence[Row]) -> Row | None:
-    """Of the rows that fit, the one that is fastest as measured, or else recomputes least; of equals the smallest.
+    """Of the rows that fit, the one that is fastest: as measured, else as predicted, and of those that tie
+    (`ranking.TIE`) the one that recomputes least, then takes least memory. Where nothing is known of time, the one that
+    recomputes least, then the smallest.
 
     None where none fits, and for rows of several workloads: a larger model is not a better way to train a smaller one.
     `best_of_each` has those.
@@ -260,9 +282,24 @@ def best(rows: Sequence[Row]) -> Row | None:
     if len({workload(row) for row in rows}) > 1:
         return None
     fitting = [row for row in rows if row.ok and row.fits and row.allocated_bytes is not None]
-    if any(row.measured for row in fitting):
-        return max(fitting, key=lambda row: ((row.measured or {}).get("tokens_per_s") or 0.0, -row.allocated_bytes))
-    return min(fitting, key=lambda row: (_cost(row, False), row.allocated_bytes), default=None)
+    name, cost = cost_of(fitting)
+    if name == PREDICTED:
+        return ranking.preferred(fitting, cost, thrift)
+    return min(fitting, key=lambda row: (cost(row), row.allocated_bytes), default=None)
+
+
+def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
+    """The rows that fit and are predicted to be as fast as the best one, `winner`: ties, itself left out."""
+    fitting = [row for row in rows if row.ok and row.fits and row.allocated_bytes is not None
+               and workload(row) == workload(winner)]
+    name, cost = cost_of(fitting)
+    return [row for row in ranking.ties(fitting, cost) if row is not winner] if name == PREDICTED else []
+
+
+def thrift(row: Row) -> tuple[float, int]:
+    """What decides between rows that are predicted to be as fast: less recomputation, in whole per cent of the model's
+    FLOPs, then less memory, that of the device and of the host."""
+    return round(row.recompute_flops_fraction or 0.0, 2), (row.allocated_bytes or 0) + (row.host_bytes or 0)
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
@@ -307,9 +344,19 @@ def is_how(key: str) -> bool:
     return key.startswith(_HOW)
 
 
-def _cost(row: Row, timed: bool) -> float:
-    """Seconds per token where rows were timed, else the recomputed share of FLOPs; infinite where not known."""
-    if timed:
-        speed = (row.measured or {}).get("tokens_per_s")
-        return 1 / speed if speed else math.inf
-    return math.inf if row.recompute_flops_fraction is None else row.recompute_flops_fraction
+def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
+    """(name, cost of a row) by which rows of one workload are ranked, infinite for a row of which it is not known.
+
+    MEASURED: seconds per token, where any was measured; else PREDICTED: the same as predicted; else RECOMPUTED: the
+    recomputed share of FLOPs.
+    """
+    if any(row.measured for row in rows):
+        return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))
+    if any(row.predicted_tokens_per_s for row in rows):
+        return PREDICTED, lambda row: _per_token(row.predicted_tokens_per_s)
+    return RECOMPUTED, lambda row: (math.inf if row.recompute_flops_fraction is None
+                                    else row.recompute_flops_fraction)
+
+
+def _per_token(speed: float | None) -> float:
+    return 1 / speed if speed else math.inf

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.costs import roofline
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
@@ -19,6 +18,7 @@ from bytescope.memory.remat.block_graph import Block
 from bytescope.memory.remat.ilp import Plan, remat_keys
 from bytescope.memory.remat.problem import Compiled, Tried, problem_of
 from bytescope.memory.remat.search import FULL, Search
+from bytescope.memory.seconds import ranking
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -60,7 +60,7 @@ class Trials:
         self.compiles, self._began = 0, time.monotonic()
         self._jobs = Jobs(self.trainer)
         self._done: dict[str, dict[str, Any]] = {}
-        rates = roofline.figures(self.target)
+        rates = ranking.large(self.target)
         if rates is None:
             raise ReportError(f"target {self.target.name}: its rates are unknown, so no time can be predicted")
         self.rates = rates
@@ -128,7 +128,8 @@ class Trials:
         policies = described["policies"]
         if offload:
             policies = {**policies, **described["moving"]}
-        problem = problem_of(Block.from_json(described["block"]), full["work"], described["micro_steps"], self.rates,
+        micro_steps = described["micro_steps"] * full["calls_per_update"]
+        problem = problem_of(Block.from_json(described["block"]), self.cost(full).by_phase, micro_steps, self.rates,
                              self.target, cost=cost, offload=offload, policies=policies)
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
@@ -143,6 +144,13 @@ class Trials:
 
         return Search(problem, compile_plans, tell)
 
+    def cost(self, answer: Mapping[str, Any]) -> ranking.Cost:
+        """What a compiled variant is ranked by. Raises ReportError for one of which no seconds follow."""
+        found = ranking.cost(answer)
+        if found is None:
+            raise ReportError(f"target {self.target.name}: no time of this program can be predicted")
+        return found
+
     @property
     def host_budget(self) -> float:
         """Bytes of host memory for one device."""
@@ -152,7 +160,6 @@ class Trials:
         """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
         if answer["status"] != "ok":
             return Compiled(status=answer["status"])
-        once = roofline.seconds(answer["work"], self.rates).total
-        return Compiled(answer["allocated_bytes"], answer["host_bytes"], once * answer["calls_per_update"],
+        return Compiled(answer["allocated_bytes"], answer["host_bytes"], self.cost(answer).seconds,
                         answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"])
 

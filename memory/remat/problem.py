@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescope.memory.costs import roofline
 from bytescope.memory.remat.block_graph import Block
@@ -36,13 +36,15 @@ class Problem:
     policies: Mapping[str, Sequence[str] | None] = dataclasses.field(default_factory=dict)
 
 
-def problem_of(block: Block, work: Mapping[str, Mapping[str, Any]], micro_steps: int, figures: roofline.Figures,
+def problem_of(block: Block, by_phase: Mapping[str, float], micro_steps: int, figures: roofline.Figures,
                target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None]) -> Problem:
     """The problem of a program on a target.
 
-    work: of one call of the program that recomputes everything, `micro_steps` micro-batches (memory/costs/roofline.py).
+    Args:
+        by_phase: seconds of `micro_steps` micro-batches of the program that recomputes everything.
+        figures: what a device reaches with large products and copies: the costs of recomputed and of kept values, for
+            ranking plans before they are compiled; the compiled ones are ranked by their own seconds.
     """
-    by_phase = roofline.seconds(work, figures).by_phase
     rates = Rates({unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s,
                   target.n_devices)
     passes = Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
@@ -52,8 +54,8 @@ def problem_of(block: Block, work: Mapping[str, Mapping[str, Any]], micro_steps:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The compiler's figures of a plan: bytes on one device and in host memory for it, seconds of an update by the
-    roofline, FLOPs recomputed; `status`: "ok", or why there are no figures."""
+    """The compiler's figures of a plan: bytes on one device and in host memory for it, predicted seconds (of an update,
+    or of a call, alike in one search), FLOPs recomputed; `status`: "ok", or why there are no figures."""
 
     allocated_bytes: int = 0
     host_bytes: int = 0

@@ -18,14 +18,15 @@ from bytescope.memory.remat import allocation_model
 from bytescope.memory.remat.ilp import Plan, solve
 from bytescope.memory.remat.patterns import Pattern, everything, kept_under, patterns_of
 from bytescope.memory.remat.problem import Compiled, Outcome, Problem, Tried
+from bytescope.memory.seconds.ranking import TIE
 
 # Compiles of one search, and of these for checking that there is no better plan where budget is left.
 MOST_COMPILES, MOST_CHECKS = 12, 2
 # A plan that leaves less of the budget than this share unused is taken as it is.
 CLOSE = 0.02
-# A plan has to be predicted cheaper by this share to be worth a compile; closer than TIE two predictions are equal.
-EVEN, TIE = 1e-3, 3e-3
-# The error to expect of predicted seconds: fixed policies this near to the best plan are compiled too.
+# A plan has to cost less by this share, by the model, to be worth a compile.
+EVEN = 1e-3
+# The error to expect of the model's seconds: fixed policies this near to the best plan are compiled too.
 NEAR = 0.03
 FULL, NONE = "full", "none"
 # The kind of plans (`_kind`) with one pattern and no transfers.

@@ -8,7 +8,22 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.plan.rows import Row, best, best_of_each, flags, label, unit_of, value_text, varying
+from bytescope.memory.plan.rows import (
+    MEASURED,
+    PREDICTED,
+    RECOMPUTED,
+    Row,
+    best,
+    best_of_each,
+    cost_of,
+    flags,
+    label,
+    tied,
+    unit_of,
+    value_text,
+    varying,
+)
+from bytescope.memory.seconds.ranking import TIE, spread_text
 from bytescope.memory.text.console import one_line, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
 from bytescope.memory.text.report import versions_text
@@ -16,8 +31,18 @@ from bytescope.memory.text.table import FigureTable, figure, fixed, value
 from bytescope.memory.units import human
 
 
+# What rows are ranked by, in words.
+COSTS = {MEASURED: "step time", PREDICTED: f"predicted time ({TIE:.0%} is a tie)", RECOMPUTED: "recomputation"}
+# So many rows that tie with the best one are named.
+MOST_TIES = 3
+
+
 def _measured(key: str) -> Callable[[Row], Any]:
     return lambda row: (row.measured or {}).get(key)
+
+
+def _predicted(row: Row) -> str | None:
+    return spread_text(row.predicted_seconds, row.predicted_seconds_low, row.predicted_seconds_high) or None
 
 
 # Title, figure of a row, format: "" for bytes in the table's unit.
@@ -30,9 +55,11 @@ COLUMNS = (
     ("recomp", lambda row: row.recompute_flops_fraction, "{:.1%}"),
     ("HFU/MFU", lambda row: row.hfu_over_mfu, "{:.3f}"),
     ("comp s", lambda row: row.compile_seconds, "{:.1f}"),
-    ("predicted s", lambda row: row.predicted_step_seconds, "{:.3g}"),
+    ("predicted s", _predicted, "{}"),
+    ("tokens/s", lambda row: row.predicted_tokens_per_s, "{:,.0f}"),
+    ("MFU", lambda row: row.predicted_mfu, "{:.1%}"),
     ("step s", _measured("step_seconds"), "{:.4g}"),
-    ("tokens/s", _measured("tokens_per_s"), "{:,.0f}"),
+    ("real tokens/s", _measured("tokens_per_s"), "{:,.0f}"),
     ("real", _measured("peak_bytes"), ""),
 )
 
@@ -79,20 +106,31 @@ def _head(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str,
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
     out = _failures(rows, keys)
+    out += [Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
+            for source in dict.fromkeys(row.rates for row in rows if row.rates)]
     if any(row.pareto for row in rows):
-        other = "step time" if any(row.measured for row in rows) else "recomputation"
         out.append(Prose("★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more "
-                         f"{other}", "dim"))
+                         f"{COSTS[cost_of(rows)[0]]}", "dim"))
     winner = best(rows)
     if tasks and winner is None:  # rows of several tasks have no best in common
         out.append(Prose("bold: the best of each task that fits", "dim"))
     if winner is not None:
         out += [Text("best that fits:", style="bold"), Command(flags(winner) or "as configured")]
+        out += [Prose(text, "dim") for text in filter(None, [as_fast([label(row, keys) for row in tied(rows, winner)])])]
     elif not tasks and any(row.ok for row in rows):
         out.append(Text("none of these fits", style="bold red"))
     if missing:
         out.append(Prose(f"stopped: {missing} combinations left; run the same command to continue", "yellow"))
     return Group(*out) if out else None
+
+
+def as_fast(others: Sequence[str]) -> str:
+    """What is said of those that are predicted to be as fast as a choice, by their names; "" for none."""
+    if not others:
+        return ""
+    named = "; ".join(map(one_line, others[:MOST_TIES])) + (f" and {len(others) - MOST_TIES} more"
+                                                             if len(others) > MOST_TIES else "")
+    return (f"a tie, predicted within {TIE:.0%}: {named}; chosen for the least recomputation, then the least memory")
 
 
 def _failures(rows: Sequence[Row], keys: Sequence[str]) -> list[RenderableType]:

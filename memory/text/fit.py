@@ -14,6 +14,8 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.plan.fit_space import Space
 from bytescope.memory.plan.fit_step import Step
 from bytescope.memory.records import ROWS
+from bytescope.memory.seconds.ranking import TIE, significant
+from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.console import make_console, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, ignoring, wrap
 from bytescope.memory.units import human
@@ -39,7 +41,8 @@ class Lines:
         self._stage, self._began = "", time.monotonic()
         put(Group(Items([f"on {target.name}", f"within {human(budget)} per device,", f"{space.tokens:,} tokens per "
                          "update;", f"levers: {', '.join(sorted(space.levers))}"], gap=1, title="fit"),
-                  Prose("seconds are predicted by a roofline of the target: for ranking only; not a timing", "dim")),
+                  Prose("seconds are predicted, of an update; those of variants closer than "
+                        f"{TIE:.0%} are a tie: then the least recomputation is chosen, then the least memory", "dim")),
             self._console)
 
     def show(self, step: Step) -> None:
@@ -81,7 +84,7 @@ def _indented(head: Text, lines: Sequence[Text]) -> list[Text]:
 
 
 def _style(step: Step) -> str:
-    if "fastest" in step.verdict:
+    if "fastest" in step.verdict or "thriftier" in step.verdict:
         return "bold green"
     return "green" if step.fits else "red"
 
@@ -94,7 +97,7 @@ def seconds(value: float | None) -> str:
 def show_measured(found: Sequence[tuple[Step, Mapping[str, Any]]], console: Console | None = None) -> None:
     """Prints what the finalists took on the device at hand."""
     lines = [Prose(f"{measured['step_seconds']:10.4g} s  {measured['tokens_per_s']:12,.0f} tokens/s  "
-                   f"(predicted {seconds(step.seconds)})  {step.what}") for step, measured in found]
+                   f"({_said(step.seconds, *step.spread)})  {step.what}") for step, measured in found]
     put(Group(Text("measured here", style="bold"), *lines), console)
 
 
@@ -124,14 +127,37 @@ def render(out: Mapping[str, Any], config: str) -> RenderableType:
         Text("its flags:"), Command(certificate["flags"], style=""), Prose(f"{effort}{stopped}"))
 
 
+def _said(seconds: float | None, low: float | None, high: float | None) -> str:
+    """Seconds of an update in words: "predicted 0.721 s (0.65 to 0.81)"; without a spread they are a bound."""
+    if seconds is None:
+        return "no time is predicted"
+    if low is None or high is None:
+        return f"at least {significant(seconds, 3)} s"
+    return f"predicted {significant(seconds, 3)} s ({significant(low, 2)} to {significant(high, 2)})"
+
+
+def _speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
+    """What the choice is predicted to do: seconds, tokens/s with their spread and a device's share, MFU, the rates."""
+    taken, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
+    if not taken:
+        bound = best.get("least_seconds")
+        return f"at least {significant(bound, 3)} s per update" if bound else "no time is predicted"
+    tokens, devices = out["batch_tokens"], (out.get("target") or {}).get("n_devices", 1)
+    slow, fast = (f"{tokens / seconds:,.0f}" if seconds else "?" for seconds in (high, low))
+    each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
+    mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
+    least = f", at least {significant(best['least_seconds'], 3)} s by the data sheet" if best.get("least_seconds") else ""
+    return (f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}{least}; "
+            f"{safe(best.get('rates') or '')}")
+
+
 def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: str) -> RenderableType:
     measured = best.get("measured") or {}
-    rate = out["batch_tokens"] / best["predicted_step_seconds"] if best["predicted_step_seconds"] else 0
-    timed = (f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else
-             f"at least {seconds(best['predicted_step_seconds'])} per update, at most {rate:,.0f} tokens/s")
+    timed = f"{measured['tokens_per_s']:,.0f} tokens/s measured" if measured else _speed(best, out)
     host = f", {human(best['host_bytes'])} on the host" if best["host_bytes"] else ""
     return Group(
         Prose(Text.assemble(("fits: ", "bold green"), safe(best["what"]))),
+        *([Prose(text, "dim")] if (text := as_fast(out.get("ties", ()))) else []),
         Prose(f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
               f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"),
         Text("run it with:", style="bold"),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bytescope.memory.plan.frontier import Fixed, Point, cheapest, plans_of
 from bytescope.memory.plan.rows import Row, unit_of
+from bytescope.memory.seconds.ranking import TIE, significant
 from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
@@ -26,7 +27,7 @@ LESS = (("flops", "recomputes", ("fewer", "more"), "FLOPs"), ("seconds", "takes"
 COLUMNS = (
     ("alloc", lambda row: row.allocated_bytes, ""),
     ("host", lambda row: row.host_bytes or None, ""),
-    ("pred. s", lambda row: row.predicted_step_seconds, "{:#.4g}"),
+    ("pred. s", lambda row: row.predicted_seconds, "{:#.4g}"),
     ("recomp", lambda row: row.recompute_flops_fraction, "{:.2%}"),
 )
 
@@ -41,7 +42,7 @@ def render(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, 
     """Head, a line per budget, the fixed policies, the plans with their flags, and what they save on average."""
     unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
     return blocks(Group(*_head(points, about, unit), *([_points(points, size)] if points else [])),
-                  _policies(fixed, size) if fixed else None, _plans(points), _below(points, about))
+                  _policies(fixed, size) if fixed else None, _plans(points), _below(points, fixed, about))
 
 
 def _head(points: Sequence[Point], about: Mapping[str, Any], unit: str) -> list[RenderableType]:
@@ -56,23 +57,32 @@ def _head(points: Sequence[Point], about: Mapping[str, Any], unit: str) -> list[
 def _points(points: Sequence[Point], size: int) -> RenderableType:
     numbers = {point.plan: number for number, point in enumerate(plans_of(points), 1)}
     titles = [title for title, _, _ in COLUMNS]
-    table = FigureTable(figure("budget"), figure("plan"), fixed(), *map(figure, titles), figure("tried"),
+    table = FigureTable(figure("budget"), figure("plan"), fixed(), *map(figure, titles), figure("spread"), figure("tried"),
                         value("best policy"), figure("its s"), figure("its recomp"))
     for point in points:
         word, style = verdict(point.row)
         row = point.fixed.row if point.fixed else Row({})
         table.add(f"{point.budget_bytes / size:,.2f}", str(numbers[point.plan]), Text(word, style),
-                  *_cells(point.row, titles, size), str(point.programs), point.fixed.policy if point.fixed else "",
+                  *_cells(point.row, titles, size), _spread(point.row), str(point.programs), point.fixed.policy if point.fixed else "",
                   *_cells(row, ("pred. s", "recomp"), size))
     return table
 
 
 def _policies(fixed: Sequence[Fixed], size: int) -> RenderableType:
     titles = [title for title, _, _ in COLUMNS]
-    table = FigureTable(value("policy for all layers"), *map(figure, titles))
+    more = (("tokens/s", lambda row: row.predicted_tokens_per_s, "{:,.0f}"),
+            ("MFU", lambda row: row.predicted_mfu, "{:.1%}"))
+    table = FigureTable(value("policy for all layers"), *map(figure, titles), figure("spread"),
+                        *(figure(title) for title, _, _ in more))
     for policy in fixed:
-        table.add(policy.policy, *_cells(policy.row, titles, size))
+        table.add(policy.policy, *_cells(policy.row, titles, size), _spread(policy.row),
+                  *(cell(read(policy.row), form, size) for _, read, form in more))
     return table
+
+
+def _spread(row: Row) -> str:
+    low, high = row.predicted_seconds_low, row.predicted_seconds_high
+    return "" if low is None or high is None else f"{significant(low, 2)} to {significant(high, 2)}"
 
 
 def _cells(row: Row, titles: Sequence[str], size: int) -> list[str]:
@@ -87,8 +97,11 @@ def _plans(points: Sequence[Point]) -> RenderableType | None:
     return Group(*out) if out else None
 
 
-def _below(points: Sequence[Point], about: Mapping[str, Any]) -> RenderableType:
+def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
     out: list[RenderableType] = [Prose(summary(points, about))]
+    rows = [*(point.row for point in points), *(policy.row for policy in fixed)]
+    out += [Prose(f"seconds of an update are predicted, with their spread: {one_line(source)}; plans within {TIE:.0%} "
+                  "are a tie", "dim") for source in dict.fromkeys(row.rates for row in rows if row.rates)]
     winner = cheapest(points, about["cost"])
     if winner is not None:
         out += [Text("cheapest that fits the target:", style="bold"), Command(winner.flags or "as configured")]

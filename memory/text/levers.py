@@ -13,6 +13,7 @@ from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.plan.levers import Level, changes, first_that_fits, flags_of, scale_of
 from bytescope.memory.plan.rows import unit_of
 from bytescope.memory.records import ROWS
+from bytescope.memory.seconds.ranking import spread_text
 from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Prose, blocks, ignoring
@@ -106,6 +107,10 @@ COLUMNS = (
     ("moved", lambda level: level.moved_bytes or None, ""),
     ("recomp", lambda level: level.row.recompute_flops_fraction, "{:.1%}"),
     ("HFU/MFU", lambda level: level.row.hfu_over_mfu, "{:.3f}"),
+    ("predicted s", lambda level: spread_text(level.row.predicted_seconds, level.row.predicted_seconds_low,
+                                              level.row.predicted_seconds_high) or None, "{}"),
+    ("tokens/s", lambda level: level.row.predicted_tokens_per_s, "{:,.0f}"),
+    ("MFU", lambda level: level.row.predicted_mfu, "{:.1%}"),
 )
 
 
@@ -125,6 +130,8 @@ def _below(levels: Sequence[Level], left_out: Mapping[str, str], interrupted: bo
     out: list[RenderableType] = [Prose(f"left out: {name}: {why}", "yellow") for name, why in left_out.items()]
     out.append(Prose("moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
                      "recomputes, HFU/MFU: with what kernels recompute themselves, over model FLOPs", "dim"))
+    out += [Prose(f"predicted s: of an update, with its spread: {one_line(source)}", "dim")
+            for source in dict.fromkeys(level.row.rates for level in levels if level.row.rates)]
     if interrupted:
         out.append(Prose("stopped: stages are missing; run the same command to continue", "yellow"))
     winner = first_that_fits(levels)

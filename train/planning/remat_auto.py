@@ -5,7 +5,7 @@ The search is memory/remat/search.py; this module describes the program to it an
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
+from bytescope.memory.report_records import schedule
+from bytescope.memory.seconds import ranking
 from bytescope.memory.units import human
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import AUTO, POLICIES
@@ -31,7 +33,7 @@ from bytescope.train.parallel.axes import activation_axes
 from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program, build
 
-# Rates of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
+# Peaks of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
 # core or two. They are for ranking plans only.
 NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LINKS, 2e10), "nominal rates")
 # Names that a kernel outside of the checkpoint keeps together with its result (`model.block.CUTS`).
@@ -39,8 +41,8 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """The rates by which plans for a target are ranked, the same in every process."""
-    return NOMINAL if target.platform == "cpu" else roofline.figures(target) or NOMINAL
+    """What a target's devices reach, by which plans are ranked before they are compiled; the same in every process."""
+    return NOMINAL if target.platform == "cpu" else ranking.large(target) or NOMINAL
 
 
 def describe_block(program: Program) -> Block:
@@ -74,7 +76,8 @@ def with_keys(config: ConfigDict, keys: dict[str, str]) -> ConfigDict:
 class Compiler:
     """Compiles plans for one config on some devices; called with plans, it returns their figures.
 
-    Fields: `target`, `rates`; `full`: the program that recomputes everything; `report`: that program's.
+    Fields: `target`; `rates`: what its devices reach; `full`: the program that recomputes everything; `report`: that
+    program's.
     """
 
     config: ConfigDict
@@ -105,8 +108,13 @@ class Compiler:
         except ValueError as error:  # the search leaves out a plan that cannot run
             return Compiled(status=" ".join(str(error).split()))
         recomputed = sum(report.work["recompute"]["flops"].values())
-        return Compiled(report.allocated_bytes, report.host_bytes, roofline.seconds(report.work, self.rates).total,
-                        recomputed)
+        return Compiled(report.allocated_bytes, report.host_bytes, sum(self._by_phase(report).values()), recomputed)
+
+    def _by_phase(self, report: Report) -> Mapping[str, float]:
+        """Phase -> seconds of one call: predicted from the schedule, by a roofline where nothing predicts them."""
+        answer = {"schedule": schedule.to_json(report.schedule), "work": report.work, "target": report.target}
+        found = ranking.cost(answer) if self.rates is not NOMINAL else None
+        return found.by_phase if found else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> Problem:
         """The problem that the search solves."""
@@ -114,7 +122,7 @@ class Compiler:
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
         policies = {name: names for name, names in fixed_policies().items() if names is not None}
-        return problem_of(describe_block(scanned), self.report.work, micro_steps, self.rates, self.target,
+        return problem_of(describe_block(scanned), self._by_phase(self.report), micro_steps, self.rates, self.target,
                           cost=config.remat.cost, offload=config.remat.auto_offload and self.target.platform != "cpu",
                           policies=policies)
 

@@ -31,8 +31,11 @@
     .map(([name, title, kind]) => ({ name: title, value: FORMS[kind](row.values[name]) })),
   row.fits === false ? "exceeds the limit" : row.best ? "the best of its task that fits" : ""];
 
-  const cost = (row) => (data.timed ? row.values.step_seconds : row.values.recompute_flops_fraction === null ? null
-    : 100 * row.values.recompute_flops_fraction);
+  const COSTS = { step_seconds: "seconds per update, measured", predicted_seconds: "seconds per update, predicted",
+    recompute_flops_fraction: "FLOPs recomputed, % of the model's" };
+  const share = data.cost === "recompute_flops_fraction";
+  const cost = (row) => (row.values[data.cost] === null || row.values[data.cost] === undefined ? null
+    : (share ? 100 : 1) * row.values[data.cost]);
   // Labels of points that lie on each other become one, at the first of them.
   const captions = (rows, width, height) => {
     const texts = new Map(), heads = [];
@@ -55,7 +58,7 @@
     // Names beside the points where there is room: those of several tasks would cover each other.
     const few = rows.length <= 16 && tasks.length === 1;
     const most = Math.max(top, ...shown) / size, right = Math.max(...rows.map(cost));
-    const left = data.timed ? Math.min(...rows.map(cost)) : 0, room = Math.max(right - left, right / 10, 1e-9);
+    const left = share ? 0 : Math.min(...rows.map(cost)), room = Math.max(right - left, right / 10, 1e-9);
     const caption = captions(rows, room, most * size);
     const series = data.policies.map((policy) => {
       const mine = rows.filter((row) => row.policy === policy);
@@ -70,7 +73,7 @@
       ...places(rows.filter((row) => row.pareto && row.task === task)
         .sort((a, b) => cost(a) - cost(b) || bytes(b) - bytes(a))) }));
     charts.xy("pareto", {
-      x: { title: data.timed ? "seconds per update, measured" : "FLOPs recomputed, % of the model's", grid: true,
+      x: { title: COSTS[data.cost], grid: true,
         range: [left - 0.08 * room, right + 0.08 * room], format: (v) => (v < 0 ? "" : count(Math.abs(v))) },
       y: { title: "allocated on one device, " + unit, range: [0, most * 1.12] },
       series: [...fronts, ...series],

@@ -10,7 +10,7 @@
 
   const about = (point) => [`${point.number}. ${point.stage}`, ...point.what.split(", "),
     `allocated ${human(point.bytes)}`, point.host ? `on the host ${human(point.host)}` : "",
-    `at least ${point.seconds.toPrecision(4)} s per update`,
+    `${point.seconds.toPrecision(4)} s per update${point.spread ? `, ${point.spread}` : ""}`,
     point.recomputed === null ? "" : `recomputed ${percent(point.recomputed)} of the model's FLOPs`, point.verdict];
   // Of those that fit, each that was faster than all before it.
   const records = () => {
@@ -42,7 +42,7 @@
       x: { title: "allocated on one device, " + unit + (log ? " (logarithmic)" : ""), grid: true,
         range: log ? [least / size / spread, (most / size) * spread] : [0, (1.06 * most) / size],
         ...(log ? { type: "log", ticks: powers() } : {}) },
-      y: { title: "seconds per update, at least", range: [low - 0.2 * room, high + 0.12 * room] },
+      y: { title: "seconds per update, predicted", range: [low - 0.2 * room, high + 0.12 * room] },
       series: [{ kind: "line", ...places(records()), color: "var(--soft)", width: 1.5, dash: "dot", legend: false },
         ...(chosen ? [ring()] : []), ...data.stages.map(marksOf)],
       limits: [{ x: data.budget / size, text: `budget ${human(data.budget)}` }],
