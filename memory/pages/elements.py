@@ -10,10 +10,10 @@ from bytescope.memory.records import ROWS, Report
 from bytescope.memory.seconds.ranking import TIE, significant
 from bytescope.memory.units import human
 
-
 # What a page says of its predicted seconds.
-PREDICTED = (f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices reach, "
-             f"with the spread that such predictions had against measured runs. Those within {TIE:.0%} are a tie. Rates:")
+PREDICTED = (f"Predicted: seconds of an update, by a walk through the compiled schedule at the rates that devices "
+             "reach, with the spread that such predictions had against measured runs. Those within "
+             f"{TIE:.0%} are a tie. Rates:")
 
 
 class Figure(NamedTuple):

@@ -91,7 +91,7 @@ class Walk:
         """The step of a variant that runs, compared with the budgets and with the best so far."""
         over = answer["allocated_bytes"] - self.budget
         host_over = answer["host_bytes"] - self.trials.host_budget
-        step = Step(stage, what, keys, answer, over <= 0 and host_over <= 0, "fits", self.trials.cost(answer))
+        step = Step(stage, what, keys, answer, over <= 0 and host_over <= 0, "fits", self.trials.predicted(answer))
         if over > 0:
             step = dataclasses.replace(step, verdict=f"{human(over)} over")
         elif host_over > 0:
@@ -203,7 +203,7 @@ class Walk:
         return step.seconds - min(self._saved_share * ALIKE, 1.0) * self._recompute_seconds(step)
 
     def _recompute_seconds(self, step: Step) -> float:
-        return step.cost.by_phase.get("recompute", 0.0)
+        return step.prediction.by_phase.get("recompute", 0.0)
 
     def _update_saved_share(self, full: Step, plan: Step) -> None:
         """Learns from a plan that recomputes nothing what share of `full`'s recomputation time that saved: keeping

@@ -5,7 +5,7 @@ Its keys (sizes are bytes on ONE device):
 - `best`: a row of `memory.plan.rows` with `flags`, what to add to the command line; null where nothing fits.
 - `walk`: what was tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`, `predicted_seconds` with
   `predicted_seconds_low` and `predicted_seconds_high`, `recompute_flops_fraction`, `fits` and `verdict`; null where a
-  variant cannot run. The seconds of a walk without low and high are a bound, by the peaks of `rates`.
+  variant cannot run.
 - `ties`: the `what` of variants that fit and are predicted to be as fast as the best. `rates`: where those of the
   predicted seconds are from, in one line.
 - `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
@@ -45,6 +45,6 @@ def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Map
         "batch_tokens": walk.space.tokens, "config": walk.trials.config,
         "given": given_flags(walk.trials.overrides), "target": walk.trials.target.to_json(), "versions": dict(versions),
         "ties": [step.what for step in walk.ties],
-        "rates": next((step.cost.source for step in walk.steps if step.cost), ""),
+        "rates": next((step.prediction.rates for step in walk.steps if step.prediction), ""),
         "programs": walk.trials.compiles, "seconds": walk.seconds, "stopped": walk.stopped,
     }

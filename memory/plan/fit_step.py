@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.plan.rows import Row, thrift
-from bytescope.memory.seconds.ranking import Cost
+from bytescope.memory.seconds.prediction import Prediction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Step:
         stage: a key of `memory.text.fit.STAGES`. what: the variant in words. keys: dotted key -> text.
         answer: the worker's (`memory.plan.worker`); its `status` is "ok", or why the variant cannot run.
         fits: within the budgets of device and host. verdict: that, or what is missing, in a few words.
-        cost: what the variant is ranked by; None for one that cannot run.
+        prediction: its seconds; None for a variant that cannot run.
     """
 
     stage: str
@@ -27,7 +27,7 @@ class Step:
     answer: Mapping[str, Any]
     fits: bool
     verdict: str
-    cost: Cost | None = None
+    prediction: Prediction | None = None
 
     @property
     def ok(self) -> bool:
@@ -36,13 +36,13 @@ class Step:
 
     @property
     def seconds(self) -> float | None:
-        """Per update: predicted, or where nothing predicts them the least; None for a variant that cannot run."""
-        return self.cost.seconds if self.cost else None
+        """Per update, predicted; None for a variant that cannot run."""
+        return self.prediction.seconds if self.prediction else None
 
     @property
     def spread(self) -> tuple[float | None, float | None]:
-        """The least and the most that the seconds may come to; None where nothing is known of that."""
-        return (self.cost.low, self.cost.high) if self.cost else (None, None)
+        """The least and the most that the seconds are expected to come to; None for a variant that cannot run."""
+        return (self.prediction.low, self.prediction.high) if self.prediction else (None, None)
 
     @property
     def thrift(self) -> tuple[float, int]:

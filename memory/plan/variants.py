@@ -18,7 +18,8 @@ from bytescope.memory.remat.block_graph import Block
 from bytescope.memory.remat.ilp import Plan, remat_keys
 from bytescope.memory.remat.problem import Compiled, Tried, problem_of
 from bytescope.memory.remat.search import FULL, Search
-from bytescope.memory.seconds import ranking
+from bytescope.memory.seconds import prediction, ranking
+from bytescope.memory.seconds.prediction import Prediction
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -129,8 +130,8 @@ class Trials:
         if offload:
             policies = {**policies, **described["moving"]}
         micro_steps = described["micro_steps"] * full["calls_per_update"]
-        problem = problem_of(Block.from_json(described["block"]), self.cost(full).by_phase, micro_steps, self.rates,
-                             self.target, cost=cost, offload=offload, policies=policies)
+        problem = problem_of(Block.from_json(described["block"]), self.predicted(full).by_phase, micro_steps,
+                             self.rates, self.target, cost=cost, offload=offload, policies=policies)
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
             variants = [{**keys, **plan.keys()} for plan in plans]
@@ -144,11 +145,12 @@ class Trials:
 
         return Search(problem, compile_plans, tell)
 
-    def cost(self, answer: Mapping[str, Any]) -> ranking.Cost:
-        """What a compiled variant is ranked by. Raises ReportError for one of which no seconds follow."""
-        found = ranking.cost(answer)
+    def predicted(self, answer: Mapping[str, Any]) -> Prediction:
+        """The seconds of an update of a compiled variant. Raises ReportError for one without a schedule."""
+        found = prediction.of_answer(answer)
         if found is None:
-            raise ReportError(f"target {self.target.name}: no time of this program can be predicted")
+            raise ReportError(f"target {self.target.name}: no schedule of this program is known, so no time can be "
+                              "predicted")
         return found
 
     @property
@@ -160,6 +162,6 @@ class Trials:
         """A worker's answer as a search takes it: bytes on one device, seconds and FLOPs of one update."""
         if answer["status"] != "ok":
             return Compiled(status=answer["status"])
-        return Compiled(answer["allocated_bytes"], answer["host_bytes"], self.cost(answer).seconds,
+        return Compiled(answer["allocated_bytes"], answer["host_bytes"], self.predicted(answer).seconds,
                         answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"])
 

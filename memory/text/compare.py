@@ -30,7 +30,6 @@ from bytescope.memory.text.report import versions_text
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
 from bytescope.memory.units import human
 
-
 # What rows are ranked by, in words.
 COSTS = {MEASURED: "step time", PREDICTED: f"predicted time ({TIE:.0%} is a tie)", RECOMPUTED: "recomputation"}
 # So many rows that tie with the best one are named.
@@ -116,7 +115,8 @@ def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -
         out.append(Prose("bold: the best of each task that fits", "dim"))
     if winner is not None:
         out += [Text("best that fits:", style="bold"), Command(flags(winner) or "as configured")]
-        out += [Prose(text, "dim") for text in filter(None, [as_fast([label(row, keys) for row in tied(rows, winner)])])]
+        if text := as_fast([label(row, keys) for row in tied(rows, winner)]):
+            out.append(Prose(text, "dim"))
     elif not tasks and any(row.ok for row in rows):
         out.append(Text("none of these fits", style="bold red"))
     if missing:

@@ -128,11 +128,9 @@ def render(out: Mapping[str, Any], config: str) -> RenderableType:
 
 
 def _said(seconds: float | None, low: float | None, high: float | None) -> str:
-    """Seconds of an update in words: "predicted 0.721 s (0.65 to 0.81)"; without a spread they are a bound."""
-    if seconds is None:
+    """Seconds of an update in words: "predicted 0.721 s (0.65 to 0.81)"."""
+    if seconds is None or low is None or high is None:
         return "no time is predicted"
-    if low is None or high is None:
-        return f"at least {significant(seconds, 3)} s"
     return f"predicted {significant(seconds, 3)} s ({significant(low, 2)} to {significant(high, 2)})"
 
 
@@ -140,15 +138,15 @@ def _speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
     """What the choice is predicted to do: seconds, tokens/s with their spread and a device's share, MFU, the rates."""
     taken, low, high = (best[key] for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high"))
     if not taken:
-        bound = best.get("least_seconds")
-        return f"at least {significant(bound, 3)} s per update" if bound else "no time is predicted"
+        return _said(taken, low, high)
     tokens, devices = out["batch_tokens"], (out.get("target") or {}).get("n_devices", 1)
     slow, fast = (f"{tokens / seconds:,.0f}" if seconds else "?" for seconds in (high, low))
     each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
     mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
-    least = f", at least {significant(best['least_seconds'], 3)} s by the data sheet" if best.get("least_seconds") else ""
-    return (f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}{least}; "
-            f"{safe(best.get('rates') or '')}")
+    bound = best.get("least_seconds")
+    least = f", at least {significant(bound, 3)} s by the roofline's peaks" if bound else ""
+    return (f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
+            f"{least}; {safe(best.get('rates') or '')}")
 
 
 def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: str) -> RenderableType:

@@ -57,14 +57,14 @@ def _head(points: Sequence[Point], about: Mapping[str, Any], unit: str) -> list[
 def _points(points: Sequence[Point], size: int) -> RenderableType:
     numbers = {point.plan: number for number, point in enumerate(plans_of(points), 1)}
     titles = [title for title, _, _ in COLUMNS]
-    table = FigureTable(figure("budget"), figure("plan"), fixed(), *map(figure, titles), figure("spread"), figure("tried"),
-                        value("best policy"), figure("its s"), figure("its recomp"))
+    table = FigureTable(figure("budget"), figure("plan"), fixed(), *map(figure, titles), figure("spread"),
+                        figure("tried"), value("best policy"), figure("its s"), figure("its recomp"))
     for point in points:
         word, style = verdict(point.row)
         row = point.fixed.row if point.fixed else Row({})
         table.add(f"{point.budget_bytes / size:,.2f}", str(numbers[point.plan]), Text(word, style),
-                  *_cells(point.row, titles, size), _spread(point.row), str(point.programs), point.fixed.policy if point.fixed else "",
-                  *_cells(row, ("pred. s", "recomp"), size))
+                  *_cells(point.row, titles, size), _spread(point.row), str(point.programs),
+                  point.fixed.policy if point.fixed else "", *_cells(row, ("pred. s", "recomp"), size))
     return table
 
 

@@ -21,8 +21,7 @@ from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
-from bytescope.memory.report_records import schedule
-from bytescope.memory.seconds import ranking
+from bytescope.memory.seconds import prediction, ranking
 from bytescope.memory.units import human
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import AUTO, POLICIES
@@ -112,8 +111,7 @@ class Compiler:
 
     def _by_phase(self, report: Report) -> Mapping[str, float]:
         """Phase -> seconds of one call: predicted from the schedule, by a roofline where nothing predicts them."""
-        answer = {"schedule": schedule.to_json(report.schedule), "work": report.work, "target": report.target}
-        found = ranking.cost(answer) if self.rates is not NOMINAL else None
+        found = prediction.of(report.schedule, self.target) if self.rates is not NOMINAL else None
         return found.by_phase if found else roofline.seconds(report.work, self.rates).by_phase
 
     def problem(self) -> Problem:

@@ -1,0 +1,79 @@
+"""Programs ranked by their predicted seconds: which is preferred, when two predictions are a tie, how they read.
+
+A prediction's spread is that of one number against one run. Programs of one model on one target share most of that
+error (the rates, the clock, the libraries), so they are told apart more closely: by `TIE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from bytescope.memory.costs import roofline
+from bytescope.memory.seconds import prediction
+from bytescope.memory.seconds import rates as device_rates
+
+# Predictions closer than this share are a tie: runs that do the same differ as much. Of 13 pairs of runs on eight H100
+# that are alike but for ZeRO 0 or 1, four of five differ by less than 3.7 % (Ultra-Scale Playbook, 2025).
+TIE = 0.03
+# Sizes at which a device reaches what it can: the side of a product, the bytes that a kernel moves.
+LARGE_SIDE, LARGE_BYTES = 8192, 2**28
+
+Item = TypeVar("Item")
+
+
+def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a row (`memory.plan.rows.Row`) that an answer's seconds give; those that are not known left out."""
+    found, bound = prediction.of_answer(answer), roofline.of_answer(answer)
+    out: dict[str, Any] = {}
+    if bound is not None:
+        out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total
+    if found is not None:
+        out |= {"predicted_seconds": found.seconds, "predicted_seconds_low": found.low,
+                "predicted_seconds_high": found.high, "predicted_tokens_per_s": found.tokens_per_s,
+                "predicted_mfu": found.mfu, "rates": found.rates}
+    return out
+
+
+def preferred(items: Iterable[Item], seconds: Callable[[Item], float],
+              otherwise: Callable[[Item], Any]) -> Item | None:
+    """The item of least seconds; of those within `TIE` of it the one that `otherwise` puts first. None for none."""
+    return min(ties(items, seconds), key=lambda item: (otherwise(item), seconds(item)), default=None)
+
+
+def ties(items: Iterable[Item], seconds: Callable[[Item], float]) -> list[Item]:
+    """The items within `TIE` of the least seconds, in their order."""
+    known = list(items)
+    most = min(map(seconds, known), default=math.inf) * (1 + TIE)
+    return [item for item in known if seconds(item) <= most]
+
+
+def large(target: Any) -> roofline.Figures | None:
+    """What the target's devices reach with large products, large copies and large messages, in the place of the data
+    sheet's peaks; None where they have no rates.
+
+    target: a `memory.devices.targets.Target` or its JSON.
+    """
+    found, peaks = device_rates.of(target), roofline.figures(target)
+    if found is None or peaks is None:
+        return None
+    units = {unit: device_rates.at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
+    return roofline.Figures(units, device_rates.at(found.memory, LARGE_BYTES), found.host_link_bytes_per_s,
+                            peaks.interconnect_bytes_per_s, found.source)
+
+
+def spread_text(seconds: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
+    """Seconds with their spread: "0.721, 0.65 to 0.81"; without one "0.721"; "" for None."""
+    if seconds is None:
+        return ""
+    middle = significant(seconds, digits)
+    return middle if low is None or high is None else f"{middle}, {significant(low, 2)} to {significant(high, 2)}"
+
+
+def significant(value: float, digits: int) -> str:
+    """A number in so many digits, whole ones all shown and without an exponent: "0.0123", "37.4", "1,234"."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    after = max(digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}")))), 0)
+    return f"{value:,.{after}f}"
