@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.records import ROWS, Report
-from bytescope.memory.seconds.ranking import TIE, significant
+from bytescope.memory.seconds.ranking import TIE
+from bytescope.memory.text.times.prediction import rounded, within
 from bytescope.memory.units import human
 
 # What a page says of its predicted seconds.
@@ -185,14 +186,14 @@ def predictions(row: Mapping[str, Any], whose: str = "") -> list[Figure]:
 
 def spread(row: Mapping[str, Any]) -> str:
     """The spread of a row's predicted seconds: "0.65 to 0.81 s"; "" where there is none."""
-    low, high = row.get("predicted_seconds_low"), row.get("predicted_seconds_high")
-    return "" if low is None or high is None else f"{significant(low, 2)} to {significant(high, 2)} s"
+    found = within(row.get("predicted_seconds_low"), row.get("predicted_seconds_high"))
+    return f"{found} s" if found else ""
 
 
 def at_least(row: Mapping[str, Any]) -> str:
     """The bound beside a prediction, for a hover: "at least 0.462 s by the peaks of the data sheet"."""
     bound = row.get("least_seconds")
-    return f"at least {significant(bound, 3)} s by the roofline's peaks" if bound else ""
+    return f"at least {rounded(bound, 3)} s by the roofline's peaks" if bound else ""
 
 
 def predicted(row: Mapping[str, Any]) -> Cell | str:

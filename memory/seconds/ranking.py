@@ -1,4 +1,4 @@
-"""Programs ranked by their predicted seconds: which is preferred, when two predictions are a tie, how they read.
+"""Programs ranked by their predicted seconds: which is preferred, and when two predictions are a tie.
 
 A prediction's spread is that of one number against one run. Programs of one model on one target share most of that
 error (the rates, the clock, the libraries), so they are told apart more closely: by `TIE`.
@@ -61,19 +61,3 @@ def large(target: Any) -> roofline.Figures | None:
     units = {unit: device_rates.at(curve, LARGE_SIDE) for unit, curve in found.products.items()}
     return roofline.Figures(units, device_rates.at(found.memory, LARGE_BYTES), found.host_link_bytes_per_s,
                             peaks.interconnect_bytes_per_s, found.source)
-
-
-def spread_text(seconds: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
-    """Seconds with their spread: "0.721, 0.65 to 0.81"; without one "0.721"; "" for None."""
-    if seconds is None:
-        return ""
-    middle = significant(seconds, digits)
-    return middle if low is None or high is None else f"{middle}, {significant(low, 2)} to {significant(high, 2)}"
-
-
-def significant(value: float, digits: int) -> str:
-    """A number in so many digits, whole ones all shown and without an exponent: "0.0123", "37.4", "1,234"."""
-    if not value or not math.isfinite(value):
-        return f"{value:g}"
-    after = max(digits - 1 - math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}")))), 0)
-    return f"{value:,.{after}f}"

@@ -23,11 +23,12 @@ from bytescope.memory.plan.rows import (
     value_text,
     varying,
 )
-from bytescope.memory.seconds.ranking import TIE, spread_text
+from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.console import one_line, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
 from bytescope.memory.text.report import versions_text
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
+from bytescope.memory.text.times.prediction import with_spread
 from bytescope.memory.units import human
 
 # What rows are ranked by, in words.
@@ -41,7 +42,7 @@ def _measured(key: str) -> Callable[[Row], Any]:
 
 
 def _predicted(row: Row) -> str | None:
-    return spread_text(row.predicted_seconds, row.predicted_seconds_low, row.predicted_seconds_high) or None
+    return with_spread(row.predicted_seconds, row.predicted_seconds_low, row.predicted_seconds_high) or None
 
 
 # Title, figure of a row, format: "" for bytes in the table's unit.

@@ -14,10 +14,11 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.plan.fit_space import Space
 from bytescope.memory.plan.fit_step import Step
 from bytescope.memory.records import ROWS
-from bytescope.memory.seconds.ranking import TIE, significant
+from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.console import make_console, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, ignoring, wrap
+from bytescope.memory.text.times.prediction import rounded, within
 from bytescope.memory.units import human
 
 # Stage -> what is done in it.
@@ -131,7 +132,7 @@ def _said(seconds: float | None, low: float | None, high: float | None) -> str:
     """Seconds of an update in words: "predicted 0.721 s (0.65 to 0.81)"."""
     if seconds is None or low is None or high is None:
         return "no time is predicted"
-    return f"predicted {significant(seconds, 3)} s ({significant(low, 2)} to {significant(high, 2)})"
+    return f"predicted {rounded(seconds)} s ({within(low, high)})"
 
 
 def _speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
@@ -144,7 +145,7 @@ def _speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
     each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
     mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
     bound = best.get("least_seconds")
-    least = f", at least {significant(bound, 3)} s by the roofline's peaks" if bound else ""
+    least = f", at least {rounded(bound, 3)} s by the roofline's peaks" if bound else ""
     return (f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
             f"{least}; {safe(best.get('rates') or '')}")
 

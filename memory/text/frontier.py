@@ -11,12 +11,13 @@ from rich.text import Text
 
 from bytescope.memory.plan.frontier import Fixed, Point, cheapest, plans_of
 from bytescope.memory.plan.rows import Row, unit_of
-from bytescope.memory.seconds.ranking import TIE, significant
+from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
 from bytescope.memory.text.report import versions_text
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
+from bytescope.memory.text.times.prediction import within
 from bytescope.memory.units import human
 
 LEAST = {"time": "predicted time", "flops": "recomputed FLOPs"}
@@ -81,8 +82,7 @@ def _policies(fixed: Sequence[Fixed], size: int) -> RenderableType:
 
 
 def _spread(row: Row) -> str:
-    low, high = row.predicted_seconds_low, row.predicted_seconds_high
-    return "" if low is None or high is None else f"{significant(low, 2)} to {significant(high, 2)}"
+    return within(row.predicted_seconds_low, row.predicted_seconds_high)
 
 
 def _cells(row: Row, titles: Sequence[str], size: int) -> list[str]:

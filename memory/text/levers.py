@@ -13,12 +13,12 @@ from bytescope.memory.config_keys import MODEL_ATTENTION
 from bytescope.memory.plan.levers import Level, changes, first_that_fits, flags_of, scale_of
 from bytescope.memory.plan.rows import unit_of
 from bytescope.memory.records import ROWS
-from bytescope.memory.seconds.ranking import spread_text
 from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Prose, blocks, ignoring
 from bytescope.memory.text.report import versions_text
 from bytescope.memory.text.table import FigureTable, figure, value
+from bytescope.memory.text.times.prediction import with_spread
 from bytescope.memory.units import human
 
 # Columns of the longest bar, and of the shortest that the names beside it make way for.
@@ -107,7 +107,7 @@ COLUMNS = (
     ("moved", lambda level: level.moved_bytes or None, ""),
     ("recomp", lambda level: level.row.recompute_flops_fraction, "{:.1%}"),
     ("HFU/MFU", lambda level: level.row.hfu_over_mfu, "{:.3f}"),
-    ("predicted s", lambda level: spread_text(level.row.predicted_seconds, level.row.predicted_seconds_low,
+    ("predicted s", lambda level: with_spread(level.row.predicted_seconds, level.row.predicted_seconds_low,
                                               level.row.predicted_seconds_high) or None, "{}"),
     ("tokens/s", lambda level: level.row.predicted_tokens_per_s, "{:,.0f}"),
     ("MFU", lambda level: level.row.predicted_mfu, "{:.1%}"),

@@ -56,6 +56,16 @@ def interval(found: Prediction) -> str:
     return f"{rounded(found.low / scale, 2)} to {rounded(found.high / scale, 2)} {name}"
 
 
+def within(low: float | None, high: float | None) -> str:
+    """From the least to the most seconds that are to be expected, in two digits; "" where nothing is predicted."""
+    return "" if low is None or high is None else f"{rounded(low, 2)} to {rounded(high, 2)}"
+
+
+def with_spread(seconds: float | None, low: float | None, high: float | None) -> str:
+    """Predicted seconds with their spread: "0.721, 0.65 to 0.81"; "" where nothing is predicted."""
+    return "" if seconds is None else ", ".join(filter(None, (rounded(seconds), within(low, high))))
+
+
 def rounded(value: float, digits: int = 3) -> str:
     """A positive figure in so many digits, thousands with commas: "90,900", "0.650", "0.0000012"."""
     kept = float(f"{value:.{digits - 1}e}")
