@@ -68,7 +68,7 @@ class Row:
         batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
         limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
         pareto: Pareto-optimal: it fits, and no row of the same workload that fits has fewer bytes at no more time: as
-            measured, else as predicted, where a tie is no more; recomputation where nothing is known of time.
+            measured, else as predicted; recomputation where nothing is known of time.
         formula: the same by the published formulas, a `formulas.reconcile.Formula` as JSON; None without --formulas, or
             where there are none.
         measured: {"step_seconds": median of one update, "tokens_per_s", "peak_bytes" or None}, None without --measure.
@@ -245,7 +245,7 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
     """The rows with `pareto` set: no other of the same workload is as good in both bytes and cost and better in one.
     Rows that exceed their limit are not candidates.
 
-    The cost is that of `cost_of` the workload; predicted seconds that are a tie (`ranking.TIE`) count as equal.
+    The cost is that of `cost_of` the workload.
     """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
@@ -259,13 +259,12 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
 
 def _pareto_optimal(rows: Sequence[Row]) -> set[int]:
     """`id` of the Pareto-optimal rows of one workload: from the smallest up, each that is faster than all before it."""
-    name, cost = cost_of(rows)
-    clearly = 1 - ranking.TIE if name == PREDICTED else 1.0
+    _, cost = cost_of(rows)
     out: set[int] = set()
     least, last = math.inf, None
     for row in sorted(rows, key=lambda row: (row.allocated_bytes, cost(row))):
         point = row.allocated_bytes, cost(row)
-        if last is None or point == last or point[1] < least * clearly:
+        if last is None or point == last or point[1] < least:
             out.add(id(row))
             least, last = min(least, point[1]), point
     return out

@@ -32,7 +32,7 @@ from bytescope.memory.text.times.prediction import with_spread
 from bytescope.memory.units import human
 
 # What rows are ranked by, in words.
-COSTS = {MEASURED: "step time", PREDICTED: f"predicted time ({TIE:.0%} is a tie)", RECOMPUTED: "recomputation"}
+COSTS = {MEASURED: "step time", PREDICTED: "predicted time", RECOMPUTED: "recomputation"}
 # So many rows that tie with the best one are named.
 MOST_TIES = 3
 

@@ -1,7 +1,7 @@
 """A program that is arithmetic, for tests of `plan.fit`: real `Trials` and searches over a pool without a compiler.
 
 One layer makes two tensors, `a` and `b`, at 50 TFLOP each a sequence, and hands on 1/4 GiB; parameters, Adam's state
-and gradients are 4, 8 and 4 GiB. A micro-batch costs 20 ms beside its sequences.
+and gradients are 4, 8 and 4 GiB. Beside its sequences a micro-batch moves memory for 250 ms at the data sheet's rate.
 """
 
 import dataclasses
@@ -12,12 +12,16 @@ from types import SimpleNamespace
 from bytescope.memory.devices import targets
 from bytescope.memory.plan import fit, fit_json, fit_space, variants
 from bytescope.memory.remat.block_graph import Block, Step
+from bytescope.memory.report_records import schedule
+from bytescope.memory.report_records.schedule import TO_DEVICE, TO_HOST, Kernel, Start, Wait
 
 GIB = 2**30
 LAYERS, SEQ = 4, 1024
 KEPT = {"a": 1.0, "b": 2.0, "block_in": 0.25}
 NONE, STATE, WORKSPACE = 4.0, {"params": 4.0, "optimizer": 8.0, "gradients": 4.0}, 1.0
-FLOPS, OVERHEAD = 5e13, 0.02
+FLOPS, OVERHEAD = 5e13, 0.25
+# A product that reaches what the device can.
+LARGE = (1, 8192, 8192, 8192)
 FLAT = {"model.n_heads": 8, "model.n_kv_heads": 8, "data.seq_len": SEQ, "batch.micro": 1, "batch.tokens": 0,
         "batch.accumulation": 8, "batch.accumulation_schedule": (), "batch.mode": "scan", "precision.preset": "bf16",
         "optimizer.name": "adamw", "optimizer.fused_backward": "false", "optimizer.clip": "global",
@@ -51,7 +55,7 @@ def plan_of(flat):
 
 
 def answer(flat, target):
-    """What a worker would say of a config: its bytes and its work, by the sums above."""
+    """What a worker would say of a config: its bytes, its work and its schedule, by the sums above."""
     space = fit_space.Space(flat, frozenset(), frozenset(), target.n_devices, target.devices_per_host, 0)
     axes, micro, steps = space._axes({}), int(flat["batch.micro"]), int(flat["batch.accumulation"])
     shares = {"params": ("zero3",), "gradients": ("zero2", "zero3"), "optimizer": ("zero1", "zero2", "zero3")}
@@ -83,7 +87,25 @@ def answer(flat, target):
             "peak_bytes": sum(breakdown.values()), "residual_bytes": breakdown["residuals"],
             "host_bytes": round((away * scale + host) * GIB),
             "recompute_flops_fraction": again * FLOPS / model, "model_flops": model, "calls_per_update": 1,
-            "work": work, "target": target.to_json()}
+            "tokens_per_update": int(flat["data.seq_len"]) * micro * steps * axes["data"] * axes["fsdp"], "work": work,
+            "schedule": schedule.to_json(schedule_of(work, OVERHEAD * target.hbm_bytes_per_s, steps)),
+            "target": target.to_json()}
+
+
+def schedule_of(work, overhead, steps):
+    """A schedule that does this work: a large product for each phase, `overhead` bytes moved in each of `steps`
+    micro-batches, transfers beside the compute of their phase."""
+    out = []
+    for phase, part in work.items():
+        sent = [(kind, part.get(key, 0)) for kind, key in ((TO_HOST, "to_host_bytes"), (TO_DEVICE, "to_device_bytes"))]
+        names = [f"{kind} {phase}" for kind, size in sent if size]
+        out += [Start(f"{kind} {phase}", kind, phase, size) for kind, size in sent if size]
+        out += [Kernel("product", phase, 0, round(flops), "bfloat16", LARGE)
+                for flops in part.get("flops", {}).values() if flops]
+        if part.get("other_bytes"):
+            out.append(Kernel("memory", phase, round(overhead), times=steps))
+        out += map(Wait, names)
+    return tuple(out)
 
 
 class Pool:

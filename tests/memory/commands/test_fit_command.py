@@ -13,6 +13,8 @@ from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.plan import fit as walks
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.report_records import schedule
+from bytescope.memory.report_records.schedule import Kernel
 from support.fit_trials import GIB
 from support.screen import seen, terminal
 
@@ -96,10 +98,10 @@ class Worker:
             self._killed.wait(60)
             return {"status": "the worker died", "dead": True}
         size = {"none": 3, "full": 1}[dict(job["overrides"])["remat.policy"]] * GIB
-        phase = {"flops": {"bf16": 1e12}}
         return {"status": "ok", "allocated_bytes": size, "host_bytes": 0, "breakdown": {"params": size},
                 "recompute_flops_fraction": 0.25, "calls_per_update": 1, "target": targets.parse("h100").to_json(),
-                "work": {"forward": phase, "recompute": phase, "backward": phase}}
+                "schedule": schedule.to_json(tuple(Kernel("product", phase, 0, 10**12, "bfloat16")
+                                                   for phase in ("forward", "recompute", "backward")))}
 
     def kill(self):
         self._killed.set()

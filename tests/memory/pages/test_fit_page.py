@@ -8,6 +8,8 @@ import shlex
 import pytest
 
 from bytescope.memory.pages import fit as fit_page
+from bytescope.memory.pages.elements import seconds as pages_seconds
+from bytescope.memory.text.times.prediction import within
 from support.browser import HOSTILE, Page, body, browse, literally, one_file
 from support.fit_trials import GIB, as_json, walk
 
@@ -38,8 +40,10 @@ def test_the_page_is_one_file_with_the_answer_on_top(fits):
     words, best = text_of(page), fits["best"]
     run = f"bytescope train --config=configs/x.py {best['flags']}"
     assert run in words and words.index(run) < words.index("What was tried")
-    for expected in ("✓ fits", "configs/x.py within 24.00 GiB", "24.00 GiB of 24.00 GiB, 0 B left", "11.08 s",
-                     f"{8192 / best['predicted_step_seconds']:,.0f}", "12.5 %", "7 programs compiled, 7 tried",
+    for expected in ("✓ fits", "configs/x.py within 24.00 GiB", "24.00 GiB of 24.00 GiB, 0 B left",
+                     pages_seconds(best["predicted_seconds"]), within(best["predicted_seconds_low"],
+                     best["predicted_seconds_high"]) + " s", f"Rates: {best['rates'][:1].upper()}",
+                     f"{8192 / best['predicted_seconds']:,.0f}", "12.5 %", "7 programs compiled, 7 tried",
                      "jax 9"):
         assert expected in words, expected
     assert page.data == json.loads(json.dumps(fit_page.page_data(fits)))
@@ -133,9 +137,11 @@ def test_the_browser_draws_the_walk(fits, tmp_path):
     document = browse(tmp_path, fit_page.render(fits), script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)
     title = html.unescape(re.search("<title>(.*?)<", document, re.S)[1])
+    seconds = fits["best"]["predicted_seconds"]
     stages, counts, hollow, budget, choice, records, told, targets, selected = title.split(" | ")
     assert (stages, counts, hollow, budget) == ("baseline+mesh+remat+micro", "1,1,4,1", "true", "24")
-    assert (choice, records, targets) == ("choice, 24.00 GiB, 11.08 s", "18,24", "7") and "13.1" in told
+    assert (choice, records, targets) == (f"choice, 24.00 GiB, {pages_seconds(seconds)}", "18,24", "7")
+    assert within(fits["walk"][1]["predicted_seconds_low"], fits["walk"][1]["predicted_seconds_high"]) in told
     assert selected.startswith("bytescope train --config=x --config.")
 
 

@@ -33,7 +33,8 @@ SMALL = ["--config.model.n_layers=2", "--config.model.d_model=32", "--config.mod
 
 
 def row(gib, seconds, share, limit=72, **more):
-    return dataclasses.replace(Row({}, allocated_bytes=int(gib * GIB), host_bytes=0, predicted_step_seconds=seconds,
+    return dataclasses.replace(Row({}, allocated_bytes=int(gib * GIB), host_bytes=0, predicted_seconds=seconds,
+                                   predicted_seconds_low=0.9 * seconds, predicted_seconds_high=1.1 * seconds,
                                    recompute_flops_fraction=share, limit_bytes=limit * GIB, fits=gib <= limit), **more)
 
 
@@ -94,7 +95,7 @@ def test_the_json_has_every_key(points, fixed):
     assert set(out) == {"points", "fixed", "best", "cost", "offload", "less", "programs", "compiled", "missing",
                         "config", "given", "target", "versions", "interrupted"}
     assert {"".join(names) for names in named} <= set(out)
-    assert {"budget_bytes", "plan", "flags", "programs", "fixed", "allocated_bytes", "predicted_step_seconds",
+    assert {"budget_bytes", "plan", "flags", "programs", "fixed", "allocated_bytes", "predicted_seconds",
             "recompute_flops_fraction", "fits"} <= set(out["points"][0])
     assert out["points"][2]["fixed"]["policy"] == "dots_no_batch" == out["fixed"][1]["policy"]
 
@@ -173,7 +174,7 @@ def test_the_table(points, fixed):
     text = printed(moved, fixed)
     flags = [line for line in text.splitlines() if "--config" in line]
     assert max(len(line) for line in text.splitlines() if line not in flags) <= 100
-    assert re.search(r" 30\.00 +2 +fits +29\.50 +11\.00 +0\.6500 +10\.00% +3 +full +0\.7000 +25\.00%", text)
+    assert re.search(r" 30\.00 +2 +fits +29\.50 +11\.00 +0\.6500 +10\.00% 0\.59 to 0\.72 +3 full +0\.7000 +25\.00%", text)
     assert re.search(r" 80\.00 +3 +exceeds .*dots_no_batch ", text)
     assert [line.strip() for line in flags] == [point.flags for point in frontier.plans_of(points)] + [points[1].flags]
     assert "4 points, 9 programs compiled (5 of them from the cache); recomputes 41.7% fewer FLOPs, " \
@@ -201,7 +202,7 @@ def test_the_browser_draws_the_front(points, fixed, tmp_path):
     script = """
       const { spec } = charts.of("front"), [line, budgets, policies, plans] = spec.series;
       document.title = [line.x.join(), line.y.join(), line.step, budgets.x.join(), policies.labels.join("+"),
-        plans.x.join(), plans.tips[1].includes("step at least 0.6500 s"), spec.limits[0].x].join(";");"""
+        plans.x.join(), plans.tips[1].includes("step 0.6500 s, 0.59 to 0.72 s"), spec.limits[0].x].join(";");"""
     page = frontier_page.render(as_json(points, fixed))
     document = browse(tmp_path, page, script=script, options=["--dump-dom"])
     assert 'data-ready="yes"' in body(document)

@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,18 @@ def test_the_sources_that_matter(tmp_path):
     first = row_cache.source_digest([tmp_path])
     (tmp_path / "a.py").write_text("2")
     assert row_cache.source_digest([tmp_path]) != first
+
+
+def test_what_reads_a_schedule_makes_a_row_and_what_predicts_from_it_does_not():
+    """New rates and constants leave rows valid; whatever the reading is made of does not."""
+    memory = Path(row_cache.__file__).parents[1]
+    found, left = set(), ["reading"]
+    while left:
+        found.add(name := left.pop())
+        text = (memory / "seconds" / f"{name}.py").read_text()
+        named = re.findall(r"^from bytescope.memory.seconds(?:\.(\w+) import| import (.*))", text, re.M)
+        left += {one.strip() for pair in named for one in (pair[0] or pair[1]).split(",")} - found
+    assert set(row_cache._MAKING["seconds"]) == found >= {"reading"} and "rates" not in found
 
 
 # ---- jobs and workers -------------------------------------------------------------------------------

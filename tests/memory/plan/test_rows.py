@@ -7,11 +7,15 @@ import json
 import pytest
 from rich.console import Console
 
+from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import Buffer, Report, TimelinePoint
+from bytescope.memory.report_records import schedule
+from bytescope.memory.report_records.schedule import Kernel
+from bytescope.memory.seconds import prediction
 from bytescope.memory.text import compare as compare_text
 from support.rows import GIB, row, some_rows
 
@@ -76,21 +80,72 @@ def test_no_row_of_one_task_is_recommended_over_another_task():
     assert "best that fits" not in text and "best of each task" in text and "none of these" not in text
 
 
-def test_what_a_roofline_promises_at_most():
-    """A step of 8 PFLOP over 8 devices of 1 PFLOP/s that takes 2 s: half of what they could do."""
-    rates = {"peak_flops": {"bf16": 1e15, "fp32": 1.0}, "hbm_bytes_per_s": 1e12, "host_link_bytes_per_s": 1e12,
-             "interconnect_bytes_per_s": {"in_host": 1e12, "between_hosts": 1e12}}
-    work = {"forward": {"flops": {"bf16": 1e15}, "other_bytes": 1e12}}
-    answer = {"status": "ok", "work": work, "target": {**rates, "n_devices": 8}, "model_flops": 8e15,
+def test_a_row_has_its_prediction_and_the_bound_beside_it():
+    """A product of 1 PFLOP on each device, twice per update; the bound is that of the data sheet's peak."""
+    target = targets.parse("h100:8").to_json()
+    peak = target["peak_flops"]["bf16"]
+    steps = (Kernel("product", "forward", 0, 10**15, "bfloat16", (1, 8192, 8192, 8192)),)
+    answer = {"status": "ok", "work": {"forward": {"flops": {"bf16": 1e15}}}, "schedule": schedule.to_json(steps),
+              "target": target, "model_flops": 8 * 10**15,
               "calls_per_update": 2, "tokens_per_update": 4096,
               "settled": {"batch": "1 x 2", "segments": [{"layers": 4, "policy": "custom", "save": ["v", "up"],
                                                           "offload": ["q"]}, {"layers": 1, "policy": "none"}]}}
     found = Row.of({}, answer)
-    assert found.predicted_step_seconds == 4 and found.predicted_tokens_per_s == 1024 and found.predicted_mfu == 0.5
+    wanted = prediction.of(steps, target, 2, 4096, 8 * 10**15)
+    assert (found.predicted_seconds, found.predicted_seconds_low, found.predicted_seconds_high) == (
+        wanted.seconds, wanted.low, wanted.high) and wanted.low < wanted.seconds < wanted.high
+    assert (found.predicted_tokens_per_s, found.predicted_mfu) == (wanted.tokens_per_s, wanted.mfu)
+    assert found.least_seconds == pytest.approx(2e15 / peak) and found.least_seconds < found.predicted_seconds
+    assert found.rates == wanted.rates and "h100" in found.rates
     assert (found.batch, found.policy) == ("1 x 2", "4 x v+up+q@host, 1 x none")
     kept = Row.of({}, json.loads(json.dumps(dataclasses.asdict(found))))
     assert kept == found, "out of its own JSON"
-    assert Row.of({}, {**answer, "work": {}}).predicted_mfu is None
+    bound = Row.of({}, {**answer, "schedule": []})
+    assert bound.predicted_seconds is bound.predicted_mfu is None and bound.least_seconds == found.least_seconds
+
+
+def predicted(policy, gib, share, seconds, **more):
+    """A row that takes so many seconds for 4096 tokens."""
+    return row(policy, gib, share, predicted_seconds=seconds, predicted_tokens_per_s=4096 / seconds, **more)
+
+
+def test_the_fastest_predicted_is_the_best_whatever_it_recomputes():
+    some = [predicted("none", 30, 0.0, 1.1), predicted("dots", 20, 0.05, 1.0), predicted("full", 10, 0.3, 1.3),
+            predicted("worse", 25, 0.1, 1.2)]
+    assert plan_rows.best(some).overrides == {"remat.policy": "dots"} and not plan_rows.tied(some, some[1])
+    assert [r.pareto for r in plan_rows.mark_pareto(some)] == [False, True, True, False]
+    assert plan_rows.best([predicted("none", 60, 0.0, 1.0), predicted("full", 10, 0.3, 1.5)]).overrides == {
+        "remat.policy": "full"}, "what exceeds is no candidate"
+
+
+def test_of_a_tie_the_least_recomputation_then_the_least_memory():
+    """Within 3 %; and no chain of ties leads to a row that is slower than that."""
+    some = [predicted("a", 30, 0.1, 1.0), predicted("b", 20, 0.05, 1.02), predicted("c", 25, 0.05, 1.01),
+            predicted("d", 10, 0.0, 1.05)]
+    winner = plan_rows.best(some)
+    assert winner.overrides == {"remat.policy": "b"}
+    assert [r.overrides["remat.policy"] for r in plan_rows.tied(some, winner)] == ["a", "c"]
+    assert plan_rows.best(some[::-1]).overrides == winner.overrides, "in any order"
+    assert all(r.pareto for r in plan_rows.mark_pareto(some)), "in bytes and seconds as they are"
+    text = printed(some)
+    assert "a tie, predicted within 3%: a; c; chosen for the least recomputation" in text.replace("\n", " ")
+    assert "fewer bytes at no more predicted time" in text.replace("\n", " ")
+
+
+def test_host_memory_is_memory_and_whole_per_cents_decide():
+    """A plan that moves tensors to the host does not take less; 0.1 % of recomputation is nothing."""
+    some = [predicted("here", 20, 0.0, 1.0), predicted("away", 12, 0.0, 1.0), predicted("less", 10, 0.004, 1.02)]
+    some[1] = dataclasses.replace(some[1], host_bytes=9 * GIB)
+    assert plan_rows.best(some[:2]).overrides == {"remat.policy": "here"}
+    assert plan_rows.best(some).overrides == {"remat.policy": "less"}
+
+
+def test_predicted_seconds_stand_with_their_spread_and_the_rates_once():
+    more = {"predicted_seconds_low": 0.65, "predicted_seconds_high": 0.81, "predicted_mfu": 0.4321,
+            "rates": "measured on h100: products"}
+    text = printed([predicted("none", 30, 0.0, 0.7213, **more), predicted("full", 10, 0.3, 0.9, **more)])
+    assert "0.721, 0.65 to 0.81" in text and "5,679" in text and "43.2%" in text
+    assert text.count("measured on h100: products") == 1 and "at least" not in text
 
 
 def test_equals_are_both_on_the_front():

@@ -33,6 +33,7 @@ from bytescope.memory.records import (
     XlaStats,
     ZeroRow,
 )
+from bytescope.memory.seconds.prediction import Prediction
 from bytescope.memory.text import compare as compare_text
 from bytescope.memory.text import diff as diff_text
 from bytescope.memory.text import fit as fit_text
@@ -118,21 +119,30 @@ def show_front(console, name):
     frontier_text.show(points, [full], about, console=console)
 
 
+def predicted(seconds):
+    return Prediction(seconds, 0.9 * seconds, 1.1 * seconds, {}, {}, "products", "rates")
+
+
 def show_fit(console, name):
     target = SimpleNamespace(name=name)
     lines = fit_text.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
     answer = {"status": "ok", "allocated_bytes": 30 * GIB + MIB, "host_bytes": 7 * GIB}
-    lines.show(Step("baseline", f"zero3 fsdp 8, 1 x 16, {name}", {}, answer, True, "fits, fastest so far", 0.6983))
-    lines.show(Step("mesh", f"tensor 2, {name}", {}, answer, False, "1.25 GiB too much", 0.5))
+    lines.show(Step("baseline", f"zero3 fsdp 8, 1 x 16, {name}", {}, answer, True, "fits, fastest so far",
+                    predicted(0.6983)))
+    lines.show(Step("mesh", f"tensor 2, {name}", {}, answer, False, "1.25 GiB too much", predicted(0.5)))
     lines.show(Step("mesh", f"zero2 {name}", {}, {"status": name}, False, f"no {name}"))
-    out = {"programs": 14, "seconds": 12.3, "stopped": name, "budget_bytes": 72 * GIB, "batch_tokens": 4096, "best": {
-        "what": name, "recompute_flops_fraction": 0.25, "predicted_step_seconds": 0.6983, "host_bytes": GIB,
+    out = {"programs": 14, "seconds": 12.3, "stopped": name, "budget_bytes": 72 * GIB, "batch_tokens": 4096,
+           "target": {"n_devices": 8},
+           "ties": [name, "one more", "and another", "and the last"], "best": {
+        "what": name, "recompute_flops_fraction": 0.25, "predicted_seconds": 0.6983, "host_bytes": GIB,
+        "predicted_seconds_low": 0.63, "predicted_seconds_high": 0.78, "predicted_mfu": 0.512, "rates": name,
+        "least_seconds": 0.5,
         "allocated_bytes": 44 * GIB, "flags": "--config.remat.policy=full " * 5}}
     fit_text.show(out, "llama_8b", console)
     lacking = {"what": name, "allocated_bytes": 90 * GIB, "missing_bytes": 18 * GIB, "host_missing_bytes": GIB,
                "flags": "--config.x=y", "breakdown": {"params": 60 * GIB, "residuals": 29 * GIB}}
     fit_text.show({**out, "best": None, "certificate": lacking}, name, console)
-    fit_text.show_measured([(Step("mesh", name, {}, answer, True, "fits", 0.7),
+    fit_text.show_measured([(Step("mesh", name, {}, answer, True, "fits", predicted(0.7)),
                              {"step_seconds": 0.75, "tokens_per_s": 123456.0})], console)
 
 
