@@ -174,7 +174,8 @@ def test_the_table(points, fixed):
     text = printed(moved, fixed)
     flags = [line for line in text.splitlines() if "--config" in line]
     assert max(len(line) for line in text.splitlines() if line not in flags) <= 100
-    assert re.search(r" 30\.00 +2 +fits +29\.50 +11\.00 +0\.6500 +10\.00% 0\.59 to 0\.72 +3 full +0\.7000 +25\.00%", text)
+    assert re.search(r" 30\.00 +2 +fits +29\.50 +11\.00 +0\.6500 +10\.00% 0\.59 to 0\.72 +3 full +0\.7000 +25\.00%",
+                     text)
     assert re.search(r" 80\.00 +3 +exceeds .*dots_no_batch ", text)
     assert [line.strip() for line in flags] == [point.flags for point in frontier.plans_of(points)] + [points[1].flags]
     assert "4 points, 9 programs compiled (5 of them from the cache); recomputes 41.7% fewer FLOPs, " \
