@@ -48,7 +48,8 @@ def prediction(found: Breakdown, predicted: Mapping[str, Any]) -> str:
     if not once:
         return f"{least}, measured {measured:.4g} s{aside}, {measured / (bound * found.calls):.3g} x"
     low, high = (rounded(predicted[end] * found.calls, 2) for end in ("low", "high"))
-    return (f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {one_line(predicted['rates'])}), measured "
+    rates = one_line(predicted["rates"])
+    return (f"predicted {rounded(once * found.calls)} s ({low} to {high}; rates: {rates}), measured "
             f"{measured:.4g} s{aside}, {measured / (once * found.calls):.3g} x{f'; {least}' if least else ''}")
 
 
