@@ -182,8 +182,8 @@ class StateFlow:
                 root = module.root(computation)
                 if root is not None:
                     yield root, inner
-            if opcode == "while" and instruction.operands:
-                yield self._operands(instruction)[0], index
+            if opcode == "while":
+                yield from ((operand, index) for operand in self._operands(instruction)[:1])
         else:
             yield from self._from_operands(instruction, index)
 

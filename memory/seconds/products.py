@@ -173,9 +173,9 @@ def _call(module: Module, instruction: Instruction) -> Work | None:
     found = None
     if gemm:
         numbers, precision = _inner(gemm, "dot_dimension_numbers"), _inner(gemm, "precision_config")
-        algorithm = precision.get("algorithm", "ALG_UNSET")
+        algorithm = str(precision.get("algorithm", "ALG_UNSET"))
         exact = algorithm in _EXACT_NAMES or (algorithm == "ALG_UNSET"
-                                              and "HIGHEST" in precision.get("operand_precision", ()))
+                                              and "HIGHEST" in str(precision.get("operand_precision")))
         found = _product(module, instruction, _numbers(numbers.get("lhs_contracting_dimensions")),
                          _numbers(numbers.get("lhs_batch_dimensions")), exact)
     elif scores:
@@ -240,7 +240,11 @@ def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _numbers(values: Any) -> list[int]:
-    return [int(value) for value in values if str(value).isdigit()] if isinstance(values, list) else []
+    texts = map(str, values) if isinstance(values, list) else ()
+    return [int(text) for text in texts if text.isdecimal() and len(text) < _DIGITS]
+
+
+_DIGITS = 19  # of a 64-bit number
 
 
 _RULES: Mapping[str, Callable[[Module, Instruction], Work | None]] = {

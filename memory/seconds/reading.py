@@ -36,8 +36,8 @@ from bytescope.memory.seconds.schedule import kernels as every_kernel
 _DEEPEST, _MOST = 24, 2**17
 # FLOPs that a device computes while it moves one byte, to compare the branches of a conditional: an H100's, 989 / 3.35.
 _FLOPS_A_BYTE = 295
-# Products that kernels look like are what they compute where the sum is that of the jaxpr, but for this share.
-_ALIKE = 0.01
+# Products that kernels look like are what they compute where the sum is that of the jaxpr, but for one part in so many.
+_ALIKE = 100
 _WAYS = {host_transfers.TO_HOST: TO_HOST, host_transfers.TO_DEVICE: TO_DEVICE}
 
 
@@ -245,24 +245,24 @@ _RULES: dict[str, _Rule] = {
     "async-update": _Walk.wait, "async-done": _Walk.wait, "copy-start": _Walk.copy_start, "copy-done": _Walk.wait}
 
 
-def _cost(steps: Steps) -> float:
+def _cost(steps: Steps) -> int:
     """Bytes of what runs, FLOPs among them as the bytes that a device moves meanwhile."""
-    own = sum(times * (kernel.bytes + kernel.flops / _FLOPS_A_BYTE) for kernel, times in every_kernel(steps))
+    own = sum(times * (kernel.bytes + kernel.flops // _FLOPS_A_BYTE) for kernel, times in every_kernel(steps))
     return own + sum(step.bytes for step in steps if isinstance(step, Start))
 
 
-def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, float]:
+def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
     """Phase -> FLOPs of a device that a jaxpr counts beyond the module's products; of attention it counts all."""
-    left: dict[str, float] = {}
+    left: dict[str, int] = {}
     for (phase, _), count in flops.by.items() if flops else ():
-        left[phase] = left.get(phase, 0) + count / devices
+        left[phase] = left.get(phase, 0) + round(count / devices)
     for kernel, times in every_kernel(steps):
         if kernel.kind != FOREIGN and kernel.phase in left:
             left[kernel.phase] -= times * (products.unmasked(kernel) if kernel.causal else kernel.flops)
     return {phase: max(count, 0) for phase, count in left.items()}
 
 
-def _settled(steps: Steps, beyond: Mapping[str, float]) -> Steps:
+def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
     """The steps with foreign kernels as what they compute, of the FLOPs by phase that are left for them."""
     sums: dict[str, list[int]] = {}
     for kernel, times in every_kernel(steps):
@@ -273,22 +273,23 @@ def _settled(steps: Steps, beyond: Mapping[str, float]) -> Steps:
     if not sums:
         return steps
     products_in = {phase for phase, (_, looks) in sums.items()
-                   if looks and abs(beyond.get(phase, 0) - looks) <= _ALIKE * looks}
-    return _with_foreign(steps, products_in, {phase: beyond.get(phase, 0) / size for phase, (size, _) in sums.items()})
+                   if looks and abs(beyond.get(phase, 0) - looks) * _ALIKE <= looks}
+    return _with_foreign(steps, products_in, {phase: (beyond.get(phase, 0), size) for phase, (size, _) in sums.items()})
 
 
-def _with_foreign(steps: Steps, products_in: Collection[str], rates: Mapping[str, float]) -> Steps:
-    """Foreign kernels are products in some phases, elsewhere they compute so many FLOPs per byte."""
+def _with_foreign(steps: Steps, products_in: Collection[str], shared: Mapping[str, tuple[int, int]]) -> Steps:
+    """Foreign kernels are products in some phases, elsewhere they share so many FLOPs over so many bytes."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):
-            step = Loop(step.trips, _with_foreign(step.steps, products_in, rates))
+            step = Loop(step.trips, _with_foreign(step.steps, products_in, shared))
         elif isinstance(step, Kernel) and step.kind == FOREIGN:
             if step.phase in products_in and step.flops:
                 step = dataclasses.replace(step, kind=PRODUCT)
             elif step.phase in products_in:
                 step = dataclasses.replace(step, kind=MOVING, dtype="")  # nothing is left for it to compute
             else:
-                step = dataclasses.replace(step, flops=round(rates[step.phase] * step.bytes), size=())
+                flops, size = shared[step.phase]
+                step = dataclasses.replace(step, flops=flops * step.bytes // size, size=())
         out.append(step)
     return merged(out)
