@@ -255,22 +255,3 @@ def _checked(work: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
             if not right or not all(is_number(amount) and amount >= 0 for amount in amounts.values()):
                 raise ReportError(f"a damaged report (work.{phase}.{key} is {part[key]!r:.40}): write it again")
     return work
-
-
-def bounds(answer: Mapping[str, Any]) -> dict[str, float]:
-    """What a compare worker's answer promises at the best, by the names of a row's fields; {} where nothing is known.
-
-    `predicted_step_seconds` is the least of an update, `predicted_tokens_per_s` (over all devices) and `predicted_mfu`
-    the most.
-    """
-    once = of_answer(answer)
-    if once is None:
-        return {}
-    update, target = answer["calls_per_update"] * once.total, answer["target"]
-    out = {"predicted_step_seconds": update}
-    tokens, model_flops = answer.get("tokens_per_update"), answer.get("model_flops")
-    if tokens and update > 0:
-        out["predicted_tokens_per_s"] = tokens / update
-    if model_flops and (rates := figures(target)):
-        out["predicted_mfu"] = mfu(model_flops / max(target.get("n_devices", 1), 1), answer["work"], rates, once.total)
-    return out

@@ -185,15 +185,16 @@ def test_the_work_of_a_known_program(devices):
 
 # ---- rows and reports -------------------------------------------------------------------------------
 
-def test_a_row_has_the_seconds_of_an_update():
+def test_a_row_has_the_least_seconds_of_an_update():
     work = {"forward": phase(other_bytes=int(4.8e12))}
     answer = {"status": "ok", "work": work, "calls_per_update": 3, "tokens_per_update": 96,
               "target": json.loads(json.dumps(targets.parse("h200").to_json()))}
     row = Row.of({}, answer)
-    assert row.predicted_step_seconds == pytest.approx(3.0) and row.tokens_per_update == 96
-    assert Row.of({}, {"predicted_step_seconds": 2.0}).predicted_step_seconds == 2.0  # of a comparison's JSON
-    assert Row.of({}, answer | {"work": {}}).predicted_step_seconds is None
-    assert Row.of({}, answer | {"target": {"platform": "rocm"}}).predicted_step_seconds is None
+    assert row.least_seconds == pytest.approx(3.0) and row.tokens_per_update == 96
+    assert row.predicted_seconds is row.predicted_mfu is None, "a bound is no prediction"
+    assert Row.of({}, {"least_seconds": 2.0}).least_seconds == 2.0  # of a comparison's JSON
+    assert Row.of({}, answer | {"work": {}}).least_seconds is None
+    assert Row.of({}, answer | {"target": {"platform": "rocm"}}).least_seconds is None
 
 
 def test_the_worker_answers_with_work():
@@ -205,7 +206,9 @@ def test_the_worker_answers_with_work():
     assert (answer["calls_per_update"], answer["tokens_per_update"]) == (3, 3 * 2 * 16)
     assert sum(sum(part["flops"].values()) for part in answer["work"].values()) == answer["hardware_flops"]
     once = roofline.of_answer(json.loads(json.dumps(answer)))
-    assert Row.of({}, answer).predicted_step_seconds == 3 * once.total > 0
+    row = Row.of({}, answer)
+    assert row.least_seconds == 3 * once.total > 0 and row.predicted_seconds > 0
+    assert row.predicted_tokens_per_s == pytest.approx(96 / row.predicted_seconds)
 
 
 def test_the_report_and_its_page_tell_it_in_a_line():
