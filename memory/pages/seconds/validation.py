@@ -66,13 +66,10 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(found: Mapping[str, Any]) -> list[Figure]:
-    ratios = sorted(row["ratio"] for row in found["rows"] if row["ratio"])
-    if not ratios:
-        return []
-    within = sum(_GOOD[0] <= ratio <= _GOOD[1] for ratio in ratios) / len(ratios)
-    return [Figure("runs", str(len(ratios)), "measured and predicted"),
-            Figure("median ratio", f"{ratios[len(ratios) // 2]:.2f}", "predicted over measured"),
-            Figure("within 15 %", percent(within), "of the runs")]
+    """No score: those of different models and numbers of GPUs are never pooled."""
+    unsaid = sum(len(group["rows"]) for group in found["unsaid"])
+    return [Figure("runs", str(len(found["rows"])), "measured and predicted"),
+            Figure("not compared", str(unsaid), "with the reason below")]
 
 
 # ---- the tables -----------------------------------------------------------------------------------------------
