@@ -17,7 +17,8 @@
       series: [
         ideal(1, undefined, "as measured"), ideal(0.85, "dot", "15 % off"), ideal(1.15, "dot", ""),
         ...data.series.map((one, i) => ({ kind: "points", name: one.name, x: one.x, y: one.y, tips: one.tips, size: 10,
-          symbol: SYMBOLS[(i + Math.floor(i / COLORS.length)) % SYMBOLS.length], color: `var(--c-${COLORS[i % COLORS.length]})` })),
+          symbol: SYMBOLS[(i + Math.floor(i / COLORS.length)) % SYMBOLS.length],
+          color: `var(--c-${COLORS[i % COLORS.length]})` })),
       ],
     });
   };
