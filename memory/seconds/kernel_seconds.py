@@ -48,12 +48,12 @@ def _memory(kernel: Kernel, rates: Rates) -> float:
 
 def _product(kernel: Kernel, rates: Rates) -> float:
     computed = constants.PRODUCTS * kernel.flops / product_flops_per_s(kernel, rates) if kernel.flops else 0.0
-    return max(computed, kernel.bytes / at(rates.memory, kernel.bytes))
+    return max(computed, _memory(kernel, rates))
 
 
 def _attention(kernel: Kernel, rates: Rates) -> float:
     computed = constants.ATTENTION * kernel.flops / attention_flops_per_s(kernel, rates) if kernel.flops else 0.0
-    return max(computed, kernel.bytes / at(rates.memory, kernel.bytes))
+    return max(computed, _memory(kernel, rates))
 
 
 _KINDS: Mapping[str, Callable[[Kernel, Rates], float]] = {
