@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from bytescope.memory.commands.arguments import Parser, settle_subject
+from bytescope.memory.commands.arguments import Parser, settle_rates, settle_subject
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
 from bytescope.memory.plan.trainer import Trainer
 from bytescope.memory.text.console import settle_stdout
@@ -37,6 +37,8 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "llama_8b h200:8", "tiny --json=names.json")),
     "validate": ("seconds.validate", "predicted seconds and bytes against what real GPUs measured", (
         "--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json")),
+    "calibrate": ("seconds.calibrate", "what this machine's devices reach, for --rates=FILE", (
+        "--out=rates.json", "--seconds=20")),
     "trace": ("trace", "where a step's time went, from a profiler's trace", (
         "runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json")),
     "page": ("page", "a run directory as a page: loss, memory, report, trace", (
@@ -107,6 +109,7 @@ def main(argv: Sequence[str], trainer: Trainer | None = None) -> int:
     settle_stdout()
     try:
         args, overrides = parse(argv, trainer)
+        settle_rates(args)
         module = importlib.import_module(f"bytescope.memory.commands.{COMMANDS[args.command][0]}")
         return module.run(args, overrides, trainer)
     except BrokenPipeError:  # the reader of our output has seen enough

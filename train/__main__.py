@@ -20,7 +20,7 @@ exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit,
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    from bytescope.memory.commands.arguments import Parser, user_path
+    from bytescope.memory.commands.arguments import Parser, add_rates, user_path
     from bytescope.train.parallel.processes import add_flags
 
     parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
@@ -35,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
     parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
+    add_rates(parser)
     parser.add_argument("--verbose", action="store_true", help="print the whole memory report, and why each choice")
     add_flags(parser)
     return parser
@@ -81,6 +82,7 @@ def command(argv: Sequence[str]) -> int:
     if args.budget and not args.fit:
         raise UserError(f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
                         f"--config.remat.budget={args.budget}")
+    from bytescope.memory.commands.arguments import settle_rates
     from bytescope.train.config import load
 
     if args.fit:
@@ -92,6 +94,7 @@ def command(argv: Sequence[str]) -> int:
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
         args.overrides = fitted(args.config, args.overrides, args.budget or "")
     config = load(args.config, args.overrides)
+    settle_rates(args)
     from bytescope.train.run.profile import NOTHING, Asked
 
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)

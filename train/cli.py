@@ -20,7 +20,7 @@ TRAINER = {
 }
 GROUPS = {
     "train": ("train", "prepare"),
-    "measure": ("report", "trace", "page", "names", "diff", "estimate", "validate"),
+    "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
     "plan": ("compare", "levers", "front", "fit"),
     "list": ("configs", "targets", "keys", "policies", "completion"),
 }

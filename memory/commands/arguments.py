@@ -111,10 +111,41 @@ def _settle_place(args: argparse.Namespace) -> None:
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     """Adds how a command compiles and where its `result`, in words, goes."""
     parser.add_argument("--no-cache", action="store_true", help="compile everything: neither read nor write the cache")
+    add_rates(parser)
     parser.add_argument("--jobs", metavar="N", type=int, help="compile N programs at once (default: one per core, as "
                         "far as 20 GiB of host memory allow)")
     parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
+
+
+def add_rates(parser: argparse.ArgumentParser) -> None:
+    """Adds where the rates of predictions are from."""
+    parser.add_argument("--rates", metavar="FILE", type=user_path, help="predict seconds with the rates that bytescope "
+                        "calibrate measured on such devices, not with the published ones")
+
+
+def settle_rates(args: argparse.Namespace) -> None:
+    """Lets all predictions of this process take the rates of --rates=FILE; without the flag those of the table.
+
+    Raises:
+      ReportError: the file cannot be read, is damaged, or is of another kind of device than the target.
+    """
+    from bytescope.memory.seconds import rates
+
+    rates.use(vars(args).get("rates"))
+    if "target" in args and args.target is not None:
+        _check_rates(args, args.target)
+
+
+def _check_rates(args: argparse.Namespace, name: str) -> None:
+    """Raises ReportError where --rates is of another kind of device than the target of this name; the devices of this
+    machine, which only jax knows, are told apart when they are predicted."""
+    from bytescope.memory.devices.chips import CHIPS
+    from bytescope.memory.seconds import rates
+
+    base = name.strip().lower().partition(":")[0]
+    if vars(args).get("rates") is not None and (base in CHIPS or base == "cpu"):
+        rates.refuse(rates.load(args.rates), {"name": name, "kind": CHIPS[base].kind if base in CHIPS else base})
 
 
 def check(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -127,6 +158,7 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
 
     for name in dict.fromkeys(names):
         base = name.partition(":")[0]
+        _check_rates(args, name)
         if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:
@@ -136,9 +168,9 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
         raise ReportError(f"--jobs={args.jobs}: give 1 or more")
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Raises ReportError for a file of --json or --html that cannot be written, before anything long begins."""
-    for path in filter(None, (vars(args).get(flag) for flag in ("json", "html"))):
+def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html")) -> None:
+    """Raises ReportError for a file of these flags that cannot be written, before anything long begins."""
+    for path in filter(None, (vars(args).get(flag) for flag in flags)):
         if not os.path.isdir(path.absolute().parent):
             raise ReportError(f"cannot write {path}: there is no folder {path.parent}")
         if os.path.isdir(path):
@@ -174,7 +206,7 @@ class Bar:
 
 
 @contextmanager
-def progress(total: int | None) -> Iterator[Bar]:
+def progress(total: int | None, doing: str = "compiling") -> Iterator[Bar]:
     """A progress bar on stderr, where that is a terminal, gone at the end. total: None where it is not known."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -182,7 +214,7 @@ def progress(total: int | None) -> Iterator[Bar]:
     from bytescope.memory.text.console import make_console
 
     console = make_console(stderr=True)
-    columns = (TextColumn("compiling"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+    columns = (TextColumn(doing), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}", markup=False, table_column=Column(
                    ratio=1, no_wrap=True, overflow="ellipsis")))  # the labels get what the figures leave
     # What goes to stdout stays there, even if only stderr is a terminal.

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory import user_program
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, NO_CONFIG, add_subject, check_files, user_path, write
+from bytescope.memory.commands.arguments import (
+    DOES_NOT_FIT,
+    NO_CONFIG,
+    add_rates,
+    add_subject,
+    check_files,
+    user_path,
+    write,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import Report, Subject
 
@@ -33,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
                         "evaluation and the final sample, and show their peaks (needs a config)")
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
+    add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
     parser.add_argument("--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof")

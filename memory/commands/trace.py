@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescope.memory import records
-from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.commands.arguments import add_rates, check_files, user_path, write
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, xplane
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "whose newest trace is read, or one file *.xplane.pb")
     parser.add_argument("--report", metavar="FILE", type=user_path, help="the program's report, which a run "
                         "writes as memory.json: compare the measured time with the predicted one")
+    add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the breakdown as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline: phases, "
                         "components, the host, the longest operations")

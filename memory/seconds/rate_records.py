@@ -52,6 +52,8 @@ class Rates:
             next one, in a host and between hosts.
         cores: that tiles of products are spread over; 0 where it is not known.
         sources: part -> where its figures are from.
+        measured: of a file of `bytescope calibrate`: "device" (jax' device_kind), "platform", "devices", "date" and
+            versions; {} of a table.
 
     Raises ReportError for a figure that is not a positive number or a part that is missing.
     """
@@ -69,6 +71,7 @@ class Rates:
     network_hop_seconds: float = 0.0
     cores: int = 0
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, curve in self._curves():
@@ -112,6 +115,18 @@ class Rates:
         return dataclasses.replace(self, collectives=listed.collectives, hop_seconds=listed.hop_seconds,
                                    network_hop_seconds=listed.network_hop_seconds,
                                    source=f"{self.source}; collectives: {listed.source}")
+
+    def shared(self, devices: int) -> Rates:
+        """These of each of so many devices that a CPU simulates: they have its cores and its memory together."""
+        def part(curve: Curve) -> Curve:
+            return tuple((size, rate / devices) for size, rate in curve)
+
+        return self if devices < 2 else dataclasses.replace(
+            self, peak_flops={unit: peak / devices for unit, peak in self.peak_flops.items()},
+            products={unit: part(curve) for unit, curve in self.products.items()},
+            attention={way: {width: part(curve) for width, curve in table.items()}
+                       for way, table in self.attention.items()},
+            memory=part(self.memory), host_link_bytes_per_s=self.host_link_bytes_per_s / devices)
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain JSON values, with the version of the format. `from_json` reads it."""
@@ -198,4 +213,5 @@ _READ = {
     "attention": lambda value: {_text(way): {int(width): _curve(points) for width, points in table.items()}
                                 for way, table in value.items()},
     "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
+    "measured": lambda value: {_text(name): _text(word) for name, word in value.items()},
 }

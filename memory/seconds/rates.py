@@ -21,7 +21,7 @@ from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "from_json", "load", "of", "use"]
+__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "from_json", "load", "of", "refuse", "use"]
 
 # What a kernel of XLA's CPU runtime takes to begin, on one thread: a call through its table of thunks.
 _CPU_FLOOR_SECONDS = 1e-6
@@ -63,7 +63,8 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Ra
     """The rates of a target or its JSON: those of a file (else of the one that `use` chose), of the table for its chip,
     of this machine for a CPU; None for an accelerator of which nothing is known.
 
-    What a file lacks of collectives is taken from the table. Raises ReportError for a damaged file or target.
+    What a file lacks of collectives is taken from the table. Raises ReportError for a damaged file or target, and for a
+    file that was measured on another kind of device.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     chosen = Path(file) if file is not None else next(iter(_CHOSEN), None)
@@ -71,16 +72,32 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Ra
     if chosen is None:
         return listed
     found = _loaded(chosen)
+    refuse(found, known)
+    if known.get("platform") == "cpu":
+        return found.shared(_sharing(known))
     return found.completed(listed) if listed is not None else found
+
+
+def refuse(found: Rates, known: Mapping[str, Any]) -> None:
+    """Raises ReportError for rates that were measured on another kind of device than a target (its JSON) is."""
+    device = found.measured.get("device", known.get("kind"))
+    if device != known.get("kind"):
+        raise ReportError(f"rates of {device} for {known.get('name')}, which is {known.get('kind')}: leave --rates "
+                          f"out, or give what bytescope calibrate writes on {known.get('kind')}")
 
 
 def _of_machine(known: Mapping[str, Any]) -> Rates:
     """This machine's, shared by the devices that it simulates; what they send to each other are copies of memory."""
-    sharing = known.get("n_devices", 1)
-    if not is_count(sharing):
-        raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
-    flops, copied = (rate / max(sharing, 1) for rate in roofline.machine_rates())
+    flops, copied = (rate / _sharing(known) for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
     return Rates(source=roofline.MEASURED, peak_flops={"fp32": flops}, products={"fp32": product},
                  attention={way: {128: product} for way in WAYS}, memory=moved, floor_seconds=_CPU_FLOOR_SECONDS,
                  host_link_bytes_per_s=copied)
+
+
+def _sharing(known: Mapping[str, Any]) -> int:
+    """Devices that share the rates of a machine."""
+    sharing = known.get("n_devices", 1)
+    if not is_count(sharing):
+        raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
+    return max(sharing, 1)

@@ -1,0 +1,233 @@
+"""Rates of this machine's devices, measured: cases are compiled, run by turns until the time is spent, and fitted.
+
+Cases are prepared in the order of how much they are wanted, for so much of the time; then all of them run by turns, so
+that a clock that falls or a neighbour that wakes reaches all alike. A case's seconds are the median over the turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from bytescope.memory.costs import roofline
+from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.seconds.calibration import kernels, links
+from bytescope.memory.seconds.calibration.cases import (
+    ACCELERATOR,
+    ATTENTION,
+    CALL,
+    COLLECTIVES,
+    FLOOR,
+    HOST,
+    HOST_LINK,
+    MEMORY,
+    PRODUCTS,
+    SHORT,
+    Case,
+    Sizes,
+)
+from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates
+
+# The share of the time in which cases are compiled; what a visit of one takes; turns that all cases get at least.
+_PREPARING, _VISIT_SECONDS, _LEAST_TURNS = 0.7, 20e-3, 3
+# Of a measured time, what its kernel is thought to take at least: a floor measured too high takes away no more.
+_LEAST_SHARE = 0.1
+# What an accelerator without a data sheet is thought to reach, until it is measured: FLOP/s, bytes per second.
+_GUESS = (1e14, 1e12)
+_VERSIONS = ("bytescope", "jax", "jaxlib")
+Tell = Callable[[Sequence[str], int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A case measured: its `part`, `key`, `size` and `work` (see `cases.Case`), the median seconds of one link, and the
+    spread of its turns, the distance of the quartiles over the median."""
+
+    part: str
+    key: tuple
+    size: int
+    work: float
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What was measured. rates: of one device. left_out: case in words -> why it was not measured."""
+
+    rates: Rates
+    samples: tuple[Sample, ...]
+    left_out: Mapping[str, str]
+
+
+@dataclasses.dataclass
+class _Prepared:
+    case: Case
+    run: Callable[[], Any]
+    calls: int  # of one visit
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def visit(self) -> float:
+        """Runs its calls one behind the other; seconds of one link."""
+        began = time.perf_counter()
+        for _ in range(self.calls):
+            last = self.run()
+        last.block_until_ready()
+        return (time.perf_counter() - began) / (self.calls * self.case.links)
+
+
+def sizes_of(target: Target) -> Sizes:
+    """What is measured of a target's devices."""
+    return HOST if target.platform == "cpu" else ACCELERATOR
+
+
+def measure(todo: Sequence[Case], target: Target, devices: int, seconds: float = 60.0,
+            tell: Tell = lambda labels, done: None) -> Calibration:
+    """The rates that cases tell (of `cases_of`), measured in about so many seconds.
+
+    Args:
+        target: with its data sheet, where there is one. devices: of this host, that the cases run on.
+        tell: is called with what runs and how many cases are compiled.
+
+    Raises ReportError where a part that a prediction needs cannot be measured.
+    """
+    began = time.monotonic()
+    prepared, left_out = [], {}
+    for number, case in enumerate(todo):
+        tell([case.label], number)
+        if not case.needed and time.monotonic() - began > _PREPARING * seconds:
+            left_out[case.label] = "no time: give more --seconds"
+            continue
+        try:
+            prepared.append(_prepare(case))
+        except Exception as error:  # of the compiler or the device: a dtype or size that it has not, no memory left
+            left_out[case.label] = in_one_line(str(error))[:200] or type(error).__name__
+    turn = 0
+    while turn < _LEAST_TURNS or time.monotonic() - began < seconds:
+        for each in prepared:
+            tell([f"turn {turn + 1}", each.case.label], len(todo))
+            each.seconds.append(each.visit())
+        turn += 1
+    samples = tuple(_sample(each) for each in prepared)
+    try:
+        return Calibration(rates_of(samples, target, _about(target, devices)), samples, left_out)
+    except ReportError as error:
+        why = next(iter(left_out.items()), ("nothing", "left out"))
+        raise ReportError(f"the devices could not be measured ({error}); {why[0]}: {why[1]}") from error
+
+
+def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]:
+    """What to measure, the needed first, then by turns a case of each part."""
+    units = [unit for unit in sizes.units if unit in target.peak_flops or not target.peak_flops]
+    flops, moved = (target.peak_flops[units[0]], target.hbm_bytes_per_s) if target.peak_flops else \
+        roofline.machine_rates() if target.platform == "cpu" else _GUESS
+    rows = [list(row) for row in (
+        kernels.floors(devices[0]), kernels.products(devices[0], units, sizes, flops),
+        kernels.memory(devices[0], sizes, moved), kernels.attention(devices[0], sizes, flops / 2),
+        links.host_link(devices[0], sizes), links.collectives(devices, sizes, moved / 10),
+        kernels.thin(devices[0], units[0], sizes, flops))]
+    turns = [row[turn] for turn in range(max(map(len, rows))) for row in rows if turn < len(row)]
+    return sorted(turns, key=lambda case: not case.needed)
+
+
+def _prepare(case: Case) -> _Prepared:
+    """Compiles a case, warms it up and chooses its calls of a visit."""
+    found = _Prepared(case, case.make(), 1)
+    found.visit()  # the first run loads kernels
+    call = max(found.visit() * case.links, 1e-6)
+    found.calls = min(max(int(_VISIT_SECONDS / call), 1), 1000)
+    return found
+
+
+def _sample(each: _Prepared) -> Sample:
+    quarters = statistics.quantiles(each.seconds, n=4)
+    middle = statistics.median(each.seconds)
+    return Sample(each.case.part, each.case.key, each.case.size, each.case.work, middle,
+                  (quarters[2] - quarters[0]) / middle)
+
+
+def _about(target: Target, devices: int) -> dict[str, str]:
+    """What was measured, when and with which versions."""
+    found = {"device": target.kind, "platform": target.platform, "devices": str(devices),
+             "date": datetime.date.today().isoformat()}
+    for name in _VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]) -> Rates:
+    """The rates that samples say. about: what was measured, when and with which versions.
+
+    Raises ReportError where a part is missing that a prediction needs.
+    """
+    parts: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        parts[sample.part].append(sample)
+    floor = min((sample.seconds for sample in parts[FLOOR]), default=0.0)
+    products = _curves(parts[PRODUCTS], floor)
+    peaks = {unit: max(target.peak_flops.get(unit, 0.0), *(rate for _, rate in products[unit, ])) for unit, in products}
+    attention: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
+    for (way, width), curve in sorted(_curves(parts[ATTENTION], floor).items()):
+        attention[way][width] = curve
+    copies = [sample for sample in parts[HOST_LINK] if sample.size > SHORT]
+    if not (copies and parts[MEMORY]):
+        raise ReportError("no memory or no host link was measured")
+    short = [sample.seconds for sample in parts[COLLECTIVES] if sample.size <= SHORT]
+    chip = next((chip for chip in CHIPS.values() if chip.kind == target.kind), None)
+    versions = ", ".join(f"{name} {about[name]}" for name in _VERSIONS if name in about)
+    where = f"{about.get('devices', 1)} x {target.kind}"
+    return Rates(
+        source=f"measured on {where} on {about.get('date', 'an unknown day')}, {versions}",
+        peak_flops={**target.peak_flops, **peaks}, products={unit: curve for (unit,), curve in products.items()},
+        attention=attention, memory=_bandwidth(parts[MEMORY], floor), floor_seconds=floor,
+        host_link_bytes_per_s=min(sample.work / sample.seconds for sample in copies),
+        host_link_seconds=max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0),
+        collectives=_collectives(parts[COLLECTIVES]), hop_seconds=min(short, default=0.0),
+        cores=chip.gpu.cores if chip and chip.gpu else 0, measured=dict(about),
+        sources={sample.part: f"{sample.seconds * 1e6:.1f} us from one call of a short program to the next"
+                 for sample in parts[CALL]})
+
+
+def _work_seconds(sample: Sample, floor: float) -> float:
+    """What its work takes beside the floor of its kernel."""
+    return max(sample.seconds - floor, _LEAST_SHARE * sample.seconds)
+
+
+def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple, Curve]:
+    """Key -> work per second over the size."""
+    found: dict[tuple, dict[float, float]] = defaultdict(dict)
+    for sample in samples:
+        found[sample.key][float(sample.size)] = sample.work / _work_seconds(sample, floor)
+    return {key: tuple(sorted(points.items())) for key, points in found.items()}
+
+
+def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
+    """Bytes per second over the bytes of a kernel: a copy and an addition of arrays of one size are one point."""
+    alike: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        alike[sample.size].append(sample)
+    points = {statistics.fmean(s.work for s in found): sum(s.work for s in found) / sum(
+        _work_seconds(s, floor) for s in found) for found in alike.values()}
+    return tuple(sorted(points.items()))
+
+
+def _collectives(samples: Iterable[Sample]) -> tuple[Collective, ...]:
+    """Bus bandwidth over payload bytes by kind and group; the shortest payloads tell of hops alone."""
+    found: dict[tuple, dict[float, float]] = defaultdict(dict)
+    for sample in samples:
+        if sample.size > SHORT:
+            kind, group = sample.key
+            found[sample.key][float(sample.size)] = WIRE[kind](group) * sample.work / sample.seconds
+    return tuple(Collective(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items())
