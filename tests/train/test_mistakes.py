@@ -9,12 +9,27 @@ from bytescope.train import cli
 pytestmark = pytest.mark.quick
 
 LONG, LONE = "x" * 5000, "\udcff"
+# What `bytescope calibrate` wrote on an H200.
+CURVE = "[[1000.0, 1e12]]"
+WIDTHS = f'{{"128": {CURVE}}}'
+RATES = f"""{{"format": 1, "source": "measured", "peak_flops": {{"bf16": 1e15}}, "products": {{"bf16": {CURVE}}},
+"attention": {{"forward": {WIDTHS}, "forward_causal": {WIDTHS}, "backward": {WIDTHS}, "backward_causal": {WIDTHS}}},
+"memory": {CURVE}, "floor_seconds": 1e-6, "host_link_bytes_per_s": 1e10, "measured": {{"device": "NVIDIA H200"}}}}"""
+# Mistakes with it, of every command that predicts.
+OF_RATES = [
+    ("--rates=", "no name of a file"), ("--rates=missing.json", "missing.json: No such file"),
+    ("--rates=notes.md", "notes.md is not JSON"), ("--rates=cut.json", "cut.json is not JSON"),
+    ("--rates=foreign.json", "foreign.json: rates of format None"), ("--rates=old.json", "reads format 1"),
+    ("--rates=no_memory.json", "memory is"), (f"--rates={LONE}", "error")]
+OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
     "three.py": "def get_config():\n    return 3\n", "syntax.py": "def f(:\n", "imports.py": "import no_such_module\n",
     "two_lines.py": "raise RuntimeError('two\\nlines [/b]')\n", "recursion.py": "def get_config():\n    get_config()\n",
     "notes.md": "# not a config\n", "step.hlo.txt": "HloModule jit_step\n", "text.txt": "some text\n" * 50,
-    "bad.npy": "not an array", "foreign.json": "{}",
+    "bad.npy": "not an array", "foreign.json": "{}", "rates.json": RATES, "cut.json": RATES[:200],
+    "no_memory.json": RATES.replace('"memory": [[1000.0, 1e12]]', '"memory": []'),
+    "old.json": RATES.replace('"format": 1', '"format": 0'),
     "inf.json": '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "limit_bytes": Infinity}',
 }
 
@@ -158,6 +173,19 @@ MISTAKES = {
         ("--source=text.txt --out=o --shard-tokens=many", "--shard-tokens"), ("--sauce=text.txt --out=o", "--source"),
         ("--source=text.txt --out=o --config.train.steps=1", "unrecognized")],
 }
+for command in ("report", "compare", "levers", "front", "fit"):
+    MISTAKES[command] += [(f"tiny h200 {words}", message) for words, message in OF_RATES]
+    MISTAKES[command] += [(f"tiny {target} --rates=rates.json", message) for target in ("h100:8", "cpu:2", "v5e:2x2")
+                          for message in OTHER_DEVICE]
+MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "rates of NVIDIA H200 for h100")]
+MISTAKES["trace"] += [(f"notes.md {words}", message) for words, message in OF_RATES]
+MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
+MISTAKES["calibrate"] = [
+    ("--seconds=0", "--seconds=0"), ("--seconds=nan", "--seconds=nan"), ("--seconds=inf", "--seconds=inf"),
+    ("--seconds=-1", "--seconds=-1"), ("--seconds=long", "--seconds"), ("--out=/no/such/folder/x", "no folder"),
+    ("--out=.", "is a folder"), ("--out=", "no name of a file"), ("tiny", "unrecognized"),
+    ("--secnds=3", "did you mean --seconds?"), ("--rates=rates.json", "unrecognized"),
+    ("--config.train.steps=1", "takes no --config.train.steps")]
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
+from rich.text import Text
 
 from bytescope.memory.costs.collectives import WIRE
 from bytescope.memory.devices.targets import Target
@@ -21,6 +22,8 @@ from bytescope.memory.seconds.calibration.cases import (
     PRODUCTS,
     SHORT,
     THIN,
+    TO_DEVICE,
+    TO_HOST,
 )
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.seconds.kernel_seconds import seconds
@@ -49,14 +52,26 @@ def render(found: Calibration, target: Target) -> Group:
     A rate is the work over the seconds, the floor of the kernel included; those of the data sheet are of one device.
     """
     table = FigureTable(label("kernel", least=16), label("size", least=12), *map(figure, (
-        "time", "spread", "rate", "data sheet", "share", "by cubes")))
+        "time", "spread", "rate", "sheet", "share")))
     for sample in sorted(found.samples, key=_order):
         name, size = _NAMES[sample.part](sample)
         rate, sheet = _rate(sample), _sheet(sample, target)
         table.add(name, size, _time(sample.seconds), f"{sample.spread:.0%}", _shown(rate, sample) if rate else "",
-                  _shown(sheet, sample) if rate and sheet else "", f"{rate / sheet:.0%}" if rate and sheet else "",
-                  _by_cubes(sample, found.rates))
-    return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_notes(found))
+                  _shown(sheet, sample).partition(" ")[0] if rate and sheet else "",
+                  f"{rate / sheet:.0%}" if rate and sheet else "")
+    return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_thin(found), *_notes(found))
+
+
+def _thin(found: Calibration) -> Iterator[Any]:
+    """What the rates of cubes, by which all products are predicted, say of the thin ones."""
+    thin = sorted((sample for sample in found.samples if sample.part == THIN), key=_order)
+    if not thin:
+        return
+    table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
+    for sample in thin:
+        table.add("x".join(map(str, sample.key[1:])), _time(sample.seconds), _by_cubes(sample, found.rates))
+    yield Text()
+    yield table
 
 
 def _order(sample: Sample) -> tuple:
@@ -66,9 +81,8 @@ def _order(sample: Sample) -> tuple:
 
 
 def _notes(found: Calibration) -> Iterator[Any]:
-    yield Prose("spread: the distance of the quartiles over the median", "dim")
-    if any(sample.part == THIN for sample in found.samples):
-        yield Prose("by cubes: the time of a thin product as the rates of cubes predict it", "dim")
+    yield Prose("spread: the distance of the quartiles over the median; sheet: the data sheet, in the unit of the rate",
+                "dim")
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, why in found.left_out.items():
         reasons[why].append(name)
@@ -101,7 +115,9 @@ def _sheet(sample: Sample, target: Target) -> float:
 
 def _shown(rate: float, sample: Sample) -> str:
     of = "FLOP/s" if sample.part in (PRODUCTS, THIN, ATTENTION) else "B/s"
-    return f"{rate / _T:,.4g} T{of}" if rate >= _T else f"{rate / _G:,.3g} G{of}"
+    if sample.part in (COLLECTIVES, HOST_LINK) or rate < _T:
+        return f"{rate / _G:,.3g} G{of}"
+    return f"{rate / _T:,.4g} T{of}"
 
 
 def _time(value: float) -> str:
@@ -109,9 +125,7 @@ def _time(value: float) -> str:
 
 
 def _by_cubes(sample: Sample, rates: Rates) -> str:
-    """The time of a pair of thin products by the rates that were measured on cubes; "" for others."""
-    if sample.part != THIN:
-        return ""
+    """The time of a pair of thin products by the rates that were measured on cubes."""
     unit, m, k, n = sample.key
     dtype, wide = _OPERANDS[unit]
     pair = (Kernel(PRODUCT, "forward", wide * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
@@ -119,11 +133,14 @@ def _by_cubes(sample: Sample, rates: Rates) -> str:
     return _time(sum(seconds(kernel, rates) for kernel in pair))
 
 
+_WAYS = {"forward": "attention fwd", "backward": "attention bwd"}
+_COPIES = {TO_HOST: "device to host", TO_DEVICE: "host to device"}
 _NAMES: Mapping[str, Callable[[Sample], tuple[str, str]]] = {
     PRODUCTS: lambda s: (f"product, {s.key[0]}", f"{s.size} cubed"),
     THIN: lambda s: (f"thin pair, {s.key[0]}", "x".join(map(str, s.key[1:]))),
-    ATTENTION: lambda s: (f"attention {s.key[0].replace('_', ', ')}", f"{s.size}, heads of {s.key[1]}"),
+    ATTENTION: lambda s: (_WAYS[s.key[0].removesuffix("_causal")],
+                          f"{s.size}x{s.key[1]} causal" if s.key[0].endswith("_causal") else f"{s.size}x{s.key[1]}"),
     MEMORY: lambda s: (f"memory, {s.key[0]}", human(s.size)),
-    FLOOR: lambda s: ("short kernel in a chain", ""), CALL: lambda s: ("call of a short program", ""),
-    COLLECTIVES: lambda s: (f"{s.key[0]} of {s.key[1]}", human(s.size)),
-    HOST_LINK: lambda s: (f"host link, {s.key[0]}", human(s.size))}
+    FLOOR: lambda s: ("kernel in a chain", ""), CALL: lambda s: ("call of a program", ""),
+    COLLECTIVES: lambda s: (f"{s.key[0].removeprefix('collective-')} x{s.key[1]}", human(s.size)),
+    HOST_LINK: lambda s: (_COPIES[s.key[0]], human(s.size))}

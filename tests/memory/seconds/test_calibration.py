@@ -1,0 +1,170 @@
+"""What samples of a calibration say, its table, rates of another device refused; and one run of it on this machine."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bytescope.memory.costs.collectives import WIRE
+from bytescope.memory.devices import targets
+from bytescope.memory.errors import ReportError
+from bytescope.memory.report_json import plain
+from bytescope.memory.seconds import rates
+from bytescope.memory.seconds.calibration import measure
+from bytescope.memory.seconds.calibration.cases import (
+    ATTENTION, CALL, COLLECTIVES, FLOOR, HOST_LINK, LEAST_LINKS, MEMORY, MIB, MOST_LINKS, PRODUCTS, SHORT, THIN,
+    UNROLLED, Case, Sizes, links_of)
+from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
+from bytescope.memory.seconds.kernel_seconds import seconds
+from bytescope.memory.seconds.rate_records import WAYS
+from bytescope.memory.seconds.schedule import MOVING, PRODUCT, Kernel
+from bytescope.memory.text.console import plain_text
+from bytescope.memory.text.times import calibrate as view
+from bytescope.train import cli
+
+US, T = 1e-6, 1e12
+ABOUT = {"device": "NVIDIA H200", "platform": "cuda", "devices": "8", "date": "2026-11-22", "jax": "0.10.2"}
+# Of a made-up device: a floor of 2 us, 400 TFLOP/s of products, 2 TB/s of memory, 300 GB/s on the wire.
+FLOOR_SECONDS = 2 * US
+
+
+def sample(part, key, size, work, rate, floor=FLOOR_SECONDS):
+    return Sample(part, key, size, work, floor + work / rate, 0.01)
+
+
+SAMPLES = (
+    Sample(FLOOR, (), 0, 0.0, FLOOR_SECONDS), Sample(CALL, (), 0, 0.0, 30 * US),
+    *(sample(PRODUCTS, ("bf16",), side, 2.0 * side ** 3, 400 * T) for side in (8192, 1024)),
+    sample(THIN, ("bf16", 512, 4096, 1024), 0, 4.0 * 512 * 4096 * 1024, 300 * T),
+    *(sample(ATTENTION, (way, 128), 2048, 1e12, 200 * T) for way in WAYS),
+    *(sample(MEMORY, (kind,), size, arrays * size, 2 * T)
+      for kind, arrays in (("copy", 2), ("add", 3)) for size in (MIB, 64 * MIB)),
+    *(Sample(HOST_LINK, (way,), size, size, took) for way, size, took in (
+        ("to host", 256 * MIB, 256 * MIB / 50e9), ("to device", 256 * MIB, 256 * MIB / 40e9),
+        ("to host", SHORT, 9 * US), ("to device", SHORT, 11 * US))),
+    *(sample(COLLECTIVES, (kind, 8), 64 * MIB, 64 * MIB, 300e9 / WIRE[kind](8), 0) for kind in ("all-reduce",
+                                                                                                "all-gather")),
+    Sample(COLLECTIVES, ("collective-permute", 8), SHORT, SHORT, 3 * US))
+
+
+@pytest.fixture
+def h200():
+    return targets.parse("h200:8")
+
+
+@pytest.fixture
+def used():
+    """`rates.use`, undone at the end."""
+    yield rates.use
+    rates.use(None)
+
+
+@pytest.mark.quick
+def test_samples_say_the_rates_that_made_them(h200):
+    found = rates_of(SAMPLES, h200, ABOUT)
+    assert found.floor_seconds == FLOOR_SECONDS and found.cores == 132 and found.hop_seconds == 3 * US
+    assert [size for size, _ in found.products["bf16"]] == [1024, 8192]
+    assert [rate / T for _, rate in found.products["bf16"]] == pytest.approx([400, 400])
+    assert [size / MIB for size, _ in found.memory] == [2.5, 160]
+    assert [rate / T for _, rate in found.memory] == pytest.approx([2, 2])
+    assert {way: list(table) for way, table in found.attention.items()} == {way: [128] for way in WAYS}
+    assert found.host_link_bytes_per_s == pytest.approx(40e9) and found.host_link_seconds == 11 * US
+    assert [(row.kind, row.group, row.hosts) for row in found.collectives] == [("all-reduce", 8, 1),
+                                                                               ("all-gather", 8, 1)]
+    assert [row.bus[0] for row in found.collectives] == [(64 * MIB, pytest.approx(300e9))] * 2
+    assert found.source == "measured on 8 x NVIDIA H200 on 2026-11-22, jax 0.10.2"
+    # What was measured is predicted again.
+    cube = Kernel(PRODUCT, "forward", 1, 2 * 8192 ** 3, "bfloat16", (1, 8192, 8192, 8192))
+    assert seconds(Kernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(2 * US + 160 * MIB / (2 * T), rel=.2)
+    assert seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=.2)
+
+
+@pytest.mark.quick
+def test_a_part_that_predictions_need_is_missed(h200):
+    for part, told in ((PRODUCTS, "nothing is not"), (ATTENTION, "attention"), (MEMORY, "no memory"),
+                       (HOST_LINK, "no host link")):
+        with pytest.raises(ReportError, match=told):
+            rates_of([each for each in SAMPLES if each.part != part], h200, ABOUT)
+    alone = rates_of([each for each in SAMPLES if each.part != COLLECTIVES], h200, ABOUT)
+    assert not alone.collectives and rates.from_json(plain(alone.to_json())) == alone
+
+
+@pytest.mark.quick
+def test_a_floor_that_was_measured_too_high_takes_no_time_away(h200):
+    slow = [dataclasses.replace(each, seconds=1.0) if each.part == FLOOR else each for each in SAMPLES]
+    found = rates_of(slow, h200, ABOUT)
+    assert 0 < found.products["bf16"][1][1] < 4100 * T
+
+
+@pytest.mark.quick
+def test_links_fill_a_call_in_whole_turns():
+    assert links_of(1e15, 1e12) == LEAST_LINKS and links_of(1.0, 1e12) == MOST_LINKS
+    assert links_of(1e9, 4e12) == 16 and all(links_of(work, 1e12) % UNROLLED == 0 for work in (1e7, 1e8, 3e8))
+
+
+@pytest.mark.quick
+def test_rates_of_another_device_are_refused(h200, tmp_path, used):
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(rates_of(SAMPLES, h200, ABOUT).to_json()))
+    used(file)
+    assert rates.of(h200).floor_seconds == FLOOR_SECONDS
+    with pytest.raises(ReportError, match=r"rates of NVIDIA H200 for a100-80g, .*leave --rates out.*calibrate"):
+        rates.of(targets.parse("a100-80g"))
+    used(None)
+    assert rates.of(h200).floor_seconds != FLOOR_SECONDS
+
+
+@pytest.mark.quick
+def test_devices_that_a_cpu_simulates_share_its_rates(tmp_path, used):
+    cpu = {"name": "cpu:4", "platform": "cpu", "kind": "cpu", "n_devices": 4}
+    whole = dataclasses.replace(rates_of(SAMPLES, targets.parse("h200"), {**ABOUT, "device": "cpu"}), cores=0)
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(whole.to_json()))
+    used(file)
+    found = rates.of(cpu)
+    assert found.products["bf16"] == tuple((size, rate / 4) for size, rate in whole.products["bf16"])
+    assert found.memory[0][1] == whole.memory[0][1] / 4 and found.collectives == whole.collectives
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_stands_beside_the_data_sheet(h200, width):
+    left = {f"products fp8 {side}": "no time: give more --seconds" for side in range(5)}
+    shown = plain_text(view.render(Calibration(rates_of(SAMPLES, h200, ABOUT), SAMPLES, left), h200), width)
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    for told in ("measured on 8 x NVIDIA H200", "predicted by cubes", "attention bwd 2048x128 causal 5.002 ms", "and 2 more: no time",
+                 "512x4096x1024 30.6 us 23.8 us", "kernel in a chain"):
+        assert told in " ".join(shown.split()), shown
+    assert any("product, bf16" in line and "2.751 ms" in line for line in lines), shown
+    assert next(line for line in lines if "8192 cubed" in line).split()[-4:] == ["399.7", "TFLOP/s", "989.4", "40%"]
+    assert next(line for line in lines if "memory, copy" in line and "64" in line).split()[-2:] == ["4.8", "40%"]
+
+
+TINY = Sizes(units=("fp32", "bf16"), sides=(64, 32), thin=((32, 16, 64),), lengths=(16,), widths=(8,), tokens=32, heads=16,
+             arrays=(MIB // 8,), payloads=(MIB // 16,), copied=MIB)
+
+
+def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
+    """The whole command, at the least that predictions need: its file is read again by the commands that predict."""
+    monkeypatch.setattr(measure, "HOST", TINY)
+    file = tmp_path / "rates.json"
+    assert cli.main(["calibrate", "--seconds=0.01", f"--out={file}"]) == 0
+    shown = capsys.readouterr().out
+    found = rates.load(file)
+    assert found.measured["device"] == "cpu" and found.measured["devices"] == "8" and "jax" in found.measured
+    assert set(found.products) == {"fp32"} and [row.kind for row in found.collectives] == ["all-reduce"]
+    assert 0 < found.floor_seconds < float(found.sources["call"].split()[0]) * US
+    for told in ("product, fp32", "64 cubed", "attention bwd", "all-reduce x8", "not measured", "products bf16"):
+        assert told in shown, shown
+    used(file)
+    assert rates.of({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
+
+
+def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
+    def fails():
+        raise RuntimeError("no such\nunit")
+
+    case = Case(PRODUCTS, ("fp8",), 64, 1.0, 1, fails)
+    with pytest.raises(ReportError, match="products fp8 64: no such unit"):
+        measure.measure([case], h200, 8, 0.01)
