@@ -51,7 +51,7 @@ def render(found: Calibration, target: Target) -> Group:
 
     A rate is the work over the seconds, the floor of the kernel included; those of the data sheet are of one device.
     """
-    table = FigureTable(label("kernel", least=16), label("size", least=12), *map(figure, (
+    table = FigureTable(label("kernel", least=17), label("size", least=12), *map(figure, (
         "time", "spread", "rate", "sheet", "share")))
     for sample in sorted(found.samples, key=_order):
         name, size = _NAMES[sample.part](sample)
@@ -141,6 +141,6 @@ _NAMES: Mapping[str, Callable[[Sample], tuple[str, str]]] = {
     ATTENTION: lambda s: (_WAYS[s.key[0].removesuffix("_causal")],
                           f"{s.size}x{s.key[1]} causal" if s.key[0].endswith("_causal") else f"{s.size}x{s.key[1]}"),
     MEMORY: lambda s: (f"memory, {s.key[0]}", human(s.size)),
-    FLOOR: lambda s: ("kernel in a chain", ""), CALL: lambda s: ("call of a program", ""),
+    FLOOR: lambda s: ("chained kernel", ""), CALL: lambda s: ("program call", ""),
     COLLECTIVES: lambda s: (f"{s.key[0].removeprefix('collective-')} x{s.key[1]}", human(s.size)),
     HOST_LINK: lambda s: (_COPIES[s.key[0]], human(s.size))}

@@ -12,8 +12,23 @@ from bytescope.memory.report_json import plain
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import measure
 from bytescope.memory.seconds.calibration.cases import (
-    ATTENTION, CALL, COLLECTIVES, FLOOR, HOST_LINK, LEAST_LINKS, MEMORY, MIB, MOST_LINKS, PRODUCTS, SHORT, THIN,
-    UNROLLED, Case, Sizes, links_of)
+    ATTENTION,
+    CALL,
+    COLLECTIVES,
+    FLOOR,
+    HOST_LINK,
+    LEAST_LINKS,
+    MEMORY,
+    MIB,
+    MOST_LINKS,
+    PRODUCTS,
+    SHORT,
+    THIN,
+    UNROLLED,
+    Case,
+    Sizes,
+    links_of,
+)
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, rates_of
 from bytescope.memory.seconds.kernel_seconds import seconds
 from bytescope.memory.seconds.rate_records import WAYS
@@ -133,16 +148,17 @@ def test_the_table_stands_beside_the_data_sheet(h200, width):
     shown = plain_text(view.render(Calibration(rates_of(SAMPLES, h200, ABOUT), SAMPLES, left), h200), width)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= width
-    for told in ("measured on 8 x NVIDIA H200", "predicted by cubes", "attention bwd 2048x128 causal 5.002 ms", "and 2 more: no time",
-                 "512x4096x1024 30.6 us 23.8 us", "kernel in a chain"):
+    for told in ("measured on 8 x NVIDIA H200", "predicted by cubes", "attention bwd 2048x128 causal 5.002 ms",
+                 "and 2 more: no time",
+                 "512x4096x1024 30.6 us 23.8 us", "chained kernel"):
         assert told in " ".join(shown.split()), shown
     assert any("product, bf16" in line and "2.751 ms" in line for line in lines), shown
     assert next(line for line in lines if "8192 cubed" in line).split()[-4:] == ["399.7", "TFLOP/s", "989.4", "40%"]
     assert next(line for line in lines if "memory, copy" in line and "64" in line).split()[-2:] == ["4.8", "40%"]
 
 
-TINY = Sizes(units=("fp32", "bf16"), sides=(64, 32), thin=((32, 16, 64),), lengths=(16,), widths=(8,), tokens=32, heads=16,
-             arrays=(MIB // 8,), payloads=(MIB // 16,), copied=MIB)
+TINY = Sizes(units=("fp32", "bf16"), sides=(64, 32), thin=((32, 16, 64),), lengths=(16,), widths=(8,),
+             tokens=32, heads=16, arrays=(MIB // 8,), payloads=(MIB // 16,), copied=MIB)
 
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
