@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from bytescope.memory.commands.arguments import Parser, settle_rates, settle_subject
+from bytescope.memory.commands.arguments import Parser, chosen_rates, settle_subject
 from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
 from bytescope.memory.plan.trainer import Trainer
 from bytescope.memory.text.console import settle_stdout
@@ -109,9 +109,9 @@ def main(argv: Sequence[str], trainer: Trainer | None = None) -> int:
     settle_stdout()
     try:
         args, overrides = parse(argv, trainer)
-        settle_rates(args)
         module = importlib.import_module(f"bytescope.memory.commands.{COMMANDS[args.command][0]}")
-        return module.run(args, overrides, trainer)
+        with chosen_rates(args):
+            return module.run(args, overrides, trainer)
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -31,7 +31,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
-from bytescope.memory.seconds import prediction, reading
+from bytescope.memory.seconds import prediction, rates, reading
 from bytescope.memory.steps.tracing import check_options
 
 # Above this share of the limit a program fits, but tightly.
@@ -181,10 +181,12 @@ def with_seconds(report: Report, measure: bool = False) -> Report:
     program and target. Its `subject` tells calls and tokens of an update.
 
     `measure`: of a CPU too, whose rates are measured for it: they take time, and differ from one process to the next.
+    Where a file of rates is chosen it has the CPU's seconds, with no bound.
     """
-    if report.target.get("platform") == "cpu" and not measure:
+    measure |= report.target.get("platform") != "cpu"
+    if not (measure or rates.chosen()):
         return report
-    bound = roofline.of_answer({"work": report.work, "target": report.target})
+    bound = roofline.of_answer({"work": report.work, "target": report.target}) if measure else None
     found = prediction.of_report(report)
     return dataclasses.replace(report, roofline=bound.to_json() if bound else {},
                                prediction=found.to_json() if found else {})

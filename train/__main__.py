@@ -82,7 +82,14 @@ def command(argv: Sequence[str]) -> int:
     if args.budget and not args.fit:
         raise UserError(f"--budget={args.budget} belongs to --fit: give both, or --config.remat.policy=auto "
                         f"--config.remat.budget={args.budget}")
-    from bytescope.memory.commands.arguments import settle_rates
+    from bytescope.memory.commands.arguments import chosen_rates
+
+    with chosen_rates(args):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Trains as the arguments say; returns the exit code."""
     from bytescope.train.config import load
 
     if args.fit:
@@ -92,9 +99,8 @@ def command(argv: Sequence[str]) -> int:
         if find(args) is not None:
             raise UserError("--fit is for one process: run bytescope fit once, and give its flags to all")
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
-        args.overrides = fitted(args.config, args.overrides, args.budget or "")
+        args.overrides = fitted(args.config, args.overrides, args.budget or "", args.rates)
     config = load(args.config, args.overrides)
-    settle_rates(args)
     from bytescope.train.run.profile import NOTHING, Asked
 
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)
@@ -108,11 +114,15 @@ def command(argv: Sequence[str]) -> int:
     from bytescope.train.run.signals import Stop
 
     with processes.together(), disk_explained(), Stop(processes.interrupt) as stop:
+        from bytescope.memory.devices.targets import parse as parse_target
+        from bytescope.memory.seconds import rates
         from bytescope.memory.text.console import make_console
         from bytescope.train import loop
         from bytescope.train.command import Command
         from bytescope.train.run.workdir import new_workdir
 
+        if args.rates is not None:
+            rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
                  processes=processes, asked=asked, command=Command.of(args), stop=stop)

@@ -12,7 +12,7 @@ class Command:
     """A `bytescope train` as it was given.
 
     config: as the command line names it, "" for the default. overrides: (dotted key, text) in order. flags: others
-    that a repetition needs, such as those of several processes. verbose: whether everything is to be said.
+    that a repetition needs, such as --rates and those of several processes. verbose: whether everything is to be said.
     """
 
     config: str = ""
@@ -23,7 +23,7 @@ class Command:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Command":
         """From the parsed command line; with --fit its overrides are those that were found."""
-        flags = tuple(f"--{name}={value}" for name in ("coordinator", "process", "processes")
+        flags = tuple(f"--{name}={value}" for name in ("rates", "coordinator", "process", "processes")
                       if (value := getattr(args, name)) is not None)
         return cls(args.config, tuple(args.overrides), flags, args.verbose)
 

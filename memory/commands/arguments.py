@@ -124,28 +124,40 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
                         "calibrate measured on such devices, not with the published ones")
 
 
-def settle_rates(args: argparse.Namespace) -> None:
-    """Lets all predictions of this process take the rates of --rates=FILE; without the flag those of the table.
+@contextmanager
+def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
+    """A context in which all predictions of this process, and of the workers that it starts, take the rates of
+    --rates=FILE; without the flag those of the table.
 
     Raises:
-      ReportError: the file cannot be read, is damaged, or is of another kind of device than the target.
+      ReportError: the file cannot be read, is damaged, or is of another kind of device than the target that is named.
     """
+    if vars(args).get("rates") is None:
+        yield
+        return
     from bytescope.memory.seconds import rates
 
-    rates.use(vars(args).get("rates"))
-    if "target" in args and args.target is not None:
-        _check_rates(args, args.target)
+    try:
+        rates.use(args.rates)
+        check_rates(args, [vars(args).get("target") or ""])
+        yield
+    finally:
+        rates.use(None)
 
 
-def _check_rates(args: argparse.Namespace, name: str) -> None:
-    """Raises ReportError where --rates is of another kind of device than the target of this name; the devices of this
+def check_rates(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises ReportError where --rates is of another kind of device than a target of these names; the devices of this
     machine, which only jax knows, are told apart when they are predicted."""
     from bytescope.memory.devices.chips import CHIPS
+
+    if vars(args).get("rates") is None:
+        return
     from bytescope.memory.seconds import rates
 
-    base = name.strip().lower().partition(":")[0]
-    if vars(args).get("rates") is not None and (base in CHIPS or base == "cpu"):
-        rates.refuse(rates.load(args.rates), {"name": name, "kind": CHIPS[base].kind if base in CHIPS else base})
+    for name in names:
+        base = name.strip().lower().partition(":")[0]
+        if base in CHIPS or base == "cpu":
+            rates.refuse(rates.load(args.rates), {"name": name, "kind": CHIPS[base].kind if base in CHIPS else base})
 
 
 def check(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -156,9 +168,9 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
     """
     from bytescope.memory.devices import targets
 
+    check_rates(args, names)
     for name in dict.fromkeys(names):
         base = name.partition(":")[0]
-        _check_rates(args, name)
         if base not in ("local", "cpu"):  # those need jax, which only the workers start
             targets.parse(name)
             if args.measure:

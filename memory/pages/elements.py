@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.records import ROWS, Report
 from bytescope.memory.seconds.ranking import TIE
-from bytescope.memory.text.times.prediction import rounded, within
+from bytescope.memory.text.seconds.prediction import rounded, within
 from bytescope.memory.units import human
 
 # What a page says of its predicted seconds.

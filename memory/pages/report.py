@@ -31,7 +31,7 @@ from bytescope.memory.records import METHODS, Report
 from bytescope.memory.seconds.prediction import Prediction
 from bytescope.memory.text.post_mortem import sum_of
 from bytescope.memory.text.report import overheads
-from bytescope.memory.text.times import prediction as times
+from bytescope.memory.text.seconds import prediction as times
 from bytescope.memory.units import human
 
 # Verdict -> its mark and its words.

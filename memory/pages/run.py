@@ -31,7 +31,7 @@ from bytescope.memory.plan.cache import write_whole
 from bytescope.memory.profile.run_directory import PAGE, RunDirectory, read
 from bytescope.memory.records import Report
 from bytescope.memory.seconds.prediction import Prediction
-from bytescope.memory.text.times import prediction as times_text
+from bytescope.memory.text.seconds import prediction as times_text
 from bytescope.memory.units import column_unit, human
 
 # Points of a curve, findings, and keys in which runs differ, at most. Of more points each stretch keeps its lowest and

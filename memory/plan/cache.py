@@ -25,7 +25,7 @@ _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIE
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 # Folders of memory/ that search or show results: a change there leaves rows valid.
-_SHOWING = ("commands", "formulas", "pages", "text", "times", "validation")
+_SHOWING = ("calibration", "commands", "formulas", "pages", "text", "validation")
 # Of these folders only the modules that make a row count; the others choose what is compiled, or predict from a row.
 _MAKING = {"plan": ("cache", "worker"), "remat": ("block_graph",), "seconds": ("products", "reading", "schedule")}
 

@@ -21,7 +21,7 @@ from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "from_json", "load", "of", "refuse", "use"]
+__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "chosen", "from_json", "load", "of", "refuse", "use"]
 
 # What a kernel of XLA's CPU runtime takes to begin, on one thread: a call through its table of thunks.
 _CPU_FLOOR_SECONDS = 1e-6
@@ -49,9 +49,14 @@ def use(path: str | Path | None) -> Rates | None:
     Returns them. Raises ReportError for a file that is not one of rates.
     """
     found = load(path) if path is not None else None
-    _CHOSEN[:] = [Path(path)] if path is not None else []
+    _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
     _loaded.cache_clear()
     return found
+
+
+def chosen() -> Path | None:
+    """The file that `use` chose, as an absolute path, so that other processes find it; None where none is chosen."""
+    return next(iter(_CHOSEN), None)
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,11 +72,11 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Ra
     file that was measured on another kind of device.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
-    chosen = Path(file) if file is not None else next(iter(_CHOSEN), None)
+    path = Path(file) if file is not None else chosen()
     listed = _of_machine(known) if known.get("platform") == "cpu" else chip_rates.of(str(known.get("kind")))
-    if chosen is None:
+    if path is None:
         return listed
-    found = _loaded(chosen)
+    found = _loaded(path)
     refuse(found, known)
     if known.get("platform") == "cpu":
         return found.shared(_sharing(known))

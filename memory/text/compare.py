@@ -27,8 +27,8 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.console import one_line, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
 from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.seconds.prediction import with_spread
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
-from bytescope.memory.text.times.prediction import with_spread
 from bytescope.memory.units import human
 
 # What rows are ranked by, in words.

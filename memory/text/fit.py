@@ -18,7 +18,7 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.console import make_console, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, ignoring, wrap
-from bytescope.memory.text.times.prediction import rounded, within
+from bytescope.memory.text.seconds.prediction import rounded, within
 from bytescope.memory.units import human
 
 # Stage -> what is done in it.

@@ -16,8 +16,8 @@ from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
 from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.seconds.prediction import within
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
-from bytescope.memory.text.times.prediction import within
 from bytescope.memory.units import human
 
 LEAST = {"time": "predicted time", "flops": "recomputed FLOPs"}

@@ -17,8 +17,8 @@ from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Prose, blocks, ignoring
 from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.seconds.prediction import with_spread
 from bytescope.memory.text.table import FigureTable, figure, value
-from bytescope.memory.text.times.prediction import with_spread
 from bytescope.memory.units import human
 
 # Columns of the longest bar, and of the shortest that the names beside it make way for.

@@ -13,8 +13,8 @@ from bytescope.memory.profile.op_scopes import COPIES, LOOPS
 from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Prose, blocks
 from bytescope.memory.text.report import PHASE_STYLE
+from bytescope.memory.text.seconds.prediction import rounded
 from bytescope.memory.text.table import FigureTable, figure, label
-from bytescope.memory.text.times.prediction import rounded
 
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 # Components of less than this share of the total are one row; so many of the longest instructions are shown.

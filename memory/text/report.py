@@ -12,8 +12,8 @@ from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collectiv
 from bytescope.memory.text import buffers
 from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Pair, Prose, blocks, ignoring
+from bytescope.memory.text.seconds import prediction as times
 from bytescope.memory.text.table import Column, FigureTable, figure, fixed, label, words
-from bytescope.memory.text.times import prediction as times
 from bytescope.memory.units import human
 
 WIDTH = DEFAULT_WIDTH

@@ -9,7 +9,7 @@ from bytescope.memory.records import Report
 from bytescope.memory.text.console import one_line, plain_text, prompt_width, shorten
 from bytescope.memory.text.layout import Items, Prose, blocks
 from bytescope.memory.text.report import breakdown, peak_line
-from bytescope.memory.text.times import prediction as times
+from bytescope.memory.text.seconds import prediction as times
 
 # Under 2,000 characters whatever the program: so many columns, findings, and characters of a name and of a finding.
 _WIDTH, _FINDINGS, _NAME, _MESSAGE = 80, 3, 36, 150

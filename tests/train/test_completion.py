@@ -35,6 +35,7 @@ LINES = [
     ("bytescope estimate --offload=", "optimizer both", "remat"),
     ("bytescope front tiny --offl", "--offload", "--offload="),
     ("bytescope diff no", "notes.txt", "mine.py"), ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
+    ("bytescope calibrate --o", "--out=", "--seconds="), ("bytescope train --rates=no", "notes.txt", "mine.py"),
     ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope completion ", "bash zsh fish", "tiny"),
     ("bytescope keys --", "--grep=", "--json="), ("bytescope nothing ", "", "tiny"),
     ("bytescope compare --remat=$(touch${IFS}pwned),f", "$(touch${IFS}pwned),full", ""),

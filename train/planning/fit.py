@@ -14,10 +14,12 @@ from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED
 from bytescope.train.errors import DoesNotFit, UserError
 
 
-def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> list[tuple[str, str]]:
+def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str,
+           rates: Path | None = None) -> list[tuple[str, str]]:
     """The overrides with those that the fit adds, (dotted key, text). The walk is printed as it happens.
 
     budget: bytes of a device, such as "72GiB"; "" for all that it has available.
+    rates: the file of --rates, None for the rates of the table.
 
     Raises:
       DoesNotFit: nothing fits the budget.
@@ -29,6 +31,8 @@ def fitted(config: str, overrides: Sequence[tuple[str, str]], budget: str) -> li
                    *(f"--config.{key}={text}" for key, text in overrides)]
         if budget:
             command.append(f"--budget={budget}")
+        if rates is not None:
+            command.append(f"--rates={rates}")
         sys.stdout.flush()
         code = _wait(subprocess.Popen(command))
         if code == INTERRUPTED:

@@ -21,7 +21,7 @@ from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
-from bytescope.memory.seconds import prediction, ranking
+from bytescope.memory.seconds import prediction, ranking, rates
 from bytescope.memory.units import human
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import AUTO, POLICIES
@@ -40,8 +40,12 @@ AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
-    """What a target's devices reach, by which plans are ranked before they are compiled; the same in every process."""
-    return NOMINAL if target.platform == "cpu" else ranking.large(target) or NOMINAL
+    """What a target's devices reach, by which plans are ranked before they are compiled; the same in every process.
+
+    A CPU's are those of --rates=FILE alone.
+    """
+    unknown = target.platform == "cpu" and not rates.chosen()
+    return NOMINAL if unknown else ranking.large(target) or NOMINAL
 
 
 def describe_block(program: Program) -> Block:

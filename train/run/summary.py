@@ -16,7 +16,7 @@ from bytescope.memory.devices.live import LiveMemory, predicted_against_measured
 from bytescope.memory.records import Report
 from bytescope.memory.text.console import put
 from bytescope.memory.text.layout import Command, Prose, as_text, ignoring, wrap
-from bytescope.memory.text.times import prediction as times
+from bytescope.memory.text.seconds import prediction as times
 from bytescope.memory.units import human
 
 TITLE = 11  # columns of a title and the gap after it

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
     from bytescope.memory.seconds.calibration import measure
-    from bytescope.memory.text.times import calibrate as calibrate_text
+    from bytescope.memory.text.seconds import calibration as calibration_text
 
     choose_platform()
     target = targets.parse("local")
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     cases = measure.cases_of(here, target, measure.sizes_of(target))
     with progress(len(cases), "measuring") as tell:
         found = measure.measure(cases, target, len(here), args.seconds, tell)
-    calibrate_text.show(found, target)
+    calibration_text.show(found, target)
     if args.out:
         write(args.out, json.dumps(found.rates.to_json(), indent=1) + "\n")
     return 0

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bytescope.memory.commands.arguments import INTERRUPTED, check_files, progress, user_path, write
+from bytescope.memory.commands.arguments import (
+    INTERRUPTED,
+    add_rates,
+    check_files,
+    check_rates,
+    progress,
+    user_path,
+    write,
+)
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
-from bytescope.memory.seconds import rates
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.sets import SETS
 
@@ -29,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "such as tp4")
     parser.add_argument("--folder", metavar="DIR", type=user_path, help="where compiled rows are kept, one file each, "
                         "so that the command goes on where it stopped (default: in the cache)")
-    parser.add_argument("--rates", metavar="FILE", type=user_path, help="predict at the rates of a file that bytescope "
-                        "calibrate wrote; nothing is compiled again for it")
+    add_rates(parser)
     parser.add_argument("--jobs", metavar="N", type=int, help="compile N programs at once (default: one per core, as "
                         "far as 20 GiB of host memory allow)")
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write every row and every score as JSON")
@@ -42,14 +49,9 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     rows, folder = _checked(args, overrides)
     from bytescope.memory.validation import result, runs
 
-    try:
-        if args.rates:
-            rates.use(args.rates)
-        with progress(sum(not row.reason for row in rows)) as tell:
-            compiled = runs.run(rows, trainer, folder, workers=args.jobs, progress=tell)
-        found = result.of(args.set, rows, compiled)
-    finally:
-        rates.use(None)
+    with progress(sum(not row.reason for row in rows)) as tell:
+        compiled = runs.run(rows, trainer, folder, workers=args.jobs, progress=tell)
+    found = result.of(args.set, rows, compiled)
     _finish(args, found)
     return INTERRUPTED if found.left else 0
 
@@ -68,12 +70,28 @@ def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> 
     folder = args.folder or row_cache.folder().parent / "validate"
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"--folder={folder}: it is a file; give a folder")
-    if args.rates:
-        rates.load(args.rates)
     rows = [row for row in sets.rows(args.set) if _is_asked(row, _counts(args.gpus), args.only or "")]
     if not rows:
         raise ReportError(f"no row of {args.set} is asked for: leave --gpus or --only out")
-    return rows, folder
+    return _of_rates(args, rows), folder
+
+
+def _of_rates(args: argparse.Namespace, rows: Sequence[Row]) -> list[Row]:
+    """The rows; those on other chips than --rates was measured on with the reason why nothing is predicted of them.
+
+    Raises ReportError where that leaves none.
+    """
+    why: dict[str, ReportError] = {}
+    for target in {row.target for row in rows if not row.reason}:
+        try:
+            check_rates(args, [target])
+        except ReportError as error:
+            why[target] = error
+    found = [row if row.reason or row.target not in why else dataclasses.replace(
+        row, reason=f"--rates is of another chip than {row.chip}") for row in rows]
+    if why and all(row.reason for row in found):
+        raise next(iter(why.values()))
+    return found
 
 
 def _counts(text: str | None) -> frozenset[int]:

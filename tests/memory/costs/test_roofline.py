@@ -25,7 +25,7 @@ from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import Collective, Report, Subject, Transfer
 from bytescope.memory.text import report as report_text
-from bytescope.memory.text.times import prediction as times
+from bytescope.memory.text.seconds import prediction as times
 from bytescope.train.planning.adapter import Adapter
 from bytescope.train.program import build
 from support.described import described

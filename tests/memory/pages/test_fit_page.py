@@ -9,7 +9,7 @@ import pytest
 
 from bytescope.memory.pages import fit as fit_page
 from bytescope.memory.pages.elements import seconds as pages_seconds
-from bytescope.memory.text.times.prediction import within
+from bytescope.memory.text.seconds.prediction import within
 from support.browser import HOSTILE, Page, body, browse, literally, one_file
 from support.fit_trials import GIB, as_json, walk
 

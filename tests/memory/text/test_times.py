@@ -10,7 +10,7 @@ from bytescope.memory.seconds.prediction import Prediction
 from bytescope.memory.text import summary
 from bytescope.memory.text.console import plain_text
 from bytescope.memory.text.report import render
-from bytescope.memory.text.times import prediction as times
+from bytescope.memory.text.seconds import prediction as times
 
 pytestmark = pytest.mark.quick
 

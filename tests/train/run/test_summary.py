@@ -176,12 +176,12 @@ def test_memory_on_an_accelerator_is_compared_with_the_allocators():
 
 def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
     words = ["my config.py", "--workdir", "old", "--config.train.steps=20", "--config.data.source", "my texts",
-             "--profile=3", "--verbose", "--processes=2", "--process=0", "--coordinator=a:1"]
+             "--profile=3", "--verbose", "--rates=my rates.json", "--processes=2", "--process=0", "--coordinator=a:1"]
     command = Command.of(parse(words))
     resumed = shlex.split(command.resume(tmp_path / "my run"))
     assert resumed[:2] == ["bytescope", "train"] and command.verbose
     again, before = parse(resumed[2:]), parse(words)
-    for name in ("config", "overrides", "process", "processes", "coordinator"):
+    for name in ("config", "overrides", "rates", "process", "processes", "coordinator"):
         assert getattr(again, name) == getattr(before, name)
     assert again.workdir == tmp_path / "my run" and not again.extend
     longer = parse(shlex.split(command.extend(tmp_path, 40))[2:])
