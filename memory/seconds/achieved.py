@@ -229,13 +229,29 @@ COLLECTIVES: Mapping[str, tuple[Bus, ...]] = {
 MESHES: Mapping[str, Mapping[int, float]] = {"v100": {8: 1.0, 4: 4 / 6, 2: 1 / 6}}
 MESH_SOURCE = "NVIDIA DGX-1 system architecture white paper: the links of a hybrid cube mesh"
 
-# Other networks than those of `COLLECTIVES`, by the name of the cluster: bus bandwidth at 1 GiB.
-_EFA = "EFA nodes of the Ultra-Scale Playbook's cluster (nanotron, pp_comm_bandwidth): median at 1 GiB"
-_EFA_RATES = {2: (361.7, 184.6, 181.6), 4: (160.1, 119, 115.8), 8: (99.6, 69, 68.6), 16: (84.7, 55, 54.5),
-              32: (64.9, 28, 27.9), 64: (32.9, 11, 11.1)}
+# Other networks than those of `COLLECTIVES`, by name: bus bandwidths of hosts of eight H100 with 32 cards of 100 Gb/s
+# (EFA, p5.48xlarge), by size; and those that one such cluster reached in the median over its hosts, at 1 GiB alone.
+_EFA = "nccl-tests, NCCL 2.28 (github.com/crazyguitar/aws-gpu-communication-benchmark, data, 2025-10)"
+_EFA_SIZES = tuple(32 << at for at in range(9))  # MiB
+_EFA_REDUCE = {2: (147.32, 207, 305.13, 364.46, 395.99, 435.14, 445.05, 465.81, 477.71),
+               4: (95.38, 152.41, 229.48, 273.34, 278.41, 280.3, 347.57, 354.45, 356.99),
+               8: (86.74, 103.85, 156.33, 232.09, 272.62, 274.47, 278.15, 351.32, 355.36),
+               16: (74.85, 92.39, 129.2, 148.11, 223.8, 269.23, 270.91, 306.15, 356.27),
+               32: (66.34, 83.6, 115.78, 137.99, 156.83, 220.08, 269.47, 302.81, 321.1)}
+_EFA_GATHER = {2: (131.3, 200.43, 234.54, 215.58, 275.52, 322, 328.58),
+               4: (83.56, 138.94, 211.73, 253.36, 220.57, 288.53, 330.92),
+               8: (46.29, 86.8, 143.66, 215.43, 261.26, 224.47, 293.71),
+               16: (24.9, 46.99, 87.68, 144.05, 219.97, 261.88, 265.15),
+               32: (12.38, 24.96, 45.65, 86.3, 146.38, 222.4, 262.77)}
+_CLUSTER = "EFA hosts of the Ultra-Scale Playbook's cluster (nanotron, pp_comm_bandwidth): median at 1 GiB"
+_CLUSTER_RATES = {2: (361.7, 184.6, 181.6), 4: (160.1, 119, 115.8), 8: (99.6, 69, 68.6), 16: (84.7, 55, 54.5),
+                  32: (64.9, 28, 27.9), 64: (32.9, 11, 11.1)}
 NETWORKS: Mapping[str, tuple[Bus, ...]] = {
-    "playbook": tuple(Bus(kind, 8 * hosts, hosts, _points(_EFA, _MIB, (1024, rate)))
-                      for hosts, rates in _EFA_RATES.items()
+    "efa": tuple(Bus(kind, 8 * hosts, hosts, _points(_EFA, _MIB, *zip(_EFA_SIZES, rates, strict=False)))
+                 for kind, table in (("all-reduce", _EFA_REDUCE), ("all-gather", _EFA_GATHER))
+                 for hosts, rates in table.items()),
+    "playbook": tuple(Bus(kind, 8 * hosts, hosts, _points(_CLUSTER, _MIB, (1024, rate)))
+                      for hosts, rates in _CLUSTER_RATES.items()
                       for kind, rate in zip(("all-reduce", "all-gather", "reduce-scatter"), rates, strict=True)),
 }
 # Seconds from a device to the next in a ring: NCCL's own model of its LL128 protocol over NVLink, and of its Simple
