@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import Report
+from bytescope.memory.seconds import chip_rates, schedule, spread
 from bytescope.memory.seconds import rates as rates_of
-from bytescope.memory.seconds import schedule, spread
 from bytescope.memory.seconds.kernel_seconds import unit_of
 from bytescope.memory.seconds.schedule import Steps
 from bytescope.memory.seconds.walk import TERMS, Walked, walk
@@ -67,12 +67,13 @@ _KEY = {"low": "seconds_low", "high": "seconds_high"}
 
 
 def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens: int | None = None,
-       model_flops: int | None = None) -> Prediction | None:
+       model_flops: int | None = None, network: str = "") -> Prediction | None:
     """The seconds of an update on a target; None where no schedule or no rate is known, or nothing takes time.
 
     Args:
         steps: of one device and one call. target: or its JSON. calls: of the program per update.
         tokens: of an update, over all devices. model_flops: of one call, over all devices, nothing recomputed.
+        network: of `achieved.NETWORKS`, in place of that between hosts of the chip's table.
 
     Raises ReportError for a schedule that takes for ever, or holds what no program has.
     """
@@ -80,6 +81,7 @@ def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens:
     rates = rates_of.of(known) if steps else None
     if rates is None:
         return None
+    rates = chip_rates.over(rates, network) if network else rates
     once = _walked(steps, rates)
     update = calls * once.seconds
     if not update:
@@ -121,7 +123,7 @@ def of_report(report: Report) -> Prediction | None:
     return of(report.schedule, report.target, of_update.calls, of_update.tokens or None, of_update.model_flops or None)
 
 
-def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
+def of_answer(answer: Mapping[str, Any], network: str = "") -> Prediction | None:
     """The prediction of an update by a compare worker's answer: keys `schedule` (as JSON), `target`,
     `calls_per_update`, `tokens_per_update` and `model_flops`.
 
@@ -134,4 +136,4 @@ def of_answer(answer: Mapping[str, Any]) -> Prediction | None:
     except ValueError as error:
         raise ReportError(f"a damaged report ({error}): write it again") from error
     return of(steps, answer["target"], answer.get("calls_per_update") or 1, answer.get("tokens_per_update"),
-              answer.get("model_flops"))
+              answer.get("model_flops"), network)

@@ -52,7 +52,7 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
         answer = runs.answers.get(row.id)
         if answer is None or row.id in why:
             continue
-        found = prediction.of_answer(_as_measured(row, answer))
+        found = prediction.of_answer(_as_measured(row, answer), row.network)
         if found is None:
             why[row.id] = "no rate of its chip is known"
             continue
@@ -102,4 +102,4 @@ def row_json(one: Scored) -> dict[str, Any]:
 def _facts(row: Row) -> dict[str, Any]:
     return {"id": row.id, "model": row.model, "gpus": row.gpus, "chip": row.chip, "setup": row.setup,
             "measured_seconds": row.measured_seconds, "measured_bytes": row.measured_bytes, "bytes_are": row.bytes_are,
-            "host_bound": row.host_bound, "quality": row.quality, "source": row.source}
+            "host_bound": row.host_bound, "differs": row.differs, "quality": row.quality, "source": row.source}

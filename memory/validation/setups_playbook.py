@@ -8,7 +8,7 @@ recomputation, sequence parallelism within the tensor split.
 
 What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, and the
 slack of torch's allocator. Gradients that it reduces once, and launches from Python, are taken into account
-(`reductions`, `LAUNCH`).
+(`reductions`, `LAUNCH`), and the network is that of such instances, measured by others.
 """
 
 from __future__ import annotations
@@ -51,11 +51,17 @@ SHAPES = {"llama-1.34B": (16, 2048, 32, 8192, True), "llama-3.57B": (28, 3072, 3
           "llama-8.86B": (32, 4096, 32, 14336, False), "llama-80B": (80, 8192, 64, 28672, False)}
 _SEQ_LEN, _VOCAB, _BATCH = 4096, 131072, 256
 _PER_HOST = 8
-# Seconds that eager nanotron needs at least to launch a layer of one micro-batch, forward and backward: what rows of
-# little work take, whatever their size (8 GPUs, tensor split of 2 to 8, 4.3 to 4.6 ms). No program of JAX has it.
-LAUNCH = 4.4e-3
-# Milliseconds a layer and micro-batch above which a row is not bound by its launches.
-_FREE = 5.5
+# Tensor split -> seconds that a layer of one micro-batch, forward and backward, takes eager nanotron at least, whatever
+# its size; no program of JAX has such a floor. In a host it is the launches: rows of little work on 8 GPUs take 4.3 to
+# 4.6 ms. Over two and four hosts it is that of rows on 128 GPUs, which are not scored (1.34B to 80B, one sequence a
+# micro-batch: 8.1 to 10.6 and 15.4 to 18.8 ms); ten collectives of 32 MiB explain 2.4 and 3.9 ms of it.
+LAUNCH = {8: 4.4e-3, 16: 8.1e-3, 32: 15.4e-3}
+# Launches bind a row that takes at most so many times that.
+_FREE = 1.25
+# What joins the hosts: the Playbook's cluster is of the instances that this network was measured on.
+_NETWORK = "efa"
+# A row that takes so many times the fastest one of its model, tensor split and micro-batch, on any number of GPUs.
+_SLOW = 1.3
 
 Fact = Mapping[str, str]
 
@@ -71,6 +77,7 @@ def _row(number: int, fact: Fact) -> Row:
     gpus, reason = int(fact["gpus"]), _reason(fact)
     unsaid = int(fact["pp"]) > 1
     slots = SHAPES[fact["model"]][0] * int(fact["ga"])
+    launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
     return Row(
         set=NAME, id=str(number), model=fact["model"], chip="h100", gpus=gpus,
         overrides={} if unsaid else _overrides(fact), config="" if unsaid else "llama_8b",
@@ -78,7 +85,8 @@ def _row(number: int, fact: Fact) -> Row:
         calls=1, measured_seconds=float(fact["elapsed_ms"]) / 1e3,
         measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None, quality="A",
         source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]),
-        launch_seconds=LAUNCH * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= _FREE, bytes_are="reserved",
+        launch_seconds=launch * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,
+        network=_NETWORK if gpus > _PER_HOST else "", differs=_differs(fact), bytes_are="reserved",
         reduced_over=int(fact["dp"]) if min(int(fact["tp"]), int(fact["dp"])) > 1 else 0,
         micro_batches=int(fact["ga"]))
 
@@ -92,6 +100,12 @@ def _reason(fact: Fact) -> str:
     if int(fact["gbs_seqs"]) != _BATCH:
         return f"another batch than {_BATCH} sequences"
     return ""
+
+
+def _differs(fact: Fact) -> str:
+    """What is known of a run's network: the same slot (layers of one micro-batch) was faster elsewhere."""
+    slower = float(fact["slot_ratio"] or 1.0)
+    return f"a slot took {slower:.1f}x that of the same split on other GPUs: network" if slower >= _SLOW else ""
 
 
 def _setup(fact: Fact) -> str:

@@ -23,9 +23,10 @@ def show(found: Result, *, console: Console | None = None) -> None:
 
 
 def render(found: Result) -> RenderableType:
-    """Head, seconds and order by model and GPUs, bytes, the worst rows, and what is not compared, with the reasons."""
+    """Head, seconds and order by model and GPUs, bytes, the worst rows, rows that are known to differ, and what is not
+    compared, with the reasons."""
     return blocks(_head(found), _seconds(found) if found.groups else None, _order(found) if found.groups else None,
-                  _bytes(found), _worst(found), _unsaid(found))
+                  _bytes(found), _worst(found), _differing(found), _unsaid(found))
 
 
 def _head(found: Result) -> RenderableType:
@@ -97,6 +98,19 @@ def _worst_cells(one: Scored) -> tuple[str, ...]:
     held, measured = (human(count) if count else "" for count in (one.allocated_bytes, row.measured_bytes))
     return (row.model, str(row.gpus), row.setup, f"{row.measured_seconds:#.4g}", f"{one.predicted_seconds:#.4g}",
             _ratio(one.ratio), held, measured, one.bound_by)
+
+
+def _differing(found: Result) -> RenderableType | None:
+    """Rows by what is known to set them apart."""
+    why: dict[str, list[Scored]] = {}
+    for one in found.scored:
+        if one.row.differs and one.ratio:
+            why.setdefault(one.row.differs, []).append(one)
+    lines = [Prose(f"{one_line(reason)}: " + "; ".join(
+        f"{one.row.model} on {one.row.gpus}, {one.row.setup} ({_ratio(one.ratio)})" for one in rows))
+        for reason, rows in why.items()]
+    return Group(Text("known to differ from what is predicted (predicted over measured)", style="bold"),
+                 *lines) if lines else None
 
 
 def _unsaid(found: Result) -> RenderableType | None:

@@ -7,7 +7,7 @@ import pytest
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.seconds import collective_seconds, kernel_seconds, prediction, rates, spread
+from bytescope.memory.seconds import chip_rates, collective_seconds, kernel_seconds, prediction, rates, spread
 from bytescope.memory.seconds.schedule import MOVING, PRODUCT, Kernel, Loop, Start, Wait, to_json
 
 pytestmark = pytest.mark.quick
@@ -33,6 +33,15 @@ def test_an_update_takes_what_its_calls_take():
         "products": pytest.approx(27.5), "memory": pytest.approx(7.5), "launch": pytest.approx(5),
         "collectives": pytest.approx(20)}
     assert sum(found.by_phase.values()) == pytest.approx(60) and found.by_phase["optimizer"] == pytest.approx(10)
+
+
+def test_another_network_joins_the_hosts(monkeypatch):
+    monkeypatch.setattr(chip_rates, "over", lambda found, network: SimpleNamespace(
+        floor_seconds=0.25, source=f"{found.source} over {network}"))
+    assert prediction.of(STEPS, H100, network="efa").rates == "by hand over efa"
+    answer = {"schedule": to_json(STEPS), "target": H100}
+    assert prediction.of_answer(answer, "efa").rates == "by hand over efa"
+    assert prediction.of_answer(answer).rates == "by hand"
 
 
 def test_mfu_is_the_models_own_flops_at_the_peak_over_the_time():

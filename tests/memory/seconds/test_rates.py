@@ -187,6 +187,19 @@ def test_another_network_changes_what_goes_between_hosts_alone():
         chip_rates.over(H100, "carrier pigeon")
 
 
+def test_a_network_measured_by_size_meets_its_points_and_is_slower_over_more_hosts():
+    """nccl-tests on EFA: 256 MiB gathered by 32 devices of four hosts at 253.36 GB/s, by 64 of eight at 215.43."""
+    found = chip_rates.over(H100, "efa")
+    size = 256 << 20
+    taken = [collective_seconds.seconds(Start("", "all-gather", "forward", size, group=8 * hosts, hosts=hosts), found)
+             for hosts in (4, 8)]
+    assert taken == [pytest.approx(31 / 32 * size / 253.36e9), pytest.approx(63 / 64 * size / 215.43e9)]
+    for start in (("all-reduce", 64, 8), ("reduce-scatter", 64, 8), ("all-gather", 256, 32)):
+        few, many = (collective_seconds.seconds(Start("", start[0], "forward", size, group=start[1] // by,
+                                                      hosts=start[2] // by), found) for by in (2, 1))
+        assert few < many
+
+
 def test_a_batch_of_small_products_fills_the_device_together():
     one, many = (kernel_seconds.product_flops_per_s(product(1024, 1024, 64, batch=batch), H100) for batch in (1, 64))
     assert many > 1.2 * one

@@ -12,6 +12,7 @@ from bytescope.memory.config_keys import (
     MESH_STRATEGY,
     MESH_TENSOR,
 )
+from bytescope.memory.seconds.achieved import NETWORKS
 from bytescope.memory.validation import setups_playbook
 
 pytestmark = pytest.mark.quick
@@ -45,6 +46,25 @@ def test_a_row_says_its_setup():
     plain = next(row for row in setups_playbook.rows() if row.setup == "dp8 tp1 zero0 2x16")
     assert plain.overrides[MESH_STRATEGY] == "ddp" and plain.overrides[MESH_SEQUENCE_PARALLEL] == "False"
     assert plain.host_bound is False
+
+
+def test_a_split_over_hosts_has_a_floor_of_its_own_and_rows_near_it_do_not_count_for_the_level():
+    rows = {(row.model, row.gpus, row.setup): row for row in setups_playbook.rows()}
+    bound, free = rows["llama-8.86B", 32, "dp1 tp32 zero0 1x256"], rows["llama-8.86B", 32, "dp1 tp32 zero0 16x16"]
+    assert bound.launch_seconds == pytest.approx(15.4e-3 * 32 * 256) and bound.host_bound is True
+    assert free.launch_seconds == pytest.approx(15.4e-3 * 32 * 16) and free.host_bound is False
+    assert rows["llama-1.34B", 32, "dp2 tp16 zero0 1x128"].host_bound is True
+
+
+def test_hosts_are_joined_by_the_network_of_their_instances():
+    assert {(row.gpus, row.network) for row in setups_playbook.rows()} == {(8, ""), (32, "efa"), (64, "efa")}
+    assert {row.network for row in setups_playbook.rows()} - {""} <= set(NETWORKS)
+
+
+def test_a_slot_that_was_faster_on_other_gpus_is_said():
+    rows = {(row.model, row.gpus, row.setup): row for row in setups_playbook.rows()}
+    assert "1.7x" in rows["llama-8.86B", 32, "dp2 tp16 zero1 16x8"].differs
+    assert not rows["llama-8.86B", 32, "dp1 tp32 zero0 16x16"].differs
 
 
 def test_every_row_is_a_config_of_ours():

@@ -20,17 +20,17 @@ GIB = 1 << 30
 EVIL = "<script>alert(1)</script>"
 
 
-def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0):
+def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
     row = Row("s", str(number), "llama", "h100", gpus, {}, "tiny", "h100:8", 1, measured, 20 * GIB, "A", EVIL,
               setup=f"dp8 tp{tensor} {number}", tensor=tensor, launch_seconds=launch, host_bound=bool(launch),
-              bytes_are="reserved")
+              bytes_are="reserved", differs=differs)
     seconds = score.launched(predicted, row)
     return Scored(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
 
 
 def found(left=()):
     scored = (one(1, 1.0, 1.01), one(2, 2.0, 1.98, tensor=2), one(3, 4.0, 8.0), one(4, 3.0, 1.0, tensor=4, launch=2.9),
-              one(5, 9.0, 9.0, gpus=64))
+              one(5, 9.0, 9.0, gpus=64, differs="its network\nwas slow"))
     unsaid = (("pipeline parallelism", (one(6, 1, 1).row, one(7, 1, 1).row)),)
     return Result("playbook", scored, tuple(score.groups(scored)), unsaid, left, 3, f"table {EVIL}", {"jax": "1"})
 
@@ -46,6 +46,7 @@ def test_the_terminal_has_scores_worst_rows_and_reasons():
     worst = lines[next(i for i, line in enumerate(lines) if line.startswith("predicted worst")) + 1]
     assert "tp1 3" in worst and " 2.00 " in worst
     assert "2: pipeline parallelism (llama on 8)" in out
+    assert "its network was slow: llama on 64, dp8 tp1 5 (1.00)" in out
     assert "stopped: 2 rows left" in plain_text(text.render(found(("8", "9"))), 140)
 
 
@@ -69,6 +70,7 @@ def test_the_page_has_a_mark_for_each_run():
     assert drawn["series"][0]["tips"][3] == [
         "llama on 8: dp8 tp4 4", "measured 3.000 s", "predicted 2.900 s (0.97), bound by products",
         "device alone 1.000 s", "10.00 GiB allocated, 20.00 measured"]
+    assert drawn["series"][1]["tips"][0][-1] == "its network\nwas slow"
     assert EVIL not in document and html.escape(EVIL) in document and "1 runs are missing" in document
 
 
