@@ -25,9 +25,11 @@ _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIE
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 # Folders of memory/ that search or show results: a change there leaves rows valid.
-_SHOWING = ("calibration", "commands", "formulas", "pages", "text", "validation")
+_SHOWING = ("commands", "formulas", "pages", "text", "validation")
 # Of these folders only the modules that make a row count; the others choose what is compiled, or predict from a row.
 _MAKING = {"plan": ("cache", "worker"), "remat": ("block_graph",), "seconds": ("products", "reading", "schedule")}
+# The folders that choose: what they chose is part of a row whose remat policy is `auto`.
+_CHOOSING = ("remat", "seconds")
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
@@ -36,11 +38,14 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
 
 
-def source_digest(packages: Iterable[Path]) -> str:
-    """A digest, in hex, of this package's analysis and of every .py file under `packages`, names included."""
+def source_digest(packages: Iterable[Path], choosing: bool = False) -> str:
+    """A digest, in hex, of this package's analysis and of every .py file under `packages`, names included.
+
+    choosing: of what chooses a plan, too.
+    """
     memory = Path(__file__).parents[1]
-    own = [path for path in memory.rglob("*.py") if (room := path.parent.name) not in _SHOWING
-           and path.stem in _MAKING.get(room, (path.stem,))]
+    own = [path for path in memory.rglob("*.py") if (room := path.relative_to(memory).parts[0]) not in _SHOWING
+           and (path.stem in _MAKING.get(room, (path.stem,)) or (choosing and room in _CHOOSING))]
     digest = hashlib.sha256()
     for path in sorted([*own, *(file for package in packages for file in package.rglob("*.py"))]):
         digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
@@ -48,17 +53,18 @@ def source_digest(packages: Iterable[Path]) -> str:
 
 
 def key(config: Mapping[str, Any], target: str, versions: Mapping[str, str], sources: str, measure: bool,
-        env: Mapping[str, str] | None = None) -> str:
+        env: Mapping[str, str] | None = None, choice: str = "") -> str:
     """The name of a row: a digest, in hex, of the resolved config, the target, versions, sources and environment.
 
-    Rows that are measured, or compiled for this machine's devices, carry its name too.
+    choice: a digest of what chooses a part of the program, "" where the config says all of it. Rows that are
+    measured, or compiled for this machine's devices, carry its name too.
     """
     env = os.environ if env is None else env
     settings = {name: value for name, value in env.items()
                 if name in _VARIABLES or name.startswith(_PREFIXES)}
     # A home folder may be shared by machines, and `local` is other devices on each.
     machine = platform.node() if measure or target.partition(":")[0] in ("local", "cpu") else ""
-    parts = [LAYOUT, dict(config), target, dict(versions), sources, measure, settings, machine]
+    parts = [LAYOUT, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.config_keys import REMAT_POLICY
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan.pool import Job
+from bytescope.memory.seconds import rates
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
+
+AUTO = "auto"  # the remat policy that a search settles, by the rates of the target's devices
 
 
 class Jobs:
@@ -23,6 +27,7 @@ class Jobs:
 
         self._trainer = trainer
         self._versions, self._sources = versions(), row_cache.source_digest(trainer.sources())
+        self._choosing: str | None = None
 
     def resolve(self, config: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
         """The whole config, dotted key -> value. Raises the trainer's errors for an unknown key or a wrong value."""
@@ -44,7 +49,15 @@ class Jobs:
         Raises the trainer's errors for an unknown key or a wrong value.
         """
         flat = self.resolve(config, overrides)
-        name = row_cache.key(flat, target, self._versions, self._sources, measure)
+        choice = self._choice() if flat.get(REMAT_POLICY) == AUTO else ""
+        name = row_cache.key(flat, target, self._versions, self._sources, measure, choice=choice)
         if describe:
             name += "-block"
-        return Job(config, target, tuple(overrides), {}, name, label, flat, describe)
+        chosen = rates.chosen()
+        return Job(config, target, tuple(overrides), {}, name, label, flat, describe, chosen and str(chosen))
+
+    def _choice(self) -> str:
+        """A digest of what settles a remat policy of `auto`: the modules that choose, and the rates chosen."""
+        if self._choosing is None:
+            self._choosing = row_cache.source_digest(self._trainer.sources(), choosing=True)
+        return self._choosing + rates.digest()

@@ -42,6 +42,7 @@ class Job:
         name: its file in the cache. label: what people see while it compiles.
         flat: the whole config as the trainer resolved it, dotted key -> value.
         describe: nothing is compiled; the answer is what a search has to know of the program's blocks.
+        rates: the file of --rates, by which a worker chooses what the config leaves to it; None for those of the table.
     """
 
     config: str
@@ -52,11 +53,12 @@ class Job:
     label: str
     flat: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     describe: bool = False
+    rates: str | None = None
 
     def message(self, measure: bool) -> str:
         """The job as the line of JSON that a worker reads; `measure`: whether it runs the step too."""
         return json.dumps({"config": self.config, "target": self.target, "overrides": self.overrides,
-                           "measure": measure, "describe": self.describe}) + "\n"
+                           "measure": measure, "describe": self.describe, "rates": self.rates}) + "\n"
 
 
 class Worker:

@@ -47,14 +47,16 @@ def main(trainer: Trainer) -> None:
 
 
 def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """The figures of one job, `{"config", "overrides", "target", "measure", "describe"}`: the fields of a row.
+    """The figures of one job, `{"config", "overrides", "target", "measure", "describe", "rates"}`: the fields of a row.
 
     With `describe` nothing is compiled, and the answer is that of `Trainer.describe`. Raises the trainer's errors.
     """
     from bytescope.memory.analyze import report_of
     from bytescope.memory.devices import targets
     from bytescope.memory.report_records.schedule import to_json
+    from bytescope.memory.seconds import rates
 
+    rates.use(job.get("rates"))
     target = targets.parse(job["target"])
     overrides = [tuple(pair) for pair in job["overrides"]]
     if job.get("describe"):

@@ -109,12 +109,16 @@ class Rates:
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
     def completed(self, listed: Rates) -> Rates:
-        """These, with collectives and hops of others where these have none: a machine with one device measures none."""
-        if self.collectives or not listed.collectives:
+        """These, with collectives of others where these have none, in a host or between hosts, and their hops: a
+        machine with one device measures none, and one machine none between hosts."""
+        inside, over = (any((row.hosts > 1) == many for row in self.collectives) for many in (False, True))
+        taken = tuple(row for row in listed.collectives if not (over if row.hosts > 1 else inside))
+        if not taken:
             return self
-        return dataclasses.replace(self, collectives=listed.collectives, hop_seconds=listed.hop_seconds,
-                                   network_hop_seconds=listed.network_hop_seconds,
-                                   source=f"{self.source}; collectives: {listed.source}")
+        return dataclasses.replace(self, collectives=(*self.collectives, *taken),
+                                   hop_seconds=self.hop_seconds if inside else listed.hop_seconds,
+                                   network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds,
+                                   source=f"{self.source}; {'network' if inside else 'collectives'}: {listed.source}")
 
     def shared(self, devices: int) -> Rates:
         """These of each of so many devices that a CPU simulates: they have its cores and its memory together."""

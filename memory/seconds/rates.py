@@ -7,6 +7,8 @@ chip of a target, from this machine for a CPU, or from a file that `bytescope ca
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
-__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "chosen", "from_json", "load", "of", "refuse", "use"]
+__all__ = ["WAYS", "Collective", "Curve", "Rates", "at", "chosen", "digest", "from_json", "load", "of", "refuse", "use"]
 
 # What a kernel of XLA's CPU runtime takes to begin, on one thread: a call through its table of thunks.
 _CPU_FLOOR_SECONDS = 1e-6
@@ -57,6 +59,13 @@ def use(path: str | Path | None) -> Rates | None:
 def chosen() -> Path | None:
     """The file that `use` chose, as an absolute path, so that other processes find it; None where none is chosen."""
     return next(iter(_CHOSEN), None)
+
+
+def digest() -> str:
+    """A digest, in hex, of the rates that `use` chose, "" where none are chosen. Raises ReportError as `load` does."""
+    path = chosen()
+    text = json.dumps(_loaded(path).to_json(), sort_keys=True) if path else ""
+    return text and hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)

@@ -24,6 +24,8 @@ from bytescope.memory.pages import report as report_page
 from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import Collective, Report, Subject, Transfer
+from bytescope.memory.seconds import rates
+from bytescope.memory.seconds.schedule import Kernel
 from bytescope.memory.text import report as report_text
 from bytescope.memory.text.seconds import prediction as times
 from bytescope.train.planning.adapter import Adapter
@@ -282,12 +284,18 @@ def test_offload_is_no_gain_and_waits_for_a_slow_link():
 
 
 @pytest.mark.quick
-def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch):
+def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch, tmp_path):
     """The public functions and a watched loop spend no time on it, and say the same in each process."""
     work = {"forward": phase(other_bytes=int(4.8e12))}
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e12, 4.8e12))
     on_cpu = Report(8, 8, {}, work=work, target={"platform": "cpu", "name": "cpu:1", "n_devices": 1})
     assert with_seconds(on_cpu) is on_cpu
     assert with_seconds(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
+    (tmp_path / "rates.json").write_text(json.dumps(rates.of(on_cpu.target).to_json()))
+    step = Kernel("product", "forward", 2**20, 2 * 1024**3, "float32", (1, 1024, 1024, 1024))
+    rates.use(tmp_path / "rates.json")
+    found = with_seconds(dataclasses.replace(on_cpu, schedule=(step,)))
+    rates.use(None)
+    assert found.prediction["seconds"] >= 2 * 1024**3 / 1e12 and not found.roofline  # what was measured once is known
     on_gpu = Report(8, 8, {}, work=work, target=json.loads(json.dumps(targets.parse("h200").to_json())))
     assert with_seconds(on_gpu).roofline["source"] == "data-sheet rates"

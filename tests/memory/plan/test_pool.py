@@ -1,6 +1,7 @@
 """Running a comparison: the cache, jobs, worker processes that die or are stopped, and the command end to end."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -20,8 +21,10 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan import rows as plan_rows
+from bytescope.memory.plan import worker
 from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.plan.variants import Trials
+from bytescope.memory.seconds import rates
 from bytescope.train.config import split_overrides
 from bytescope.train.errors import UserError
 from bytescope.train.planning.adapter import Adapter
@@ -125,6 +128,52 @@ def test_searches_share_rows():
     others = [trials.job({"remat.policy": "full"}, **more).name
               for more in ({"describe": True}, {"measure": True}, {"target": "h200"})]
     assert len({row.name, *others}) == 4
+
+
+@pytest.fixture
+def file_of_rates(tmp_path):
+    """What `bytescope calibrate` writes on an H200; undone at the end, where a test chose it."""
+    (file := tmp_path / "rates.json").write_text(json.dumps(rates.of(targets.parse("h200")).to_json()))
+    yield file
+    rates.use(None)
+
+
+def test_a_policy_that_a_search_settles_is_another_row_at_other_rates(file_of_rates, tmp_path):
+    """The others stay valid: they are predicted again. Workers get the file."""
+    def named(policy):
+        return Jobs(Adapter()).job("tiny", "h200:8", [("remat.policy", policy)])
+
+    before = {policy: named(policy).name for policy in ("auto", "full")}
+    assert named("auto").name == before["auto"] and json.loads(named("auto").message(False))["rates"] is None
+    rates.use(file_of_rates)
+    job = named("auto")
+    assert job.name != before["auto"] and named("full").name == before["full"]
+    assert json.loads(job.message(False))["rates"] == str(file_of_rates)
+    (tmp_path / "same.json").write_text(json.dumps(json.loads(file_of_rates.read_text()), indent=2))
+    rates.use(tmp_path / "same.json")
+    assert named("auto").name == job.name
+    slower = dataclasses.replace(rates.load(file_of_rates), floor_seconds=1.0)
+    (tmp_path / "same.json").write_text(json.dumps(slower.to_json()))
+    rates.use(tmp_path / "same.json")
+    assert named("auto").name not in (job.name, before["auto"])
+
+
+def test_what_chooses_is_a_source_of_policies_that_a_search_settles():
+    assert row_cache.source_digest([]) != row_cache.source_digest([], choosing=True)
+    assert set(row_cache._CHOOSING) == set(row_cache._MAKING) - {"plan"}
+
+
+def test_a_worker_takes_the_rates_of_its_job(file_of_rates):
+    class Chooser:
+        def describe(self, config, overrides, target):
+            return {"source": rates.of(target).source}
+
+    job = {"config": "tiny", "overrides": [], "target": "h200", "describe": True}
+    listed = worker.answer_to(job, Chooser())["source"]
+    slower = json.loads(file_of_rates.read_text()) | {"source": "measured here"}
+    file_of_rates.write_text(json.dumps(slower))
+    assert worker.answer_to({**job, "rates": str(file_of_rates)}, Chooser())["source"] == "measured here" != listed
+    assert worker.answer_to({**job, "rates": None}, Chooser())["source"] == listed
 
 
 def test_the_workers_environment():

@@ -17,7 +17,7 @@ from support.fuzz.command import (
     read_words,
 )
 from support.fuzz.harness import Reader
-from support.fuzz.reports import beside, program, read_hlo, read_report, read_trace, report, trace
+from support.fuzz.reports import beside, program, rates, read_hlo, read_rates, read_report, read_trace, report, trace
 from support.fuzz.run_directory import (
     damaged_file,
     metrics_rows,
@@ -50,6 +50,7 @@ READERS = {reader.name: reader for reader in (
     Reader("hlo", _listed(program), mutations.damaged_bytes, read_hlo, (Printed,), 300),
     Reader("trace", _listed(trace), mutations.damaged_bytes, read_trace, (Printed,), 400),
     Reader("report", _listed(report), mutations.damaged_json, read_report, (Printed,), 350),
+    Reader("rates", _listed(rates), mutations.damaged_json, read_rates, (Printed,), 200),
     Reader("overrides", override_lines, damaged_words, read_overrides, (UserError, ReportError), 300),
     Reader("targets", lambda: [b"h100", b"h100:8", b"h100:2x8", b"v5e:4x4", b"v5p:2x2x1", b"cpu:8", b"rtx4090"],
            damaged_words, read_target, (ReportError,), 4000),

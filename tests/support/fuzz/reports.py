@@ -89,3 +89,21 @@ def read_report(data: bytes, folder: Path) -> None:
         report_page.render(found)
     command("trace", str(good / "good.xplane.pb"), f"--report={path}", f"--json={folder / 't.json'}")
     json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)
+
+
+@functools.cache
+def rates() -> bytes:
+    """What `bytescope calibrate` writes, of the device that the good report is for."""
+    from bytescope.memory.devices.chips import CHIPS
+    from bytescope.memory.seconds import chip_rates
+
+    kind = CHIPS["h100"].kind
+    return strict(chip_rates.of(kind).to_json() | {"measured": {"device": kind, "date": "2026-11-22"}}).encode()
+
+
+def read_rates(data: bytes, folder: Path) -> None:
+    path, good = folder / "rates.json", beside()
+    path.write_bytes(data)
+    command("trace", str(good / "good.xplane.pb"), f"--report={good / 'good.json'}", f"--rates={path}",
+            f"--json={folder / 't.json'}")
+    json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)
