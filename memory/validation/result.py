@@ -102,4 +102,5 @@ def row_json(one: Scored) -> dict[str, Any]:
 def _facts(row: Row) -> dict[str, Any]:
     return {"id": row.id, "model": row.model, "gpus": row.gpus, "chip": row.chip, "setup": row.setup,
             "measured_seconds": row.measured_seconds, "measured_bytes": row.measured_bytes, "bytes_are": row.bytes_are,
-            "host_bound": row.host_bound, "differs": row.differs, "quality": row.quality, "source": row.source}
+            "bytes_reason": row.bytes_reason, "host_bound": row.host_bound, "differs": row.differs,
+            "quality": row.quality, "source": row.source}

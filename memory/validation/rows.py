@@ -27,6 +27,7 @@ class Row:
         network: of `seconds.achieved.NETWORKS`, that joins its hosts; "" for that of its chip's table.
         differs: what is known to set the measured run apart from what is predicted, in words.
         bytes_are: what `measured_bytes` is: "reserved" (an upper bound of what was needed), "allocated" or "".
+        bytes_reason: why ours are not compared with `measured_bytes`; "" where they are.
     """
 
     set: str
@@ -52,3 +53,4 @@ class Row:
     network: str = ""
     differs: str = ""
     bytes_are: str = ""
+    bytes_reason: str = ""

@@ -48,8 +48,8 @@ class Scored:
 
     @property
     def bytes_ratio(self) -> float | None:
-        """Our allocated bytes over the measured ones."""
-        both = self.allocated_bytes and self.row.measured_bytes
+        """Our allocated bytes over the measured ones; None where they are not compared."""
+        both = self.allocated_bytes and self.row.measured_bytes and not self.row.bytes_reason
         return self.allocated_bytes / self.row.measured_bytes if both else None
 
 

@@ -62,8 +62,8 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
         f"{row['model']} on {row['gpus']}: {row['setup'] or row['id']}",
         f"measured {seconds(row['measured_seconds'])}",
         f"predicted {seconds(row['predicted_seconds'])} ({row['ratio']:.2f}), bound by {row['bound_by']}",
-        f"device alone {seconds(row['device_seconds'])}" if row["launch_seconds"] else "", bytes_of, row["differs"])
-        if text]
+        f"device alone {seconds(row['device_seconds'])}" if row["launch_seconds"] else "", bytes_of, row["differs"],
+        row["bytes_reason"]) if text]
 
 
 def _figures(found: Mapping[str, Any]) -> list[Figure]:

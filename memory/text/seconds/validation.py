@@ -79,7 +79,9 @@ def _bytes(found: Result) -> RenderableType | None:
                   _percent(group.bytes_below))
     kinds = {one.row.bytes_are for one in found.scored if one.bytes_ratio} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
-    return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table)
+    apart = [one.row for one in found.scored if one.row.bytes_reason]
+    doubted = [Prose(f"bytes of {row.model} on {row.gpus}, {row.setup}: {one_line(row.bytes_reason)}") for row in apart]
+    return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table, *doubted)
 
 
 def _worst(found: Result) -> RenderableType | None:

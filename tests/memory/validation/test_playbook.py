@@ -1,5 +1,6 @@
 """The Playbook's rows: which are said, and what of each is held."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -11,9 +12,11 @@ from bytescope.memory.config_keys import (
     MESH_SEQUENCE_PARALLEL,
     MESH_STRATEGY,
     MESH_TENSOR,
+    REMAT_POLICY,
 )
 from bytescope.memory.seconds.achieved import NETWORKS
 from bytescope.memory.validation import setups_playbook
+from bytescope.model.remat.policies import POLICIES
 
 pytestmark = pytest.mark.quick
 
@@ -65,6 +68,37 @@ def test_a_slot_that_was_faster_on_other_gpus_is_said():
     rows = {(row.model, row.gpus, row.setup): row for row in setups_playbook.rows()}
     assert "1.7x" in rows["llama-8.86B", 32, "dp2 tp16 zero1 16x8"].differs
     assert not rows["llama-8.86B", 32, "dp1 tp32 zero0 16x16"].differs
+
+
+# What src/nanotron/models/llama.py and the kernels it calls save for the gradient of a layer, by our names; the input
+# of the layer is kept under any policy.
+SAVED = {"attn_norm", "q_rot", "k_rot", "v", "context", "lse", "mid", "mlp_norm", "gate", "up", "act"}
+
+
+def test_the_policy_keeps_what_nanotron_keeps():
+    policy, = {row.overrides[REMAT_POLICY] for row in setups_playbook.rows() if row.overrides}
+    names = POLICIES[policy].names
+    assert {name for name in names if not name.endswith(("_mask", "_fp8", "_scale"))} == SAVED
+
+
+def needed(row):
+    """Bytes that nanotron holds at once at least: bfloat16 parameters, float32 sums, masters and moments, DDP's
+    buckets, what layers keep, and the logits twice in float32."""
+    layers, h, heads, f, tied = setups_playbook.SHAPES[row.model]
+    dp, tp, zero, micro = (int(part) for part in re.findall(r"\d+", row.setup)[:4])
+    parameters = layers * (4 * h * h + 3 * h * f) + 131072 * h * (1 if tied else 2)
+    state = 6 + 12 / (dp if zero else 1) + (2 if dp > 1 and not zero else 0)
+    token = layers * (20 * h + 8 * f + 4 * heads + 8) + 131072 * 8
+    return (parameters * state + micro * 4096 * token) / tp
+
+
+def test_no_run_reserved_less_than_it_needs_but_the_one_that_says_so():
+    said = [row for row in setups_playbook.rows() if not row.reason]
+    ratios = {row.id: row.measured_bytes / needed(row) for row in said}
+    doubted, = (row for row in said if row.bytes_reason)
+    assert ratios.pop(doubted.id) < 0.5
+    assert min(ratios.values()) > 1.03
+    assert needed(doubted) / 2**30 == pytest.approx(60.7, abs=0.05)
 
 
 def test_every_row_is_a_config_of_ours():

@@ -1,5 +1,7 @@
 """Scores by hand: ratios, pairs, ranks, bytes."""
 
+import dataclasses
+
 import pytest
 
 from bytescope.memory.validation import score
@@ -63,6 +65,13 @@ def test_bytes_are_compared_where_both_are_known():
     group, = score.groups([*held, scored(4.0, 4.0, ours=50), scored(None, 1.0, held=200, ours=50)])
     assert (group.bytes_rows, group.bytes_below, group.bytes_median) == (4, 0.75, 0.95)
     assert len(group.ratios) == 5 and group.rows == 5 and group.within == 1
+
+
+def test_bytes_that_are_doubted_are_not_compared():
+    sure, doubted = scored(1.0, 1.0, held=100, ours=90), scored(2.0, 2.0, held=100, ours=300)
+    doubted = dataclasses.replace(doubted, row=dataclasses.replace(doubted.row, bytes_reason="less than is needed"))
+    group, = score.groups([sure, doubted])
+    assert (group.bytes_rows, group.bytes_below, group.rows) == (1, 1.0, 2)
 
 
 def test_the_worst_are_furthest_on_either_side():

@@ -50,6 +50,15 @@ def test_the_terminal_has_scores_worst_rows_and_reasons():
     assert "stopped: 2 rows left" in plain_text(text.render(found(("8", "9"))), 140)
 
 
+def test_bytes_that_are_not_compared_have_their_reason():
+    runs = found()
+    row = dataclasses.replace(runs.scored[1].row, bytes_reason=f"of {EVIL}")
+    doubted = dataclasses.replace(runs.scored[1], row=row)
+    runs = dataclasses.replace(runs, scored=(runs.scored[0], doubted))
+    assert f"bytes of llama on 8, dp8 tp2 2: of {EVIL}" in plain_text(text.render(runs), 140)
+    assert Page(page.render(runs.to_json())).data["series"][0]["tips"][1][-1] == f"of {EVIL}"
+
+
 def test_the_terminal_says_an_empty_set():
     empty = dataclasses.replace(found(), scored=(), groups=(), rates="")
     out = plain_text(text.render(empty), 80)
