@@ -74,7 +74,7 @@ class Attention(nnx.Module):
                 context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, ring=ring, chunk=config.attention_chunk)
             else:
                 context_BLHK = KERNELS[config.attention].run(
-                    q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0))
+                    q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0), place=self.place)
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:

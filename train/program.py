@@ -226,7 +226,7 @@ def assemble(choices: Choices) -> Program:
         check_fused(config, choices.remat, batch)
         cross_entropy = make_cross_entropy(config, layout, precision, batch.micro)
         fused = FusedBackward(graph, cross_entropy, weights, partwise, choices.model.dropout > 0)
-    elif reduces_once(config, layout, choices.kernel[0], batch):
+    elif reduces_once(config, layout, batch):
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
         local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro)
     parts = StepParts(loss, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
@@ -243,15 +243,13 @@ def _micro_steps(config: ConfigDict, batch: BatchAlgebra) -> int | Callable[[jax
     return batch.traced_at if batch.schedule and batch.accumulation > 1 else batch.accumulation
 
 
-def reduces_once(config: ConfigDict, layout: Layout, kernel: str, batch: BatchAlgebra) -> bool:
+def reduces_once(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> bool:
     """Whether every rank sums its own gradients, and they are reduced once, at the end of a call of the step.
 
     Under zero1 that sends half the bytes of an all-reduce. Under ddp a single micro-batch is better reduced layer by
-    layer, while the backward pass goes on. It is not done inside a ring of devices, nor for cuDNN's kernel sharded
-    over `tensor`.
+    layer, while the backward pass goes on. It is not done inside a ring of devices.
     """
-    sharded = layout.context > 1 or (kernel == "cudnn" and layout.mesh.shape["tensor"] > 1)
-    if not layout.strategy.reduce_once or layout.ranks == 1 or sharded:
+    if not layout.strategy.reduce_once or layout.ranks == 1 or layout.context > 1:
         return False
     single = config.batch.mode == "multisteps" or batch.accumulation == 1
     return layout.strategy.stored or not single

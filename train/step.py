@@ -117,14 +117,19 @@ class Weights:
 
     def reduce(self, grads: Any) -> Any:
         """Gradients summed over the ranks, inside a `jax.shard_map` over them: each rank keeps the shard it stores."""
-        def one(grad, spec):
-            grad = self.layout.reduced(grad)
-            if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
-                return jax.lax.psum(grad, BATCH)
-            return jax.lax.psum(
-                jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data")
+        local = self.layout.local
 
-        return jax.tree.map(one, grads, self.specs())
+        def one(grad, axes, spec):
+            def summed(grad):
+                if "fsdp" not in spec or self.layout.mesh.shape["fsdp"] == 1:
+                    return jax.lax.psum(grad, BATCH)
+                return jax.lax.psum(
+                    jax.lax.psum_scatter(grad, "fsdp", scatter_dimension=list(spec).index("fsdp"), tiled=True), "data")
+
+            # Every device sends its own shard: with `tensor` left to the compiler, XLA gathers what it then scatters.
+            return local.own(summed, (axes,), axes)(self.layout.reduced(grad))
+
+        return self._map(one, grads, self.specs())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.seconds import prediction, schedule
-from bytescope.memory.validation import reductions, score
+from bytescope.memory.seconds import prediction
+from bytescope.memory.validation import score
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.runs import Runs
 from bytescope.memory.validation.score import Group, Scored
@@ -52,7 +52,7 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
         answer = runs.answers.get(row.id)
         if answer is None or row.id in why:
             continue
-        found = prediction.of_answer(_as_measured(row, answer), row.network)
+        found = prediction.of_answer(answer, row.network)
         if found is None:
             why[row.id] = "no rate of its chip is known"
             continue
@@ -61,14 +61,6 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
     versions = next((answer.get("versions", {}) for answer in runs.answers.values()), {})
     return Result(name, tuple(scored), tuple(score.groups(scored)), _by_reason(rows, why), runs.left, runs.compiled,
                   "; ".join(dict.fromkeys(rates)), versions)
-
-
-def _as_measured(row: Row, answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The answer with gradients reduced as often as the measured framework did."""
-    if not row.reduced_over or not answer.get("schedule"):
-        return answer
-    steps = reductions.once(schedule.from_json(answer["schedule"]), row.reduced_over, row.micro_batches)
-    return {**answer, "schedule": schedule.to_json(steps)}
 
 
 def scored_of(row: Row, answer: Mapping[str, Any], found: prediction.Prediction) -> Scored:

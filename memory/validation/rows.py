@@ -22,8 +22,6 @@ class Row:
         launch_seconds: what the host of the measured framework needs at least to launch the update; 0 where launches
             were no bound, or are not known. Our programs have no such floor.
         host_bound: whether launches set its pace, so that its level says nothing of the device; None where not known.
-        reduced_over, micro_batches: gradients are reduced over so many devices once in so many micro-batches, where our
-            program would do so in each (`reductions`); 0 where both do the same.
         network: of `seconds.achieved.NETWORKS`, that joins its hosts; "" for that of its chip's table.
         differs: what is known to set the measured run apart from what is predicted, in words.
         bytes_are: what `measured_bytes` is: "reserved" (an upper bound of what was needed), "allocated" or "".
@@ -48,8 +46,6 @@ class Row:
     tensor: int = 1
     launch_seconds: float = 0.0
     host_bound: bool | None = None
-    reduced_over: int = 0
-    micro_batches: int = 0
     network: str = ""
     differs: str = ""
     bytes_are: str = ""

@@ -18,8 +18,8 @@ queries are a view of it. `none` is autodiff of every operation, 36h + 12f: six 
 silu.
 
 What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, and the
-slack of torch's allocator. Gradients that it reduces once, and launches from Python, are taken into account
-(`reductions`, `LAUNCH`), and the network is that of such instances, measured by others.
+slack of torch's allocator. Launches from Python are taken into account (`LAUNCH`), and the network is that of such
+instances, measured by others.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ def _row(number: int, fact: Fact) -> Row:
         source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]),
         launch_seconds=launch * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,
         network=_NETWORK if gpus > _PER_HOST else "", differs=_differs(fact), bytes_are="reserved",
-        bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""),
-        reduced_over=int(fact["dp"]) if min(int(fact["tp"]), int(fact["dp"])) > 1 else 0,
-        micro_batches=int(fact["ga"]))
+        bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""))
 
 
 def _reason(fact: Fact) -> str:

@@ -1,6 +1,6 @@
 """Causal self-attention kernels, rows of one table behind one signature.
 
-    run(q_BLHK, k_BLGK, v_BLGK, *, config, key_B) -> context_BLHK
+    run(q_BLHK, k_BLGK, v_BLGK, *, config, key_B, place) -> context_BLHK
 
 Queries and keys arrive rotated; the scale 1/sqrt(K) is the kernel's. Each kernel tags its own
 result `context`, since one with a custom gradient must name the residual where it is kept.
@@ -9,6 +9,7 @@ result `context`, since one with a custom gradient must name the residual where 
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from bytescope.model.attention.chunked import chunked_attention
 from bytescope.model.config import ModelConfig
 from bytescope.model.layers import dropout
 from bytescope.model.names import tag
+from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision
 
 
@@ -50,7 +52,7 @@ def _softmax_backward(residuals, d_probs_BGRLS):
 causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
+def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
     """The whole matrix of scores at once, [B, G, R, L, S] float32: memory quadratic in the sequence length."""
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
@@ -66,17 +68,18 @@ def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
     return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, K), "context")
 
 
-def chunked(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
+def chunked(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
     """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
     del key_B
     return chunked_attention(q_BLHK, k_BSGK, v_BSGK, min(config.attention_chunk, q_BLHK.shape[1]))
 
 
-def cudnn(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B):
+def cudnn(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
     """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
     del config, key_B
-    return tag(jax.nn.dot_product_attention(q_BLHK, k_BSGK, v_BSGK, is_causal=True, implementation="cudnn"),
-               "context")
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
+    return tag(place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK), "context")
 
 
 def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
@@ -101,7 +104,7 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
 class Kernel:
     """One row of the table.
 
-    run: (q_BLHK, k_BSGK, v_BSGK, *, config, key_B) -> context_BLHK, in the dtype of the queries.
+    run: (q_BLHK, k_BSGK, v_BSGK, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
     refuses: (config, precision, platform) -> why the kernel cannot run there and what to do instead, or None.
     """
 

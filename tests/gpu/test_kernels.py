@@ -6,6 +6,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from bytescope.configs import base
 from bytescope.memory.devices import platform
 from bytescope.model import ModelConfig
 from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.placement import HERE
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(platform.accelerator() != "cuda", reason="no NVIDIA card in this machine")
@@ -30,7 +32,8 @@ def test_cudnn_equals_naive_in_values_and_gradients(heads, groups, width):
     config = ModelConfig.from_dict({**base.get_config().model.to_dict(), "d_head": width})
 
     def run(kernel):
-        value, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, config=config, key_B=None), q, k, v)
+        attend = partial(KERNELS[kernel].run, config=config, key_B=None, place=HERE)
+        value, pull = jax.vjp(attend, q, k, v)
         return value, *pull(weight)
 
     for one, other in zip(jax.jit(run, static_argnums=0)("cudnn"), jax.jit(run, static_argnums=0)("naive")):

@@ -10,6 +10,7 @@ import pytest
 from bytescope.configs import base
 from bytescope.model import PRECISIONS, ModelConfig
 from bytescope.model.attention.kernels import KERNELS, choose_kernel, platform_of
+from bytescope.model.placement import HERE
 from support.toy import small_program
 
 
@@ -41,7 +42,7 @@ def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
     q, k, v, weight = inputs(21, heads, groups)
 
     def run(q, k, v):
-        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=chunk), key_B=None)
+        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=chunk), key_B=None, place=HERE)
 
     def value_and_gradients(attend):
         value, pull = jax.vjp(attend, q, k, v)
@@ -54,7 +55,7 @@ def test_kernels_equal_the_reference(kernel, chunk, heads, groups):
 
 def test_bf16_kernels_agree_to_rounding():
     q, k, v, _ = inputs(64, dtype=jnp.bfloat16)
-    naive, chunked = (KERNELS[name].run(q, k, v, config=config(attention_chunk=16), key_B=None)
+    naive, chunked = (KERNELS[name].run(q, k, v, config=config(attention_chunk=16), key_B=None, place=HERE)
                       for name in ("naive", "chunked"))
     assert naive.dtype == chunked.dtype == jnp.bfloat16
     np.testing.assert_allclose(naive.astype(np.float32), chunked.astype(np.float32), atol=0.02)
@@ -62,7 +63,7 @@ def test_bf16_kernels_agree_to_rounding():
 
 def temp_bytes(kernel, length):
     def loss(q, k, v):
-        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=128), key_B=None).sum()
+        return KERNELS[kernel].run(q, k, v, config=config(attention_chunk=128), key_B=None, place=HERE).sum()
 
     q, k, v, _ = inputs(length)
     return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v).compile().memory_analysis().temp_size_in_bytes
@@ -79,7 +80,7 @@ def test_masked_blocks_cost_nothing():
     """The blocks above the diagonal are not walked: n (n + 1) / 2 of n^2."""
     q, k, v, _ = inputs(64)
     cut = config(attention_chunk=16)
-    jaxpr = str(jax.make_jaxpr(lambda: KERNELS["chunked"].run(q, k, v, config=cut, key_B=None))())
+    jaxpr = str(jax.make_jaxpr(lambda: KERNELS["chunked"].run(q, k, v, config=cut, key_B=None, place=HERE))())
     assert "length=10" in jaxpr and "length=16" not in jaxpr
 
 

@@ -43,7 +43,7 @@ class Layout(Placement):
     @property
     def local(self) -> "Layout":
         """The layout within a `jax.shard_map` over the data-parallel ranks."""
-        # All axes if no other has more than one device: a kernel with a partitioner of its own (cuDNN's) works only so.
+        # All axes if no other has more than one device: then nothing is left for the compiler to shard.
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
@@ -204,6 +204,12 @@ class Layout(Placement):
         specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
         return jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False,
                              axis_names=set(AXES) - set(self.manual), **mesh)
+
+    def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        """`function` with its own partitioner, but inside an enclosing `jax.shard_map` on a device's shard alone."""
+        # A partitioner (`custom_partitioning`) needs the mesh of its arguments. Of one whose axes are partly manual JAX
+        # tells it nothing, and the compilation fails; with all of them manual nothing is left to partition.
+        return self.own(function, inputs, outputs) if self.manual else function
 
     def check(self, name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
         """Raises ValueError where a dimension of a stored parameter is not divisible by the sizes of its mesh axes."""

@@ -21,8 +21,6 @@ NOTES = (
     "Where the measured framework launches kernels more slowly than the device runs them, its launches are the "
     "prediction: a term that was read off runs of this very set. A compiled step of ours has no such floor; the "
     "device's own seconds are shown too.",
-    "Gradients that the measured framework reduces once an update are predicted so, where our program would reduce "
-    "them in every micro-batch.",
     "Bytes: what our program allocates over what was measured. A reserved maximum is an upper bound of what was "
     "needed.",
 )

@@ -104,11 +104,3 @@ def test_the_result_holds_every_row_with_its_reason(tmp_path):
     assert written["rows"][0]["predicted_seconds"] == plain.predicted_seconds
     assert written["rows"][0]["source"] == "there"
     assert [each["reason"] for each in written["unsaid"]] == ["too large", "suspect"] and written["rates"]
-
-
-def test_gradients_that_are_reduced_once_take_less(tmp_path, monkeypatch):
-    turn = schedule.Loop(64, (*STEPS, schedule.Start("", "all-reduce", "backward", 10**9, 4)))
-    monkeypatch.setitem(globals(), "STEPS", (turn,))
-    rows = [row(1), row(2, "small", reduced_over=4, micro_batches=64)]
-    each, once = result.of("s", rows, runs.run(rows, Trainer(), tmp_path)).scored
-    assert each.by_term["collectives"] > 20 * once.by_term["collectives"] > 0

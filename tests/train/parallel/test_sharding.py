@@ -1,5 +1,6 @@
 """Every way to divide memory over devices leaves the loss where it was and holds what it says, no more."""
 
+import dataclasses
 import math
 import re
 
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bytescope.memory.analyze import report_of
+from bytescope.memory.devices import targets
+from bytescope.model.attention.kernels import KERNELS
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.program import build
-from support.described import described
+from support.described import SMALL_GPU, described
 from support.hlo_text import collectives
 from support.toy import run_losses, small_config, small_program, unfused_step
 
@@ -185,6 +189,38 @@ def test_gradients_are_reduced_once_an_update(strategy):
     per_step = small_program({"mesh.strategy": "zero2", "batch.mode": "scan", "batch.accumulation": 4}, 4)
     text = per_step.compile().as_text()
     assert [one for ones in collectives(text).values() for one in ones if "transpose(jvp" in one[2]]
+
+
+def test_gradients_under_cudnn_and_a_tensor_split_are_reduced_once_an_update():
+    """Over the ranks nothing is sent in the loop over micro-batches; after it the gradients that a device holds are."""
+    overrides = {**SMALL_GPU, "model.n_kv_heads": 2, "model.n_layers": 2, "data.seq_len": 256,
+                 "mesh.strategy": "zero1", "mesh.tensor": 2, "batch.mode": "scan", "batch.accumulation": 4}
+    program = build(small_config(overrides), described("h100:4"))
+    assert program.kernel[0] == "cudnn"
+    found = report_of(program.compile_for_report(), target=targets.parse("h100:4")).collectives
+    assert not [one for one in found if "/while/" in one.op_name and one.axes != ("tensor",)]
+    stored = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(program.state.params))
+    sent = [(one.axes, one.times * one.bytes) for one in found if one.kind == "reduce-scatter"]
+    assert {axes for axes, _ in sent} == {("fsdp",)}
+    assert sum(size for _, size in sent) == 4 * stored * program.mesh.shape["fsdp"]
+
+
+def test_a_kernel_with_its_own_partitioner_runs_on_the_heads_of_a_device(one, monkeypatch):
+    """Between ranks that reduce gradients once. JAX's plain attention stands for cuDNN's, which no CPU runs."""
+    rows, plain = {}, jax.nn.dot_product_attention
+
+    def attend(q, k, v, *, is_causal, implementation):
+        assert implementation == "cudnn"
+        rows[len(q)] = {x.shape for x in (q, k, v)}
+        return plain(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setitem(KERNELS, "cudnn", dataclasses.replace(KERNELS["cudnn"], refuses=lambda *_: None))
+    program = small_program({"model.attention": "cudnn", "mesh.strategy": "zero1", "mesh.tensor": 2,
+                             "mesh.sequence_parallel": True, "batch.micro": 4, "batch.accumulation": 2,
+                             "batch.mode": "scan"}, 4)
+    np.testing.assert_allclose(run_losses(program, steps=6), one({})[:6], rtol=EQUAL)
+    assert rows[4] == {(4, 32, 2, 8), (4, 32, 1, 8)}  # of 4 heads and 2 of keys and values
 
 
 def test_no_device_sees_the_whole_batch_or_all_logits():
