@@ -108,17 +108,17 @@ class Rates:
         wider = order[order.index(wanted):]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
 
-    def completed(self, listed: Rates) -> Rates:
-        """These, with collectives of others where these have none, in a host or between hosts, and their hops: a
-        machine with one device measures none, and one machine none between hosts."""
+    def completed(self, listed: Rates, hosts: int = 1) -> Rates:
+        """These, for a target of so many hosts, with collectives and hops of others where these have none: a machine
+        with one device measures none, and one machine none between hosts."""
         inside, over = (any((row.hosts > 1) == many for row in self.collectives) for many in (False, True))
-        taken = tuple(row for row in listed.collectives if not (over if row.hosts > 1 else inside))
+        taken = tuple(row for row in listed.collectives if not (over or hosts < 2 if row.hosts > 1 else inside))
         if not taken:
             return self
-        return dataclasses.replace(self, collectives=(*self.collectives, *taken),
+        source = "the network as published" if inside else f"collectives: {listed.source}"
+        return dataclasses.replace(self, collectives=(*self.collectives, *taken), source=f"{self.source}; {source}",
                                    hop_seconds=self.hop_seconds if inside else listed.hop_seconds,
-                                   network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds,
-                                   source=f"{self.source}; {'network' if inside else 'collectives'}: {listed.source}")
+                                   network_hop_seconds=self.network_hop_seconds if over else listed.network_hop_seconds)
 
     def shared(self, devices: int) -> Rates:
         """These of each of so many devices that a CPU simulates: they have its cores and its memory together."""

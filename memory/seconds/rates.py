@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,9 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Ra
     found = _loaded(path)
     refuse(found, known)
     if known.get("platform") == "cpu":
-        return found.shared(_sharing(known))
-    return found.completed(listed) if listed is not None else found
+        return found.shared(_count(known, "n_devices"))
+    hosts = _count(known, "n_devices") / _count(known, "devices_per_host")
+    return found.completed(listed, math.ceil(hosts)) if listed is not None else found
 
 
 def refuse(found: Rates, known: Mapping[str, Any]) -> None:
@@ -102,16 +104,16 @@ def refuse(found: Rates, known: Mapping[str, Any]) -> None:
 
 def _of_machine(known: Mapping[str, Any]) -> Rates:
     """This machine's, shared by the devices that it simulates; what they send to each other are copies of memory."""
-    flops, copied = (rate / _sharing(known) for rate in roofline.machine_rates())
+    flops, copied = (rate / _count(known, "n_devices") for rate in roofline.machine_rates())
     product, moved = ((1.0, flops),), ((1.0, copied),)
     return Rates(source=roofline.MEASURED, peak_flops={"fp32": flops}, products={"fp32": product},
                  attention={way: {128: product} for way in WAYS}, memory=moved, floor_seconds=_CPU_FLOOR_SECONDS,
                  host_link_bytes_per_s=copied)
 
 
-def _sharing(known: Mapping[str, Any]) -> int:
-    """Devices that share the rates of a machine."""
-    sharing = known.get("n_devices", 1)
-    if not is_count(sharing):
-        raise ReportError(f"a damaged report (target.n_devices is {sharing!r:.40}): write it again")
-    return max(sharing, 1)
+def _count(known: Mapping[str, Any], field: str) -> int:
+    """A number of devices of a target's JSON, 1 where it does not say."""
+    found = known.get(field, 1)
+    if not is_count(found):
+        raise ReportError(f"a damaged report (target.{field} is {found!r:.40}): write it again")
+    return max(found, 1)

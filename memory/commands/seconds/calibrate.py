@@ -41,9 +41,10 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     target = targets.parse("local")
     here = [device for device in target.devices() if device.process_index == device.client.process_index()]
     cases = measure.cases_of(here, target, measure.sizes_of(target))
-    with progress(len(cases), "measuring") as tell:
+    with progress(math.ceil(args.seconds), "measuring") as tell:
         found = measure.measure(cases, target, len(here), args.seconds, tell)
     calibration_text.show(found, target)
     if args.out:
-        write(args.out, json.dumps(found.rates.to_json(), indent=1) + "\n")
+        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.rates.to_json().items())
+        write(args.out, f"{{\n{rows}\n}}\n")
     return 0

@@ -37,7 +37,7 @@ class Case:
         part: of `PARTS`. key: what it is within its part: (unit,) of products, (unit, m, k, n) of thin ones, (way,
             head width) of attention, (COPY or ADD,) of memory, (kind, group) of collectives, (way,) of the host link.
         size: the side of a cube, keys, or bytes. work: FLOPs or bytes of one link. links: of one call.
-        make: compiles it and returns a function that begins one call and returns what to wait for.
+        make: the program, or whatever else has `start()`: a function that begins one call and returns what to wait for.
         needed: measured however little time there is.
     """
 
@@ -46,7 +46,7 @@ class Case:
     size: int
     work: float
     links: int
-    make: Callable[[], Callable[[], Any]]
+    make: Callable[[], Any]
     needed: bool = False
 
     @property
@@ -82,7 +82,7 @@ ACCELERATOR = Sizes(
     units=("bf16", "tf32", "fp8", "fp16", "fp32"), sides=(4096, 8192, 1024, 2048, 512, 16384),
     thin=((8192, 4096, 14336), (16384, 4096, 1024), (512, 4096, 4096), (4096, 2048, 131072)),
     lengths=(2048, 8192, 512, 4096, 1024, 16384), widths=(128, 64, 256), tokens=16384, heads=2048,
-    arrays=(256 * MIB, 16 * MIB, 64 * MIB, MIB, 1024 * MIB), payloads=(64 * MIB, MIB, 512 * MIB, 8 * MIB),
+    arrays=(256 * MIB, 16 * MIB, 64 * MIB, MIB, 1024 * MIB), payloads=(64 * MIB, MIB, 64 * 2**10, 512 * MIB, 8 * MIB),
     copied=256 * MIB)
 HOST = Sizes(
     units=("fp32", "bf16"), sides=(512, 256, 1024, 128), thin=((1024, 256, 1024), (64, 512, 2048)),
@@ -96,12 +96,51 @@ def links_of(work: float, rate: float) -> int:
     return wanted if wanted < UNROLLED else wanted - wanted % UNROLLED
 
 
-def chain(device: Any, link: Callable[..., Any], links: int, shapes: Sequence[tuple[tuple[int, ...], Any, float]],
-           prepare: Callable[..., tuple] | None = None, unroll: int = UNROLLED) -> Callable[[], Any]:
-    """Compiles `links` runs of `link(x, *others) -> x` on a device; a call begins anew, and waits for the one before.
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A program of links, each of which needs the one before: what `Case.make` makes.
+
+    Fields:
+        program: (before, x, *others) -> a first result that is the next call's `before`, and others.
+        before: the shape of `before`, float32. inputs: (shape, dtype, scale) of x and the others, normal numbers of
+            that scale. sharding: of all of them, on devices that need not be here.
+    """
+
+    program: Callable[..., Any]
+    before: tuple[int, ...]
+    inputs: Sequence[tuple[tuple[int, ...], Any, float]]
+    sharding: Any
+
+    def lower(self) -> Any:
+        """The program, lowered for its devices: a `jax.stages.Lowered`."""
+        import jax
+        import jax.numpy as jnp
+
+        arguments = [(self.before, jnp.float32), *(each[:2] for each in self.inputs)]
+        return jax.jit(self.program).lower(*(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding) for shape, dtype in arguments))
+
+    def start(self) -> Callable[[], Any]:
+        """Compiles it and fills its inputs; a call begins a run, which waits for the one before."""
+        import jax
+        import jax.numpy as jnp
+
+        compiled = self.lower().compile()
+        values = [normal(self.sharding, number, *each) for number, each in enumerate(self.inputs)]
+        last = [jax.device_put(jnp.zeros(self.before), self.sharding)]
+
+        def run() -> Any:
+            last[0], *_ = compiled(last[0], *values)
+            return last[0]
+
+        return run
+
+
+def chain(device: Any, link: Callable[..., Any], links: int, inputs: Sequence[tuple[tuple[int, ...], Any, float]],
+          prepare: Callable[..., tuple] | None = None, unroll: int = UNROLLED) -> Chain:
+    """`links` runs of `link(x, *others) -> x` on one device.
 
     Args:
-        shapes: (shape, dtype, scale) of x and of the others, filled with normal numbers of that scale.
         prepare: of the arguments once a call, outside of the chain.
     """
     import jax
@@ -114,29 +153,17 @@ def chain(device: Any, link: Callable[..., Any], links: int, shapes: Sequence[tu
         # All of it is returned, so that all of it is computed.
         return out[(0,) * out.ndim].astype(jnp.float32), out
 
-    values = [normal(device, number, *shape) for number, shape in enumerate(shapes)]
-    start = jax.device_put(jnp.float32(0), device)
-    compiled = jax.jit(program).lower(start, *values).compile()
-    return calls(compiled, start, values)
+    return Chain(program, (), inputs, jax.sharding.SingleDeviceSharding(device))
 
 
-def calls(compiled: Any, start: Any, values: Sequence[Any]) -> Callable[[], Any]:
-    """Begins one call of a program whose first result is the first argument of the next."""
-    last = [start]
-
-    def run() -> Any:
-        last[0], *_ = compiled(last[0], *values)
-        return last[0]
-
-    return run
-
-
-def normal(device: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
-    """An array of normal numbers on a device, of which the first million repeat: zeros would spare a device power."""
+def normal(sharding: Any, seed: int, shape: tuple[int, ...], dtype: Any, scale: float) -> Any:
+    """An array of normal numbers, of which the first million repeat: zeros would spare a device power. Each device of a
+    sharding over the first dimension makes its own part."""
     import jax
     import numpy as np
 
-    size = math.prod(shape)
+    part = sharding.shard_shape(shape)
+    size = math.prod(part)
     numbers = scale * np.random.default_rng(seed).standard_normal(min(size, 2**20), np.float32)
-    filled = np.resize(numbers.astype(dtype), size).reshape(shape)
-    return jax.block_until_ready(jax.device_put(filled, device))
+    filled = np.resize(numbers.astype(dtype), size).reshape(part)
+    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, lambda _: filled))

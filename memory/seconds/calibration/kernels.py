@@ -20,6 +20,7 @@ from bytescope.memory.seconds.calibration.cases import (
     THIN,
     UNROLLED,
     Case,
+    Chain,
     Sizes,
     chain,
     links_of,
@@ -34,7 +35,7 @@ def floors(device: Any) -> Iterator[Case]:
     import jax
     import jax.numpy as jnp
 
-    def make(links: int) -> Callable[[], Any]:
+    def make(links: int) -> Chain:
         return chain(device, lambda x: jax.lax.optimization_barrier(x * 1.0001), links,
                      [((1024,), jnp.float32, 1.0)], unroll=4 * UNROLLED)
 
@@ -60,7 +61,7 @@ def _times(unit: str) -> Callable[[Any, Any], Any]:
 
 
 def products(device: Any, units: Sequence[str], sizes: Sizes, flops: float) -> Iterator[Case]:
-    def make(unit: str, side: int, links: int) -> Callable[[], Any]:
+    def make(unit: str, side: int, links: int) -> Chain:
         shape = (side, side), _dtype(unit)
         return chain(device, _times(unit), links, [(*shape, 1.0), (*shape, side ** -0.5)])
 
@@ -74,7 +75,7 @@ def products(device: Any, units: Sequence[str], sizes: Sizes, flops: float) -> I
 
 def thin(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
     """Pairs of products as in a transformer's block: (m, k) x (k, n), and back to (m, k)."""
-    def make(m: int, k: int, n: int, links: int) -> Callable[[], Any]:
+    def make(m: int, k: int, n: int, links: int) -> Chain:
         times, dtype = _times(unit), _dtype(unit)
         return chain(device, lambda x, up, down: times(times(x, up), down), links,
                       [((m, k), dtype, 1.0), ((k, n), dtype, k ** -0.5), ((n, k), dtype, n ** -0.5)])
@@ -93,7 +94,7 @@ def memory(device: Any, sizes: Sizes, moved: float) -> Iterator[Case]:
     kinds: Mapping[str, tuple[int, Callable[..., Any]]] = {
         COPY: (2, lambda x: apart(x * 1.0001)), ADD: (3, lambda x, y: apart(x + y))}
 
-    def make(kind: str, size: int, links: int) -> Callable[[], Any]:
+    def make(kind: str, size: int, links: int) -> Chain:
         arrays, link = kinds[kind]
         return chain(device, link, links, [((size // 4,), jnp.float32, scale) for scale in (1.0, SMALL)][:arrays - 1])
 
@@ -111,14 +112,15 @@ def attention(device: Any, sizes: Sizes, flops: float) -> Iterator[Case]:
                 batch, heads = max(sizes.tokens // length, 1), max(sizes.heads // width, 1)
                 causal, backward = way.endswith("causal"), way.startswith("backward")
                 work = 4.0 * batch * heads * length ** 2 * width * (0.5 if causal else 1.0)
-                work *= _BACKWARD if backward else 1.0
-                links = links_of(work, flops)
+                links = links_of(work * (_BACKWARD if backward else 1.0), flops)
+                # A call of a backward chain begins with one forward pass.
+                work *= _BACKWARD + 1 / links if backward else 1.0
                 make = functools.partial(_attend, device, (batch, length, heads, width), causal, backward, links)
                 yield Case(ATTENTION, (way, width), length, work, links, make,
                            needed=(length, width) == (sizes.lengths[0], sizes.widths[0]))
 
 
-def _attend(device: Any, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Callable[[], Any]:
+def _attend(device: Any, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
     """cuDNN's kernel on NVIDIA GPUs, XLA's products elsewhere; float32 on a CPU."""
     import jax
     import jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,16 +16,32 @@ from bytescope.memory.seconds.calibration.cases import (
     TO_DEVICE,
     TO_HOST,
     Case,
+    Chain,
     Sizes,
-    calls,
     links_of,
     normal,
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Copies of an array of `size` bytes from one sharding to another."""
+
+    size: int
+    source: Any
+    there: Any
+
+    def start(self) -> Callable[[], Any]:
+        """Fills the array; a call begins a copy."""
+        import jax
+        import numpy as np
+
+        array = normal(self.source, 0, (self.size // 4,), np.float32, 1.0)
+        return lambda: jax.device_put(array, self.there)
+
+
 def host_link(device: Any, sizes: Sizes) -> Iterator[Case]:
     import jax
-    import jax.numpy as jnp
 
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = next((kind for kind in ("pinned_host", "unpinned_host") if kind in kinds), None)
@@ -33,11 +50,8 @@ def host_link(device: Any, sizes: Sizes) -> Iterator[Case]:
     on_host, on_device = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind),
                           jax.sharding.SingleDeviceSharding(device))
 
-    def make(way: str, size: int) -> Callable[[], Any]:
-        here = normal(device, 0, (size // 4,), jnp.float32, 1.0)
-        source, there = (here, on_host) if way == TO_HOST else (jax.device_put(here, on_host), on_device)
-        jax.block_until_ready(source)
-        return lambda: jax.device_put(source, there)
+    def make(way: str, size: int) -> Copies:
+        return Copies(size, *((on_device, on_host) if way == TO_HOST else (on_host, on_device)))
 
     for size, needed in ((sizes.copied, True), (SHORT, True)):
         for way in (TO_HOST, TO_DEVICE):
@@ -58,7 +72,7 @@ def collectives(devices: Sequence[Any], sizes: Sizes, moved: float) -> Iterator[
                            needed=kind == KINDS[0] and (size, group) == (sizes.payloads[0], groups[0]))
 
 
-def _send(devices: tuple[Any, ...], kind: str, size: int, links: int) -> Callable[[], Any]:
+def _send(devices: tuple[Any, ...], kind: str, size: int, links: int) -> Chain:
     """A chain of one collective whose payload, the unsharded array, is `size` bytes on each device."""
     import jax
     import jax.numpy as jnp
@@ -81,8 +95,6 @@ def _send(devices: tuple[Any, ...], kind: str, size: int, links: int) -> Callabl
         return x[:1], x
 
     spec = jax.sharding.PartitionSpec(axis)
-    sharding = jax.sharding.NamedSharding(mesh, spec)
     local = part if kind == "all-gather" else part * count
-    x, start = (jax.device_put(jnp.full((length * count,), 0.5), sharding) for length in (local, 1))
-    jitted = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False))
-    return calls(jitted.lower(start, x).compile(), start, [x])
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
+    return Chain(mapped, (count,), [((local * count,), jnp.float32, 1.0)], jax.sharding.NamedSharding(mesh, spec))

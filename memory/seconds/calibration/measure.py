@@ -37,8 +37,12 @@ from bytescope.memory.seconds.calibration.cases import (
 )
 from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates
 
-# The share of the time in which cases are compiled; what a visit of one takes; turns that all cases get at least.
-_PREPARING, _VISIT_SECONDS, _LEAST_TURNS = 0.7, 20e-3, 3
+# The share of the time in which cases are compiled; what a visit of one takes.
+_PREPARING, _VISIT_SECONDS = 0.7, 20e-3
+# What is needed may take so much of the time asked for, or so many seconds where that is more, and no longer: a machine
+# that others use too compiles slowly.
+_OVER, _LEAST_SECONDS = 1.25, 30.0
+NO_TIME = "no time: give more --seconds"
 # Of a measured time, what its kernel is thought to take at least: a floor measured too high takes away no more.
 _LEAST_SHARE = 0.1
 # What an accelerator without a data sheet is thought to reach, until it is measured: FLOP/s, bytes per second.
@@ -50,14 +54,14 @@ Tell = Callable[[Sequence[str], int], None]
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """A case measured: its `part`, `key`, `size` and `work` (see `cases.Case`), the median seconds of one link, and the
-    spread of its turns, the distance of the quartiles over the median."""
+    spread of its turns, the distance of the quartiles over the median; None where it had one at most."""
 
     part: str
     key: tuple
     size: int
     work: float
     seconds: float
-    spread: float = 0.0
+    spread: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,7 @@ class _Prepared:
     case: Case
     run: Callable[[], Any]
     calls: int  # of one visit
+    first: float = 0.0  # seconds of one link in a single call, which stands where there was no time for a turn
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def visit(self) -> float:
@@ -96,33 +101,77 @@ def measure(todo: Sequence[Case], target: Target, devices: int, seconds: float =
 
     Args:
         target: with its data sheet, where there is one. devices: of this host, that the cases run on.
-        tell: is called with what runs and how many cases are compiled.
+        tell: is called with what runs and how many whole seconds are gone.
 
     Raises ReportError where a part that a prediction needs cannot be measured.
     """
-    began = time.monotonic()
-    prepared, left_out = [], {}
-    for number, case in enumerate(todo):
-        tell([case.label], number)
-        if not case.needed and time.monotonic() - began > _PREPARING * seconds:
-            left_out[case.label] = "no time: give more --seconds"
-            continue
-        try:
-            prepared.append(_prepare(case))
-        except Exception as error:  # of the compiler or the device: a dtype or size that it has not, no memory left
-            left_out[case.label] = in_one_line(str(error))[:200] or type(error).__name__
+    clock = _Clock(time.monotonic(), seconds, tell)
+    prepared, left_out = _prepared(todo, clock)
     turn = 0
-    while turn < _LEAST_TURNS or time.monotonic() - began < seconds:
-        for each in prepared:
-            tell([f"turn {turn + 1}", each.case.label], len(todo))
-            each.seconds.append(each.visit())
+    while prepared and not clock.over(turn):
         turn += 1
+        for each in list(prepared):
+            if clock.over(turn - 1):
+                break
+            clock.tell(f"turn {turn}", each.case.label)
+            try:
+                each.seconds.append(each.visit())
+            except Exception as error:  # no memory is left beside the cases that were prepared after it
+                prepared.remove(each)
+                left_out[each.case.label] = _reason(error)
     samples = tuple(_sample(each) for each in prepared)
     try:
         return Calibration(rates_of(samples, target, _about(target, devices)), samples, left_out)
     except ReportError as error:
         why = next(iter(left_out.items()), ("nothing", "left out"))
         raise ReportError(f"the devices could not be measured ({error}); {why[0]}: {why[1]}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clock:
+    """When it began, how many seconds were asked for, and who is told."""
+
+    began: float
+    seconds: float
+    teller: Tell
+
+    def tell(self, *labels: str) -> None:
+        self.teller(labels, int(min(self.gone, self.seconds)))
+
+    @property
+    def gone(self) -> float:
+        return time.monotonic() - self.began
+
+    def late(self, needed: bool) -> bool:
+        """Whether no more cases are to be compiled."""
+        return self.gone > (self._limit if needed else _PREPARING * self.seconds)
+
+    def over(self, turns: int) -> bool:
+        """Whether no more cases are to run, so many turns being done: the first is finished even past the time."""
+        return self.gone > (self.seconds if turns else self._limit)
+
+    @property
+    def _limit(self) -> float:
+        return max(_OVER * self.seconds, _LEAST_SECONDS)
+
+
+def _prepared(todo: Sequence[Case], clock: _Clock) -> tuple[list[_Prepared], dict[str, str]]:
+    """(cases ready to run, those left out with the reason)."""
+    prepared, left_out = [], {}
+    for case in todo:
+        clock.tell(case.label)
+        if clock.late(case.needed):
+            left_out[case.label] = NO_TIME
+            continue
+        try:
+            prepared.append(_prepare(case))
+        except Exception as error:  # of the compiler or the device: a dtype or size that it has not, no memory left
+            left_out[case.label] = _reason(error)
+    return prepared, left_out
+
+
+def _reason(error: Exception) -> str:
+    return in_one_line(str(error))[:200] or type(error).__name__
 
 
 def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]:
@@ -141,18 +190,25 @@ def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]
 
 def _prepare(case: Case) -> _Prepared:
     """Compiles a case, warms it up and chooses its calls of a visit."""
-    found = _Prepared(case, case.make(), 1)
+    found = _Prepared(case, case.make().start(), 1)
     found.visit()  # the first run loads kernels
-    call = max(found.visit() * case.links, 1e-6)
+    found.first = found.visit()
+    call = max(found.first * case.links, 1e-6)
     found.calls = min(max(int(_VISIT_SECONDS / call), 1), 1000)
     return found
 
 
 def _sample(each: _Prepared) -> Sample:
-    quarters = statistics.quantiles(each.seconds, n=4)
-    middle = statistics.median(each.seconds)
-    return Sample(each.case.part, each.case.key, each.case.size, each.case.work, middle,
-                  (quarters[2] - quarters[0]) / middle)
+    case, seconds = each.case, each.seconds or [each.first]
+    quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else None
+    middle = statistics.median(seconds)
+    return Sample(case.part, case.key, case.size, case.work, middle,
+                  (quarters[2] - quarters[0]) / middle if quarters else None)
+
+
+def _rounded(value: float) -> float:
+    """Four digits of it: no clock tells more, and the file stays small."""
+    return float(f"{value:.4g}")
 
 
 def _about(target: Target, devices: int) -> dict[str, str]:
@@ -175,7 +231,7 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
     parts: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         parts[sample.part].append(sample)
-    floor = min((sample.seconds for sample in parts[FLOOR]), default=0.0)
+    floor = _rounded(min((sample.seconds for sample in parts[FLOOR]), default=0.0))
     products = _curves(parts[PRODUCTS], floor)
     peaks = {unit: max(target.peak_flops.get(unit, 0.0), *(rate for _, rate in products[unit, ])) for unit, in products}
     attention: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
@@ -192,9 +248,9 @@ def rates_of(samples: Iterable[Sample], target: Target, about: Mapping[str, str]
         source=f"measured on {where} on {about.get('date', 'an unknown day')}, {versions}",
         peak_flops={**target.peak_flops, **peaks}, products={unit: curve for (unit,), curve in products.items()},
         attention=attention, memory=_bandwidth(parts[MEMORY], floor), floor_seconds=floor,
-        host_link_bytes_per_s=min(sample.work / sample.seconds for sample in copies),
-        host_link_seconds=max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0),
-        collectives=_collectives(parts[COLLECTIVES]), hop_seconds=min(short, default=0.0),
+        host_link_bytes_per_s=_rounded(min(sample.work / sample.seconds for sample in copies)),
+        host_link_seconds=_rounded(max((s.seconds for s in parts[HOST_LINK] if s.size <= SHORT), default=0.0)),
+        collectives=_collectives(parts[COLLECTIVES]), hop_seconds=_rounded(min(short, default=0.0)),
         cores=chip.gpu.cores if chip and chip.gpu else 0, measured=dict(about),
         sources={sample.part: f"{sample.seconds * 1e6:.1f} us from one call of a short program to the next"
                  for sample in parts[CALL]})
@@ -209,7 +265,7 @@ def _curves(samples: Iterable[Sample], floor: float) -> dict[tuple, Curve]:
     """Key -> work per second over the size."""
     found: dict[tuple, dict[float, float]] = defaultdict(dict)
     for sample in samples:
-        found[sample.key][float(sample.size)] = sample.work / _work_seconds(sample, floor)
+        found[sample.key][float(sample.size)] = _rounded(sample.work / _work_seconds(sample, floor))
     return {key: tuple(sorted(points.items())) for key, points in found.items()}
 
 
@@ -218,8 +274,8 @@ def _bandwidth(samples: Iterable[Sample], floor: float) -> Curve:
     alike: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         alike[sample.size].append(sample)
-    points = {statistics.fmean(s.work for s in found): sum(s.work for s in found) / sum(
-        _work_seconds(s, floor) for s in found) for found in alike.values()}
+    points = {statistics.fmean(s.work for s in found): _rounded(sum(s.work for s in found) / sum(
+        _work_seconds(s, floor) for s in found)) for found in alike.values()}
     return tuple(sorted(points.items()))
 
 
@@ -229,5 +285,6 @@ def _collectives(samples: Iterable[Sample]) -> tuple[Collective, ...]:
     for sample in samples:
         if sample.size > SHORT:
             kind, group = sample.key
-            found[sample.key][float(sample.size)] = WIRE[kind](group) * sample.work / sample.seconds
+            found[sample.key][float(sample.size)] = _rounded(
+                WIRE[kind](group) * sample.work / sample.seconds)
     return tuple(Collective(kind, group, 1, tuple(sorted(points.items()))) for (kind, group), points in found.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,8 @@ _T, _G = 1e12, 1e9
 _OPERANDS = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp8": ("float8_e4m3fn", 1), "tf32": ("tf32", 4),
              "fp32": ("float32", 4)}
 _MOST_LEFT_OUT = 3
+# A spread, in the middle of all, above which something else ran on the devices or the host.
+_BUSY = 0.2
 
 
 def show(found: Calibration, target: Target, console: Any = None) -> None:
@@ -56,7 +59,8 @@ def render(found: Calibration, target: Target) -> Group:
     for sample in sorted(found.samples, key=_order):
         name, size = _NAMES[sample.part](sample)
         rate, sheet = _rate(sample), _sheet(sample, target)
-        table.add(name, size, _time(sample.seconds), f"{sample.spread:.0%}", _shown(rate, sample) if rate else "",
+        table.add(name, size, _time(sample.seconds),
+                  "" if sample.spread is None else f"{sample.spread:.0%}", _shown(rate, sample) if rate else "",
                   _shown(sheet, sample).partition(" ")[0] if rate and sheet else "",
                   f"{rate / sheet:.0%}" if rate and sheet else "")
     return Group(Prose(f"what one device reaches: {found.rates.source}", "bold"), table, *_thin(found), *_notes(found))
@@ -83,6 +87,10 @@ def _order(sample: Sample) -> tuple:
 def _notes(found: Calibration) -> Iterator[Any]:
     yield Prose("spread: the distance of the quartiles over the median; sheet: the data sheet, in the unit of the rate",
                 "dim")
+    spreads = [sample.spread for sample in found.samples if sample.spread is not None]
+    if spreads and (middle := statistics.median(spreads)) > _BUSY:
+        yield Prose(f"half of the spreads are above {middle:.0%}: something else ran here; measure again when nothing "
+                    "does", "yellow")
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, why in found.left_out.items():
         reasons[why].append(name)

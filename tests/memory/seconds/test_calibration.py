@@ -1,6 +1,7 @@
 """What samples of a calibration say, its table, rates of another device refused; and one run of it on this machine."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -37,6 +38,7 @@ from bytescope.memory.seconds.schedule import MOVING, PRODUCT, Kernel
 from bytescope.memory.text.console import plain_text
 from bytescope.memory.text.seconds import calibration as view
 from bytescope.train import cli
+from support.described import described
 
 US, T = 1e-6, 1e12
 ABOUT = {"device": "NVIDIA H200", "platform": "cuda", "devices": "8", "date": "2026-11-22", "jax": "0.10.2"}
@@ -123,7 +125,10 @@ def test_rates_of_another_device_are_refused(h200, tmp_path, used):
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(rates_of(SAMPLES, h200, ABOUT).to_json()))
     used(file)
-    assert rates.of(h200).floor_seconds == FLOOR_SECONDS
+    assert rates.of(h200).floor_seconds == FLOOR_SECONDS and rates.of(h200) == rates.load(file)
+    over = rates.of(targets.parse("h200:2x8"))
+    assert {row.hosts > 1 for row in over.collectives} == {False, True} and over.source.endswith("network as published")
+    assert [row for row in over.collectives if row.hosts == 1] == list(rates.load(file).collectives)
     with pytest.raises(ReportError, match=r"rates of NVIDIA H200 for a100-80g, .*leave --rates out.*calibrate"):
         rates.of(targets.parse("a100-80g"))
     used(None)
@@ -176,6 +181,72 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
         assert told in shown, shown
     used(file)
     assert rates.of({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
+
+
+def fake_clock(monkeypatch, per_look):
+    """Time goes on by so many seconds whenever somebody looks at it."""
+    gone = itertools.count()
+    monkeypatch.setattr(measure.time, "monotonic", lambda: per_look * next(gone))
+
+
+class Steady:
+    """A program whose calls end at once."""
+
+    def start(self):
+        return lambda: self
+
+    def block_until_ready(self):
+        return self
+
+
+def cases_of_samples():
+    return [Case(each.part, each.key, each.size, each.work, 1, Steady, needed=each.part != THIN) for each in SAMPLES]
+
+
+@pytest.mark.quick
+def test_a_slow_machine_is_measured_for_little_longer_than_asked_for(h200, monkeypatch):
+    """Cases that nobody needs come in the first 70 % of the time, the first turn is finished, and 30 s are the least
+    that what is needed has; then it is given up with the remedy."""
+    told, cases = [], cases_of_samples()
+    cases.sort(key=lambda case: not case.needed)
+    fake_clock(monkeypatch, 0.5)
+    found = measure.measure(cases, h200, 8, 20.0, lambda labels, gone: told.append((labels, gone)))
+    assert list(found.left_out) == [cases[-1].label] and found.left_out[cases[-1].label] == measure.NO_TIME
+    assert {sample.spread for sample in found.samples} == {None}, "one turn at most"
+    assert max(gone for _, gone in told) == 20 and any(labels[0] == "turn 1" for labels, _ in told)
+    fake_clock(monkeypatch, 0.01)
+    found = measure.measure(cases, h200, 8, 20.0)
+    assert not found.left_out and all(sample.spread is not None for sample in found.samples)
+    fake_clock(monkeypatch, 5.0)
+    with pytest.raises(ReportError, match=r"could not be measured.*no time: give more --seconds"):
+        measure.measure(cases, h200, 8, 20.0)
+
+
+@pytest.mark.quick
+def test_a_case_that_fails_when_it_runs_again_is_left_out(h200, monkeypatch):
+    class Filled(Steady):
+        def start(self):
+            ran = itertools.count()
+            return lambda: self if next(ran) < 2 else 1 / 0
+
+    fake_clock(monkeypatch, 0.01)
+    extra = Case(THIN, ("bf16", 1, 1, 1), 0, 1.0, 1, Filled)
+    found = measure.measure([*cases_of_samples(), extra], h200, 8, 10.0)
+    assert found.left_out == {extra.label: "division by zero"}
+
+
+def test_what_runs_on_a_card_compiles_for_it():
+    """Each library kernel and collective that is measured on GPUs, in the program that is run there."""
+    devices = described("h100:8")
+    target = targets.parse("h100:8")
+    small = dataclasses.replace(measure.sizes_of(target), units=("bf16", "fp8"), sides=(1024,), lengths=(512,),
+                                widths=(128,), payloads=(MIB,), thin=(), arrays=())
+    programs = {case.label: case for case in measure.cases_of(devices, target, small)}
+    for label, wanted in (("products fp8 1024", ("f8e4m3fn",)), ("attention forward 128 512", ("__cudnn$fmhaSoftmax",)),
+                          ("attention backward_causal 128 512", ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")),
+                          *((f"collectives {kind} 8 1.00 MiB", (kind,)) for kind in ("all-gather", "all-to-all"))):
+        text = programs[label].make().lower().compile().as_text()
+        assert not [one for one in wanted if one not in text], label
 
 
 def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
