@@ -68,7 +68,8 @@ def _row(number: int, fact: Fact) -> Row:
         measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
         source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "",
         setup=" ".join(filter(None, (fact["precision"], fact["parallelism"], fact["remat"]))),
-        tensor=int(overrides.get(MESH_TENSOR, "1")), bytes_are="allocated" if fact["mem_gib"] else "")
+        tensor=int(overrides.get(MESH_TENSOR, "1")), bytes_are="allocated" if fact["mem_gib"] else "",
+        bytes_reason=BYTES.get(fact["source_id"], _compared)(fact) if fact["mem_gib"] else "")
 
 
 def _narrow(fact: Fact) -> dict[str, str]:
@@ -147,6 +148,14 @@ def _alpa(fact: Fact) -> Setup:
         MESH_STRATEGY: _ALPA_STRATEGY[kind], MESH_FSDP: data, MESH_TENSOR: tensor}
 
 
+def _alpa_bytes(fact: Fact) -> str:
+    """Alpa combines collectives without a limit (alpa/global_env.py: all_reduce_threshold of 1 << 60), so that whole
+    float16 gradients wait for one reduction over data parallel devices, beside float16 parameters that are part of its
+    state. XLA reduces ours as they are made, and frees a layer's copy of its parameters after its backward pass."""
+    data = fact["parallelism"].rpartition(" mesh ")[2].split("x")[0]
+    return "" if data == "1" else _WHOLE_GRADIENTS
+
+
 def _uva(fact: Fact) -> Setup:
     """UvA's tutorial (single_gpu_transformer): dropout of 0.1, unfused attention, bias, Adam without clipping;
     "MLP,Attn" checkpoints both halves of a block. It norms queries and keys too."""
@@ -159,6 +168,7 @@ def _uva(fact: Fact) -> Setup:
 
 
 _NO_REMAT, _NO_STAGES = "its remat policy is not stated", "pipeline stages, which our mesh does not have"
+_WHOLE_GRADIENTS = ("Alpa holds all gradients whole for one combined reduction; ours are reduced as each is made")
 _NO_MESH = "the heuristic shards the largest dimension of every array: no mesh of ours"
 
 
@@ -166,6 +176,13 @@ def _because(reason: str) -> Callable[[Fact], Setup]:
     return lambda _: reason
 
 
+def _compared(fact: Fact) -> str:
+    del fact
+    return ""
+
+
+# Source -> why the bytes of a row are not compared, "" where they are.
+BYTES: Mapping[str, Callable[[Fact], str]] = {"alpa_intra": _alpa_bytes}
 # Source -> what says its rows, or why nothing does.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "jaxtoolbox_maxtext": _maxtext_7b, "maxtext_a3_l2_7b": _maxtext_7b, "dgxc_l2_70b": _maxtext_70b,

@@ -79,9 +79,18 @@ def _bytes(found: Result) -> RenderableType | None:
                   _percent(group.bytes_below))
     kinds = {one.row.bytes_are for one in found.scored if one.bytes_ratio} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
-    apart = [one.row for one in found.scored if one.row.bytes_reason]
-    doubted = [Prose(f"bytes of {row.model} on {row.gpus}, {row.setup}: {one_line(row.bytes_reason)}") for row in apart]
+    apart: dict[str, list[Scored]] = {}
+    for one in found.scored:
+        if one.row.bytes_reason:
+            apart.setdefault(one.row.bytes_reason, []).append(one)
+    doubted = [Prose(f"{len(rows)} not compared: {one_line(why)} ({'; '.join(map(_named_bytes, rows))})")
+               for why, rows in apart.items()]
     return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table, *doubted)
+
+
+def _named_bytes(one: Scored) -> str:
+    held, measured = (human(count) if count else "unknown" for count in (one.allocated_bytes, one.row.measured_bytes))
+    return f"{one.row.model} on {one.row.gpus}, {one.row.setup}: {held} for {measured}"
 
 
 def _worst(found: Result) -> RenderableType | None:

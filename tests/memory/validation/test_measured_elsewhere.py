@@ -93,6 +93,16 @@ def test_uva_checkpoints_halves_or_blocks():
     assert JAX[65].measured_bytes == int(3.9 * 2**30) and JAX[65].bytes_are == "allocated"
 
 
+def test_bytes_of_alpa_are_compared_without_data_parallelism():
+    """With it the device holds, at once, what Alpa's one reduction of all gradients waits for."""
+    assert not any(JAX[n].bytes_reason for n in (62, 67, 69, 71, 74, 78))
+    assert all("whole" in JAX[n].bytes_reason for n in (70, 72, 73, 76, 77, 88, 89, 90))
+    for number, width, data, tensor in ((72, 4096, 4, 1), (73, 4096, 2, 2), (70, 3072, 2, 1)):
+        # float16 parameters and gradients, float32 masters and moments sharded
+        whole = (8 * 12 * width**2 + 25600 * width) / tensor * (2 + 12 / data + 2)
+        assert whole < JAX[number].measured_bytes < 1.2 * whole
+
+
 def test_llm_foundry_reduces_by_its_precision():
     said = [row for row in setups_torch.rows() if not row.reason and row.source.startswith("llm_foundry")]
     pure = next(row for row in said if row.setup.startswith("bf16/PURE"))

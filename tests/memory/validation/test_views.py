@@ -55,7 +55,8 @@ def test_bytes_that_are_not_compared_have_their_reason():
     row = dataclasses.replace(runs.scored[1].row, bytes_reason=f"of {EVIL}")
     doubted = dataclasses.replace(runs.scored[1], row=row)
     runs = dataclasses.replace(runs, scored=(runs.scored[0], doubted))
-    assert f"bytes of llama on 8, dp8 tp2 2: of {EVIL}" in plain_text(text.render(runs), 140)
+    out = plain_text(text.render(runs), 140)
+    assert f"1 not compared: of {EVIL} (llama on 8, dp8 tp2 2: 10.00 GiB for 20.00 GiB)" in out
     assert Page(page.render(runs.to_json())).data["series"][0]["tips"][1][-1] == f"of {EVIL}"
 
 
