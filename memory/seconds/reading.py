@@ -15,10 +15,12 @@ from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.records import STEP_PHASES
 from bytescope.memory.seconds import products
+from bytescope.memory.seconds.kernel_seconds import unit_of
 from bytescope.memory.seconds.schedule import (
     FOREIGN,
     MOVING,
     PRODUCT,
+    TILED,
     TO_DEVICE,
     TO_HOST,
     Kernel,
@@ -47,8 +49,8 @@ def read(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: 
 
     Kernels read and write what `costs.kernels` says. A loop without a known trip count runs once, a conditional is its
     dearest branch. What libraries compute that do not tell it (FOREIGN) is what `flops` counts in a phase beyond the
-    module's other kernels: where the products that their arrays look like add up to that, they are such products; else
-    they share it in proportion to their bytes.
+    module's other kernels: where the products that their arrays look like add up to that, they are such products,
+    TILED ones where their operands have 8 bits; else they share it in proportion to their bytes.
 
     Args:
         mesh: names and sizes of its axes (unused where the module lists groups). per_host: devices of a host, 0 for
@@ -285,7 +287,7 @@ def _with_foreign(steps: Steps, products_in: Collection[str], shared: Mapping[st
             step = Loop(step.trips, _with_foreign(step.steps, products_in, shared))
         elif isinstance(step, Kernel) and step.kind == FOREIGN:
             if step.phase in products_in and step.flops:
-                step = dataclasses.replace(step, kind=PRODUCT)
+                step = dataclasses.replace(step, kind=TILED if unit_of(step.dtype) == "fp8" else PRODUCT)
             elif step.phase in products_in:
                 step = dataclasses.replace(step, kind=MOVING, dtype="")  # nothing is left for it to compute
             else:

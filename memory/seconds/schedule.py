@@ -13,6 +13,7 @@ from bytescope.memory.report_records.schedule import (
     KERNELS,
     MOVING,
     PRODUCT,
+    TILED,
     TO_DEVICE,
     TO_HOST,
     Kernel,
@@ -25,8 +26,9 @@ from bytescope.memory.report_records.schedule import (
     to_json,
 )
 
-__all__ = ["ATTENTION", "ATTENTION_BACKWARD", "CONVOLUTION", "FOREIGN", "KERNELS", "MOVING", "PRODUCT", "TO_DEVICE",
-           "TO_HOST", "Kernel", "Loop", "Start", "Step", "Steps", "Wait", "from_json", "kernels", "merged", "to_json"]
+__all__ = ["ATTENTION", "ATTENTION_BACKWARD", "CONVOLUTION", "FOREIGN", "KERNELS", "MOVING", "PRODUCT", "TILED",
+           "TO_DEVICE", "TO_HOST", "Kernel", "Loop", "Start", "Step", "Steps", "Wait", "from_json", "kernels", "merged",
+           "to_json"]
 
 
 def merged(steps: Iterable[Step]) -> Steps:

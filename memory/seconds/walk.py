@@ -26,6 +26,7 @@ from bytescope.memory.seconds.schedule import (
     ATTENTION_BACKWARD,
     CONVOLUTION,
     PRODUCT,
+    TILED,
     TO_DEVICE,
     TO_HOST,
     Kernel,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 # What the seconds of a step are spent on. products: with convolutions; memory: kernels that move it, and those of
 # libraries; launch: the floor of a kernel, however small; collectives and host_link: compute waits for them.
 TERMS = ("products", "attention", "memory", "launch", "collectives", "host_link")
-_TERM = {PRODUCT: "products", CONVOLUTION: "products", ATTENTION: "attention", ATTENTION_BACKWARD: "attention"}
+_TERM = {PRODUCT: "products", TILED: "products", CONVOLUTION: "products", ATTENTION: "attention",
+         ATTENTION_BACKWARD: "attention"}
 _COLLECTIVES = "collectives"
 # Kind of a transfer -> its stream; all others are collectives.
 _STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}

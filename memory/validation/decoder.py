@@ -44,6 +44,8 @@ def refused(fact: Fact) -> str:
         return "neither time nor bytes are stated"
     if fact["quality"] == "C":
         return "second hand, or a figure of a text: not to be scored against"
+    if "fp8" in fact["precision"]:
+        return "8-bit products of a library, one scale an array: ours scales tiles of 128, in a kernel of its own"
     if not fact["n_gpus"].isdigit():
         return "the number of GPUs is not stated"
     if int(fact["n_gpus"]) > LARGEST:

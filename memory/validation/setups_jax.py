@@ -72,10 +72,6 @@ def _row(number: int, fact: Fact) -> Row:
         bytes_reason=BYTES.get(fact["source_id"], _compared)(fact) if fact["mem_gib"] else "")
 
 
-def _narrow(fact: Fact) -> dict[str, str]:
-    return {PRECISION_PRESET: "fp8"} if "fp8" in fact["precision"] else {}
-
-
 def _maxtext_7b(fact: Fact) -> Setup:
     """JAX-Toolbox's and GCP's scripts: layers unrolled, sharded within a host, a replica on each. `minimal_flash` and
     `minimal_with_context` keep products with weights and what attention made (MaxText, layers/decoders.py)."""
@@ -97,7 +93,7 @@ def _maxtext_70b(fact: Fact) -> Setup:
     policy = fact["remat"].partition(":")[0].split()[-1:]
     if not policy or policy[0] not in _KEPT:
         return _NO_REMAT
-    return "llama_8b", shape(fact) | _narrow(fact) | {
+    return "llama_8b", shape(fact) | {
         REMAT_POLICY: "custom", REMAT_SAVE: _KEPT[policy[0]], XLA_LATENCY_HIDING: "on", MESH_PREFETCH: "1",
         MESH_DATA: replicas, MESH_FSDP: "-1"}
 
@@ -120,7 +116,7 @@ def _pax(fact: Fact) -> Setup:
         return "the batch of its tensor groups is not stated"
     small = fact["model"] == "gpt-126m"
     unfused = {} if "TE" in fact["precision"] else {MODEL_ATTENTION: "naive"}
-    return "gpt3_175b", shape(fact) | _narrow(fact) | {
+    return "gpt3_175b", shape(fact) | {
         REMAT_POLICY: _PAX_REMAT[fact["model"]], MODEL_VOCAB_MULTIPLE: "128",
         **(_PAX_126M if small else {XLA_LATENCY_HIDING: "on", **unfused})}
 

@@ -65,8 +65,7 @@ def _setup(fact: Fact) -> str:
 # in bfloat16; masters are float32 either way.
 _FOUNDRY_PRECISION = {
     "amp_bf16/DEFAULT": {PRECISION_PRESET: "bf16", PRECISION_REDUCE: "float32"},
-    "bf16/PURE": {PRECISION_PRESET: "bf16"},
-    "amp_fp8/DEFAULT": {PRECISION_PRESET: "fp8", PRECISION_REDUCE: "float32"}}
+    "bf16/PURE": {PRECISION_PRESET: "bf16"}}
 
 
 def _foundry(fact: Fact) -> Setup:

@@ -6,8 +6,7 @@
 The five constants minimize the logarithms of predicted/measured seconds: as squares up to 10 % and as they are beyond,
 so that one odd row does not pull; every source weighs as the root of its rows, and a constant that is 0.3 away from 1
 costs as much as a row that is 8 % away. Rows are those of the set `jax` of quality A and of the newest vintage of their
-source; rows in fp8 are scored and not fitted, for ours scales operands by tiles of 128 where the measured runs scaled
-whole arrays. Printed: the constants, predicted/measured of every row with and without them, the share within 0.85 to
+source. Printed: the constants, predicted/measured of every row with and without them, the share within 0.85 to
 1.15, the median, and the same of each source with constants that were fitted without it.
 """
 
@@ -59,7 +58,7 @@ class Measured:
 
     @property
     def fitted(self) -> bool:
-        return self.row.quality == "A" and self.source not in OLDER and "fp8" not in self.row.setup
+        return self.row.quality == "A" and self.source not in OLDER
 
     def ratio(self, values: Constants) -> float:
         """Predicted over measured seconds with these constants."""

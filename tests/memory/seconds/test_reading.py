@@ -160,6 +160,13 @@ def test_slices_of_host_memory_by_a_fusion_on_a_stream_of_its_own_and_on_the_sam
     assert (start.kind, start.bytes) == ("to-device", SIZE)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("dtype", "kind"), [("float8_e4m3fn", "tiled_product"), ("bfloat16", "product")])
+def test_a_confirmed_product_of_8_bits_scales_tiles(dtype, kind):
+    steps = (Kernel("foreign", "forward", 64, 1024, dtype, (1, 8, 8, 8)),)
+    assert reading._settled(steps, {"forward": 1024})[0].kind == kind
+
+
 def foreign(id, *operands):
     return item(id, "custom-call", *operands, more=field(28, "__gpu$xla.gpu.triton"))
 

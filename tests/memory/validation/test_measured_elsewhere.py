@@ -31,8 +31,8 @@ BOTH = [*setups_jax.rows(), *setups_torch.rows()]
 
 
 def test_every_row_is_said_or_has_its_reason():
-    assert len(JAX) == 244 and sum(not row.reason for row in JAX.values()) == 64
-    assert len(setups_torch.rows()) == 288 and sum(not row.reason for row in setups_torch.rows()) == 158
+    assert len(JAX) == 244 and sum(not row.reason for row in JAX.values()) == 58
+    assert len(setups_torch.rows()) == 288 and sum(not row.reason for row in setups_torch.rows()) == 153
     for row in BOTH:
         assert bool(row.reason) != bool(row.config and row.overrides and row.target), row
         assert row.reason or (row.chip in CHIPS and (row.measured_seconds or row.measured_bytes)), row
@@ -59,7 +59,7 @@ def test_maxtext_is_sharded_in_a_host_with_replicas_over_hosts():
 
 def test_names_that_maxtexts_policies_keep():
     assert "mlp_out" in JAX[25].overrides[REMAT_SAVE] and PRECISION_PRESET not in JAX[25].overrides
-    assert "mlp_out" not in JAX[31].overrides[REMAT_SAVE] and JAX[31].overrides[PRECISION_PRESET] == "fp8"
+    assert not JAX[31].overrides and "one scale an array" in JAX[31].reason
     assert "'context'" in JAX[43].overrides[REMAT_SAVE] and JAX[43].target == "h200:32x8"
     assert (JAX[28].overrides[MESH_DATA], JAX[28].overrides[MESH_PREFETCH]) == ("4", "1")
     assert JAX[37].reason == "its remat policy is not stated"
