@@ -18,6 +18,7 @@ from bytescope.memory.records import Report
 from bytescope.memory.seconds import chip_rates, schedule, spread
 from bytescope.memory.seconds import rates as rates_of
 from bytescope.memory.seconds.kernel_seconds import unit_of
+from bytescope.memory.seconds.rate_records import Rates
 from bytescope.memory.seconds.schedule import Steps
 from bytescope.memory.seconds.walk import TERMS, Walked, walk
 
@@ -93,7 +94,7 @@ def of(steps: Steps, target: Target | Mapping[str, Any], calls: int = 1, tokens:
         update, low, high, {phase: calls * taken for phase, taken in once.by_phase.items()},
         {term: calls * taken for term, taken in once.by_term.items()}, max(TERMS, key=lambda term: once.by_term[term]),
         rates.source, tokens / update if tokens else None,
-        _mfu(steps, known, model_flops, once.seconds) if model_flops else None)
+        _mfu(steps, known, rates, model_flops, once.seconds) if model_flops else None)
 
 
 def _walked(steps: Steps, rates: Rates) -> Walked:
@@ -103,9 +104,10 @@ def _walked(steps: Steps, rates: Rates) -> Walked:
         raise ReportError(f"a damaged report (its schedule holds {error!s:.40}): write it again") from error
 
 
-def _mfu(steps: Steps, target: Mapping[str, Any], model_flops: int, taken: float) -> float | None:
-    """MFU of one call by the dtypes in which the schedule multiplies; None where a device's peak is not known."""
-    figures = roofline.figures(target)
+def _mfu(steps: Steps, target: Mapping[str, Any], rates: Rates, model_flops: int, taken: float) -> float | None:
+    """MFU of one call by the dtypes in which the schedule multiplies; None where a device's peak is not known. A CPU
+    has no data sheet: its peak is the highest rate that was measured."""
+    figures = _peaks(rates) if target.get("platform") == "cpu" else roofline.figures(target)
     counts: Counter[str] = Counter()
     for kernel, times in schedule.kernels(steps):
         if kernel.flops:
@@ -113,6 +115,12 @@ def _mfu(steps: Steps, target: Mapping[str, Any], model_flops: int, taken: float
     if figures is None or not counts:
         return None
     return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, figures, taken)
+
+
+def _peaks(rates: Rates) -> roofline.Figures:
+    """The rates of which MFU is a share, in the place of a data sheet's; what is no peak of products is not asked."""
+    link = rates.host_link_bytes_per_s
+    return roofline.Figures(rates.peak_flops, link, link, dict.fromkeys(roofline.LINKS, link), rates.source)
 
 
 def of_report(report: Report) -> Prediction | None:

@@ -83,13 +83,14 @@ def of(target: Target | Mapping[str, Any], file: str | Path | None = None) -> Ra
     """
     known = target if isinstance(target, Mapping) else target.to_json()
     path = Path(file) if file is not None else chosen()
-    listed = _of_machine(known) if known.get("platform") == "cpu" else chip_rates.of(str(known.get("kind")))
-    if path is None:
-        return listed
-    found = _loaded(path)
+    on_cpu = known.get("platform") == "cpu"
+    found = _loaded(path) if path is not None else None
+    if found is None:
+        return _of_machine(known) if on_cpu else chip_rates.of(str(known.get("kind")))
     refuse(found, known)
-    if known.get("platform") == "cpu":
+    if on_cpu:
         return found.shared(_count(known, "n_devices"))
+    listed = chip_rates.of(str(known.get("kind")))
     hosts = _count(known, "n_devices") / _count(known, "devices_per_host")
     return found.completed(listed, math.ceil(hosts)) if listed is not None else found
 

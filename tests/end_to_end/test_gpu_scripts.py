@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.train import cli
 from bytescope.train.config import load
 from bytescope.train.program import build
 
@@ -164,6 +165,18 @@ def test_rows_of_the_one_command_name_scripts_and_flags_that_are_there(everythin
             text = (root / script).read_text() + shared
             flags = [word.split("=")[0] for word in words[words.index(script) + 1:] if word.startswith("--")]
             assert all(f'"{flag}"' in text for flag in flags if not flag.startswith("--config.")), (name, flags)
+
+
+def test_the_rates_of_the_card_are_measured_first_and_taken_by_what_predicts(everything, tmp_path):
+    first, *later = everything.ROWS
+    parsed = {name: cli.parse(words[words.index(module) + 1:] if module.endswith("memory") else
+                              ["train", *words[words.index(module) + 1:]])
+              for name, words in everything.ROWS.items() for module in words if module.startswith("bytescope.")}
+    assert parsed.pop(first).command == "calibrate" and set(parsed) == {"profile", "trace", "seconds"} <= set(later)
+    assert {str(args.rates) for args in parsed.values()} == {"OUT/rates.json"}
+    assert not [word for word in everything.command_of("trace", tmp_path, "") if word.startswith("--rates")]
+    (tmp_path / "rates.json").touch()
+    assert f"--rates={tmp_path}/rates.json" in everything.command_of("trace", tmp_path, "")
 
 
 def test_the_one_command_resumes_and_tells_what_was_missed(everything, monkeypatch, tmp_path, capsys):

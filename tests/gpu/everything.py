@@ -5,9 +5,10 @@
     python tests/gpu/everything.py --out=DIR --dry-run           # the commands
 
 Each row below is a command of its own; its output goes to DIR/NAME.txt, its figures to DIR/NAME.json where it writes
-any. A row whose command ended (exit code 0 or 1: a bar was missed) is not run again; --again does. Rows come in the
-order in which an hour of a card is best spent. Shown at the end: what each row's exit code was, how long it took, and
-its bars that were missed. Exit code 1 where a row failed or missed a bar.
+any. The first row measures the rates of the card (`bytescope calibrate`), by which later ones predict seconds beside
+those that they measure. A row whose command ended (exit code 0 or 1: a bar was missed) is not run again; --again does.
+Rows come in the order in which an hour of a card is best spent. Shown at the end: what each row's exit code was, how
+long it took, and its bars that were missed. Exit code 1 where a row failed or missed a bar.
 """
 
 import argparse
@@ -21,10 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PYTHON, OUT, PEER = "PYTHON", "OUT", "PEER"  # in a command: filled in when it runs
+RATES = "--rates=OUT/rates.json"  # left out where the first row has written none
 PYTEST = (PYTHON, "-m", "pytest", "-s", "-p", "no:cacheprovider")
 LLAMA_ATTENTION = ("--precision=bf16", "--heads=32", "--groups=8", "--width=128")
 
 ROWS: Mapping[str, tuple[str, ...]] = {
+    "rates": (PYTHON, "-m", "bytescope.memory", "calibrate", "--out=OUT/rates.json"),
     "peak": (PYTHON, "tests/gpu/accuracy.py", "--grid=short", "--out=OUT/accuracy_short.jsonl"),
     "kernels": (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_peak.py"),
     "sizes": (PYTHON, "tests/bench/sizes.py", "--out=OUT/sizes", "--peer-python=PEER", "--json=OUT/sizes.json"),
@@ -40,11 +43,17 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "auto": (*PYTEST, "tests/gpu/test_auto.py"),
     "scan": (PYTHON, "tests/bench/scan.py", "--config=gpt2_small", "--json=OUT/scan.json"),
     "profile": (PYTHON, "-m", "bytescope.train", "--config=tiny", "--profile=3", "--config.train.steps=20",
-                "--config.train.sample_tokens=0", "--config.train.eval_every=0", "--workdir=OUT/profile"),
+                "--config.train.sample_tokens=0", "--config.train.eval_every=0", "--workdir=OUT/profile",
+                RATES),
+    "trace": (PYTHON, "-m", "bytescope.memory", "trace", "OUT/profile/profile", "--report=OUT/profile/memory.json",
+              "--json=OUT/trace.json", RATES),
+    "seconds": (PYTHON, "-m", "bytescope.memory", "compare", "--grid=config=gpt2_small,llama_1b",
+                "--remat=none,selective,full", "--config.precision.preset=bf16", "--measure", "--json=OUT/seconds.json",
+                RATES),
     "startup": (PYTHON, "tests/bench/startup.py", "--config=tiny", "--target=h200", "--json=OUT/startup.json"),
     "frontier": (PYTHON, "tests/gpu/frontier.py", "--out=OUT/frontier.jsonl"),
     "accuracy": (PYTHON, "tests/gpu/accuracy.py", "--out=OUT/accuracy.jsonl"),
-    "calibrate": (PYTHON, "tests/gpu/accuracy.py", "--calibrate", "--out=OUT/accuracy.jsonl"),
+    "overheads": (PYTHON, "tests/gpu/accuracy.py", "--calibrate", "--out=OUT/accuracy.jsonl"),
 }
 ENDED = (0, 1)
 
@@ -59,7 +68,9 @@ class Done:
 
 def command_of(name: str, out: Path, peer: str) -> list[str]:
     """The row's command, its places filled in."""
-    return [word.replace(PYTHON, sys.executable).replace(OUT, str(out)).replace(PEER, peer) for word in ROWS[name]]
+    known = (out / "rates.json").exists() or not out.exists()  # a dry run shows the flag
+    return [word.replace(PYTHON, sys.executable).replace(OUT, str(out)).replace(PEER, peer) for word in ROWS[name]
+            if known or word != RATES]
 
 
 def run(name: str, out: Path, peer: str) -> Done:

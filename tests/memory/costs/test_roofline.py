@@ -293,9 +293,11 @@ def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch, tmp_path):
     assert with_seconds(on_cpu, measure=True).roofline["total"] == pytest.approx(1.0)
     (tmp_path / "rates.json").write_text(json.dumps(rates.of(on_cpu.target).to_json()))
     step = Kernel("product", "forward", 2**20, 2 * 1024**3, "float32", (1, 1024, 1024, 1024))
+    monkeypatch.setattr(roofline, "machine_rates", None)  # what was measured once is known
     rates.use(tmp_path / "rates.json")
-    found = with_seconds(dataclasses.replace(on_cpu, schedule=(step,)))
+    found = with_seconds(dataclasses.replace(on_cpu, schedule=(step,), subject=Subject(model_flops=2 * 1024**3)))
     rates.use(None)
-    assert found.prediction["seconds"] >= 2 * 1024**3 / 1e12 and not found.roofline  # what was measured once is known
+    assert found.prediction["seconds"] >= 2 * 1024**3 / 1e12 and not found.roofline
+    assert found.prediction["mfu"] == pytest.approx(2 * 1024**3 / 1e12 / found.prediction["seconds"])
     on_gpu = Report(8, 8, {}, work=work, target=json.loads(json.dumps(targets.parse("h200").to_json())))
     assert with_seconds(on_gpu).roofline["source"] == "data-sheet rates"
