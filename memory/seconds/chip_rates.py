@@ -177,6 +177,8 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[Collective]:
                            _times(row.figure.points, chip.between_hosts / other.between_hosts))]
     ratio = chip.in_host / other.in_host
     groups = MESHES.get(chip.name, {row.group: 1.0})
+    if row.group < max(groups):
+        return []  # a part of a switch's devices: in a mesh it is the links among them that count
     return [Collective(row.kind, group, 1, _times(row.figure.points, ratio * share))
             for group, share in groups.items()]
 
