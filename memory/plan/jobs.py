@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.config_keys import REMAT_POLICY
@@ -20,13 +20,17 @@ class Jobs:
     """Makes the jobs of one search: the versions and the trainer's sources are those at its beginning.
 
     A job is named by the key of its row in the cache, so two jobs of one name compile the same program.
+
+    Args:
+        versions: package -> version of what compiles, this environment's by default.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        from bytescope.memory.devices.compiler import versions
+    def __init__(self, trainer: Trainer, versions: Mapping[str, str] | None = None) -> None:
+        from bytescope.memory.devices import compiler
 
         self._trainer = trainer
-        self._versions, self._sources = versions(), row_cache.source_digest(trainer.sources())
+        self._versions = compiler.versions() if versions is None else versions
+        self._sources = row_cache.source_digest(trainer.sources())
         self._choosing: str | None = None
 
     def resolve(self, config: str, overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.seconds import prediction
-from bytescope.memory.validation import score
+from bytescope.memory.validation import cohorts, score
+from bytescope.memory.validation.cohorts import Cohort
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.runs import Runs
 from bytescope.memory.validation.score import Group, Scored
@@ -25,6 +27,9 @@ class Result:
         unsaid: (why, rows) of those that are not compiled or scored, most rows first.
         left: rows that Ctrl-C left. compiled: programs compiled now; the others came from the folder.
         rates: where the rates are from. versions: of what compiled.
+        cohorts, sources: scores over models, by quality and vintage or by framework, and by source; () where rows of
+            different models are never pooled.
+        elsewhere: (versions, rows) of what another environment compiled.
     """
 
     set: str
@@ -35,12 +40,18 @@ class Result:
     compiled: int
     rates: str
     versions: Mapping[str, str]
+    cohorts: tuple[Cohort, ...] = ()
+    sources: tuple[Cohort, ...] = ()
+    elsewhere: tuple[tuple[str, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, every row with its source."""
         return {
             "set": self.set, "rates": self.rates, "versions": dict(self.versions), "compiled": self.compiled,
-            "left": list(self.left), "groups": [dataclasses.asdict(group) for group in self.groups],
+            "left": list(self.left), "elsewhere": [list(each) for each in self.elsewhere],
+            "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
+            "sources": [dataclasses.asdict(source) for source in self.sources],
+            "groups": [dataclasses.asdict(group) for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid]}
 
@@ -56,11 +67,21 @@ def of(name: str, rows: Sequence[Row], runs: Runs) -> Result:
         if found is None:
             why[row.id] = "no rate of its chip is known"
             continue
-        scored.append(scored_of(row, answer, found))
+        scored.append(dataclasses.replace(scored_of(row, answer, found), program=runs.programs.get(row.id, "")))
         rates.append(found.rates)
-    versions = next((answer.get("versions", {}) for answer in runs.answers.values()), {})
+    versions = next((answer.get("versions", {}) for key, answer in runs.answers.items() if key not in runs.elsewhere),
+                    {})
     return Result(name, tuple(scored), tuple(score.groups(scored)), _by_reason(rows, why), runs.left, runs.compiled,
-                  "; ".join(dict.fromkeys(rates)), versions)
+                  "; ".join(dict.fromkeys(rates)), versions, tuple(cohorts.by_cohort(scored)),
+                  tuple(cohorts.by_source(scored)), _elsewhere(runs))
+
+
+def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
+    """(compilers, rows) of the answers that another environment compiled."""
+    found = collections.Counter(
+        ", ".join(f"{package} {version}" for package, version in runs.answers[key].get("versions", {}).items()
+                  if package.startswith(("jax", "nvidia"))) for key in runs.elsewhere)
+    return tuple(found.items())
 
 
 def scored_of(row: Row, answer: Mapping[str, Any], found: prediction.Prediction) -> Scored:
@@ -95,4 +116,4 @@ def _facts(row: Row) -> dict[str, Any]:
     return {"id": row.id, "model": row.model, "gpus": row.gpus, "chip": row.chip, "setup": row.setup,
             "measured_seconds": row.measured_seconds, "measured_bytes": row.measured_bytes, "bytes_are": row.bytes_are,
             "bytes_reason": row.bytes_reason, "host_bound": row.host_bound, "differs": row.differs,
-            "quality": row.quality, "source": row.source}
+            "quality": row.quality, "source": row.source, "cohort": row.cohort}

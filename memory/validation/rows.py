@@ -26,6 +26,8 @@ class Row:
         differs: what is known to set the measured run apart from what is predicted, in words.
         bytes_are: what `measured_bytes` is: "reserved" (an upper bound of what was needed), "allocated" or "".
         bytes_reason: why ours are not compared with `measured_bytes`; "" where they are.
+        cohort: the rows over all models that are scored together, such as those of a quality and a vintage; "" where
+            models and numbers of GPUs are not pooled.
     """
 
     set: str
@@ -50,3 +52,9 @@ class Row:
     differs: str = ""
     bytes_are: str = ""
     bytes_reason: str = ""
+    cohort: str = ""
+
+    @property
+    def source_id(self) -> str:
+        """The source's short name."""
+        return self.source.partition(":")[0]

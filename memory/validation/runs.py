@@ -1,4 +1,9 @@
-"""Measured rows compiled, one file a row, so that a run goes on where it stopped and new rates need no compile."""
+"""Measured rows compiled, one file a program, so that a run goes on where it stopped and new rates need no compile.
+
+Rows that differ in what was measured, but not in what a config of ours says, share a program and its file. A file is
+named by the program and by the versions that compiled it. Where this environment has no compiler for a chip (CUDA 13
+has left the V100), a file that another environment wrote into the same folder answers for the row.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.config_keys import MODEL_N_LAYERS, MODEL_SCAN
+from bytescope.memory.plan import cache
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.validation.rows import Row
@@ -14,7 +21,7 @@ from bytescope.memory.validation.rows import Row
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
 
-# Hex digits of a job's name that a file has after the row's: enough to tell what was compiled for it.
+# Hex digits of a digest in a file's name: enough to tell programs and versions apart.
 _DIGITS = 16
 
 
@@ -25,22 +32,26 @@ class Runs:
     Fields:
         answers: those of workers (`plan.worker.answer_to`), with the schedule and the bytes of each program.
         failed: why a row has none. left: rows that were not compiled when Ctrl-C came, or for which nothing was asked.
-        compiled: how many were compiled now; the others were found in the folder.
+        compiled: how many programs were compiled now; the others were found in the folder.
+        programs: the name of each answer's file; rows of one name are one program.
+        elsewhere: rows whose answer another environment compiled, of a chip that this one has no compiler for.
     """
 
     answers: Mapping[str, Mapping[str, Any]]
     failed: Mapping[str, str]
     left: tuple[str, ...] = ()
     compiled: int = 0
+    programs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
 
 
 def jobs_of(rows: Sequence[Row], trainer: Trainer) -> tuple[dict[str, worker_pool.Job], dict[str, str]]:
     """(jobs, reasons why a config is refused), both by `Row.id`, of the rows without a reason of their own.
 
-    A job's name, that of its file, is the row's with a digest of the resolved config, the target, the versions and the
-    sources that make an answer.
+    A job's name, that of its file, is the set's with two digests: of the resolved config, the target and the sources
+    that make an answer, and of these with the versions.
     """
-    jobs, refused = Jobs(trainer), {}
+    jobs, programs, refused = Jobs(trainer), Jobs(trainer, {}), {}
     found: dict[str, worker_pool.Job] = {}
     for row in rows:
         if row.reason:
@@ -54,7 +65,8 @@ def jobs_of(rows: Sequence[Row], trainer: Trainer) -> tuple[dict[str, worker_poo
                 raise
             refused[row.id] = " ".join(str(error).split())
             continue
-        found[row.id] = dataclasses.replace(job, name=f"{row.set}-{row.id}-{job.name[:_DIGITS]}")
+        program = programs.job(row.config, row.target, overrides).name
+        found[row.id] = dataclasses.replace(job, name=f"{row.set}-{program[:_DIGITS]}-{job.name[:_DIGITS]}")
     return found, refused
 
 
@@ -66,16 +78,32 @@ def run(rows: Sequence[Row], trainer: Trainer, folder: Path, *, workers: int | N
         workers: how many processes; by default as many as cores and memory allow, two at most.
         progress: called with the labels of the rows under way and how many are done.
     """
-    from bytescope.memory.plan import cache
-
     jobs, refused = jobs_of(rows, trainer)
-    found = {key for key, job in jobs.items() if cache.read(folder, job.name)}
+    gpus = {row.id: row.gpus for row in rows}
+    distinct = {jobs[key].name: jobs[key] for key in sorted(jobs, key=lambda key: _effort(jobs[key], gpus[key]))}
+    found = {name for name in distinct if cache.read(folder, name)}
     targets = sorted({job.target for job in jobs.values()})
     answers, _ = worker_pool.run(
-        list(jobs.values()), workers=worker_pool.worker_count(max(len(jobs), 1), workers),
+        list(distinct.values()), workers=worker_pool.worker_count(max(len(distinct), 1), workers),
         env=worker_pool.environment(targets), cache=folder, progress=progress) if jobs else ({}, False)
-    done = {key: answers[job.name] for key, job in jobs.items() if job.name in answers}
-    good = {key: answer for key, answer in done.items() if answer.get("status") == "ok"}
-    failed = {key: str(answer.get("status", "no answer")) for key, answer in done.items() if key not in good}
-    left = tuple(key for key in jobs if key not in done)
-    return Runs(good, {**refused, **failed}, left, len(set(good) - found))
+    good = {name: answer for name, answer in answers.items() if answer.get("status") == "ok"}
+    others = {name: answer for name in answers if name not in good and (answer := _elsewhere(folder, name))}
+    names = {key: job.name for key, job in jobs.items()}
+    usable = good | others
+    failed = {key: str(answers[name].get("status", "no answer")) for key, name in names.items()
+              if name in answers and name not in usable}
+    return Runs({key: usable[name] for key, name in names.items() if name in usable}, refused | failed,
+                tuple(key for key, name in names.items() if name not in answers), len(set(good) - found), names,
+                tuple(key for key, name in names.items() if name in others))
+
+
+def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
+    """What sorts programs by the time that they take: layers that are compiled one by one, then devices."""
+    return 1 if job.flat.get(MODEL_SCAN, True) else int(job.flat[MODEL_N_LAYERS]), gpus
+
+
+def _elsewhere(folder: Path, name: str) -> Mapping[str, Any] | None:
+    """The answer for a program that other versions compiled, the newest of those that can be read."""
+    program = name.rpartition("-")[0]
+    files = sorted(folder.glob(f"{program}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((answer for file in files if (answer := cache.read(folder, file.stem))), None)

@@ -29,7 +29,8 @@ class Scored:
         device_seconds: predicted of the device alone. predicted_seconds: with the launches of the measured framework,
             where they take longer. low, high: the interval of `predicted_seconds`.
         allocated_bytes: of our program on one device. bound_by: the term that takes the most, or "launch of the host".
-        by_term: seconds of each term.
+        by_term: seconds of each term. program: what was compiled; rows with one name share it, "" is a program of
+            its own.
     """
 
     row: Row
@@ -40,6 +41,7 @@ class Scored:
     allocated_bytes: int | None
     bound_by: str = ""
     by_term: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    program: str = ""
 
     @property
     def ratio(self) -> float | None:

@@ -32,6 +32,15 @@ _DATA = resources.files("bytescope.memory.validation") / "data" / "torch.csv"
 _CHIPS = {"h100_80gb": "h100", "H100 80GB": "h100", "a100_80gb": "a100-80g", "A100 80GB": "a100-80g",
           "a100_40gb": "a100-40g", "H200": "h200"}
 _PER_HOST = 8
+# Sources that ran torch.compile; the others launch each kernel from Python.
+_COMPILED = ("fms_fsdp",)
+# What is likely to part a prediction from what was measured -> whether it holds of a row.
+DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
+    "eager, a small model: launches from Python set the pace":
+        lambda fact: fact["source_id"] not in _COMPILED and bool(fact["hidden"]) and int(fact["hidden"]) < 2048,
+    "eager: norms, GELU and dropout are kernels of their own":
+        lambda fact: fact["source_id"] not in _COMPILED,
+}
 
 
 @functools.cache
@@ -52,7 +61,13 @@ def _row(number: int, fact: Fact) -> Row:
         measured_seconds=float(fact["step_s"]) if fact["step_s"] else None,
         measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
         source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "",
-        setup=_setup(fact), bytes_are="reserved" if fact["mem_gib"] else "")
+        setup=_setup(fact), bytes_are="reserved" if fact["mem_gib"] else "",
+        cohort="compiled" if fact["source_id"] in _COMPILED else "eager", differs=_differs(fact))
+
+
+def _differs(fact: Fact) -> str:
+    """What is likely to part a prediction from the row, the first that holds."""
+    return next((why for why, holds in DIFFERS.items() if holds(fact)), "")
 
 
 def _setup(fact: Fact) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -10,6 +12,7 @@ from bytescope.memory.text.layout import Prose, blocks
 from bytescope.memory.text.table import FigureTable, figure, label, value
 from bytescope.memory.units import human
 from bytescope.memory.validation import score
+from bytescope.memory.validation.cohorts import BYTES_WITHIN, Cohort
 from bytescope.memory.validation.result import Result
 from bytescope.memory.validation.score import Group as Scores
 from bytescope.memory.validation.score import Scored
@@ -23,10 +26,12 @@ def show(found: Result, *, console: Console | None = None) -> None:
 
 
 def render(found: Result) -> RenderableType:
-    """Head, seconds and order by model and GPUs, bytes, the worst rows, rows that are known to differ, and what is not
-    compared, with the reasons."""
-    return blocks(_head(found), _seconds(found) if found.groups else None, _order(found) if found.groups else None,
-                  _bytes(found), _worst(found), _differing(found), _unsaid(found))
+    """Head, scores over models where they are pooled, seconds and order by model and GPUs, bytes, the worst rows, rows
+    that are known to differ, and what is not compared, with the reasons."""
+    return blocks(_head(found), _cohorts(found.cohorts, "rows"), _cohorts(found.sources, "source"),
+                  _cohort_bytes(found.sources), _seconds(found) if found.groups else None,
+                  _order(found) if found.groups else None, _bytes(found), _worst(found),
+                  _reasons(found) if found.cohorts else _differing(found), _unsaid(found))
 
 
 def _head(found: Result) -> RenderableType:
@@ -35,9 +40,36 @@ def _head(found: Result) -> RenderableType:
     lines: list[RenderableType] = [title]
     if found.rates:
         lines.append(Prose(f"rates: {one_line(found.rates)}", "dim"))
+    for compiler, rows in found.elsewhere:
+        lines.append(Prose(f"{rows} rows were compiled by another environment ({compiler})", "dim"))
     if found.left:
         lines.append(Prose(f"stopped: {len(found.left)} rows left; run the same command to continue", "yellow"))
     return Group(*lines)
+
+
+def _cohorts(some: Sequence[Cohort], title: str) -> RenderableType | None:
+    timed = [one for one in some if one.rows]
+    if not timed:
+        return None
+    table = FigureTable(label(title, least=18), figure("runs"), figure("programs"), figure("within 15 %"),
+                        figure("median"), figure("least"), figure("most"))
+    for one in timed:
+        table.add(one.name, str(one.rows), str(one.programs), _percent(one.within), _ratio(one.median),
+                  _ratio(one.least), _ratio(one.most))
+    return Group(Prose("predicted seconds over measured ones, over all models; runs that are one program of ours "
+                       "weigh one together:") if title == "rows" else Text("by source:"), table)
+
+
+def _cohort_bytes(some: Sequence[Cohort]) -> RenderableType | None:
+    sized = [one for one in some if one.bytes_rows]
+    if not sized:
+        return None
+    table = FigureTable(label("source", least=18), figure("runs"), figure("programs"),
+                        *(figure(name) for name in BYTES_WITHIN), figure("median"), figure("least"), figure("most"))
+    for one in sized:
+        table.add(one.name, str(one.bytes_rows), str(one.bytes_programs), *map(_percent, one.bytes_within),
+                  _ratio(one.bytes_median), _ratio(one.bytes_least), _ratio(one.bytes_most))
+    return Group(Prose("our allocated bytes over the measured ones, by source:"), table)
 
 
 def _seconds(found: Result) -> RenderableType:
@@ -122,6 +154,24 @@ def _differing(found: Result) -> RenderableType | None:
         for reason, rows in why.items()]
     return Group(Text("known to differ from what is predicted (predicted over measured)", style="bold"),
                  *lines) if lines else None
+
+
+def _reasons(found: Result) -> RenderableType | None:
+    """What is likely to part the rows predicted worst, outside `score.WITHIN`, from what was measured."""
+    low, high = score.WITHIN
+    by_reason: dict[str, list[Scored]] = {}
+    for one in score.worst(found.scored, len(found.scored)):
+        if not low <= one.ratio <= high:
+            by_reason.setdefault(one.row.differs or "no reason is known", []).append(one)
+    if not by_reason:
+        return None
+    lines: list[RenderableType] = [Text("likely reasons of what is more than 15 % away", style="bold")]
+    for why, some in sorted(by_reason.items(), key=lambda each: -len(each[1])):
+        ratios = [one.ratio for one in some]
+        models = ", ".join(sorted({f"{one.row.model} on {one.row.gpus}" for one in some})[:4])
+        between = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(some) > 1 else f"{ratios[0]:.2f}"
+        lines.append(Prose(f"{len(some)}: {one_line(why)} ({between}; {one_line(models)})"))
+    return Group(*lines)
 
 
 def _unsaid(found: Result) -> RenderableType | None:
