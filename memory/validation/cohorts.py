@@ -25,7 +25,8 @@ class Cohort:
         name: of the cohort or the source. rows, programs: with seconds; how many, and how many differ for us.
         within: share of programs whose seconds lie within `score.WITHIN`. median, least, most: of
             predicted/measured seconds; None without a row.
-        bytes_rows, bytes_programs: with bytes. bytes_within: their share by `BYTES_WITHIN`. bytes_median, bytes_least,
+        bytes_rows, bytes_programs: with bytes. bytes_are: what was measured. bytes_within: their share by
+            `BYTES_WITHIN`. bytes_below: the share of those where ours are at or below. bytes_median, bytes_least,
             bytes_most: of ours/measured.
     """
 
@@ -38,7 +39,9 @@ class Cohort:
     most: float | None
     bytes_rows: int
     bytes_programs: int
+    bytes_are: str
     bytes_within: tuple[float, ...]
+    bytes_below: float | None
     bytes_median: float | None
     bytes_least: float | None
     bytes_most: float | None
@@ -67,8 +70,9 @@ def _cohort(name: str, some: Sequence[Scored]) -> Cohort:
                      for of in (lambda one: one.ratio, lambda one: one.bytes_ratio))
     return Cohort(
         name, len(seconds), len(dict(seconds)), share_within(seconds, WITHIN), median(seconds), *_ends(seconds),
-        len(held), len(dict(held)), tuple(share_within(held, within) for within in BYTES_WITHIN.values()) if held
-        else (), median(held), *_ends(held))
+        len(held), len(dict(held)), " or ".join(sorted({one.row.bytes_are for one in some if one.bytes_ratio} - {""})),
+        tuple(share_within(held, within) for within in BYTES_WITHIN.values()) if held else (),
+        share_within(held, (0.0, 1.0)), median(held), *_ends(held))
 
 
 def _program(one: Scored) -> str:

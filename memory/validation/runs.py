@@ -97,6 +97,14 @@ def run(rows: Sequence[Row], trainer: Trainer, folder: Path, *, workers: int | N
                 tuple(key for key, name in names.items() if name in others))
 
 
+def finished(rows: Sequence[Row], trainer: Trainer,
+             folder: Path) -> tuple[dict[str, str], dict[str, Mapping[str, Any]]]:
+    """(names of the programs, answers), both by `Row.id`, of what the folder has; nothing is compiled."""
+    jobs, _ = jobs_of(rows, trainer)
+    answers = {key: cache.read(folder, job.name) or _elsewhere(folder, job.name) for key, job in jobs.items()}
+    return {key: job.name for key, job in jobs.items()}, {key: answer for key, answer in answers.items() if answer}
+
+
 def _effort(job: worker_pool.Job, gpus: int) -> tuple[int, int]:
     """What sorts programs by the time that they take: layers that are compiled one by one, then devices."""
     return 1 if job.flat.get(MODEL_SCAN, True) else int(job.flat[MODEL_N_LAYERS]), gpus

@@ -4,10 +4,11 @@
     python tests/bench/fit_rates.py --folder=DIR          # no compile: a minute
 
 The five constants minimize the logarithms of predicted/measured seconds: as squares up to 10 % and as they are beyond,
-so that one odd row does not pull; every source weighs as the root of its rows, and a constant that is 0.3 away from 1
-costs as much as a row that is 8 % away. Rows are those of the set `jax` of quality A and of the newest vintage of their
-source. Printed: the constants, predicted/measured of every row with and without them, the share within 0.85 to
-1.15, the median, and the same of each source with constants that were fitted without it.
+so that one odd row does not pull; every source weighs as the root of its programs, rows that are one program of ours
+weigh one together, and a constant that is 0.3 away from 1 costs as much as a row that is 8 % away. Rows are those of
+the set `jax` of quality A and of the newest vintage of their source. Printed: the constants, predicted/measured of
+every row with and without them, the share within 0.85 to 1.15 and the median, quantiles by generation of chip
+(memory/seconds/spread.py), and the scores of each source with constants that were fitted without it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices import targets
-from bytescope.memory.plan import cache
 from bytescope.memory.report_records import schedule
 from bytescope.memory.seconds import constants, rates
 from bytescope.memory.seconds.rate_records import Rates
 from bytescope.memory.seconds.walk import walk
-from bytescope.memory.validation import runs, sets
+from bytescope.memory.validation import cohorts, runs, score, sets
 from bytescope.memory.validation.rows import Row
 
 # Constant -> what it is without a fit, the least and most it may become, and the deviation that costs PRIOR. Memory is
@@ -36,11 +36,11 @@ CONSTANTS = {"PRODUCTS": (1.0, 0.8, 1.5, 0.3), "MEMORY": (1.0, 0.87, 1.5, 0.3), 
              "COLLECTIVES": (1.0, 1.0, 2.0, 0.3), "SLOWDOWN": (0.1, 0.0, 0.5, 0.1)}
 PRIOR = 0.03  # of one constant that is away by its deviation
 HALF_SQUARE = 0.1  # of a logarithm: squares below, straight above
-WITHIN = (0.85, 1.15)
-OLDER = ("pax_2023-08", "pax_2023-07-oldest", "dgxc_l2_70b_old")
+NEWEST = "A, newest"  # the cohort that is fitted and scored
 
 Constants = tuple[float, ...]
 USUAL: Constants = tuple(row[0] for row in CONSTANTS.values())
+NOW: Constants = tuple(getattr(constants, name) for name in CONSTANTS)  # before a fit sets them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +51,15 @@ class Measured:
     steps: schedule.Steps
     rates: Rates
     calls: int
+    program: str
 
     @property
     def source(self) -> str:
-        return self.row.source.partition(":")[0]
+        return self.row.source_id
 
     @property
     def fitted(self) -> bool:
-        return self.row.quality == "A" and self.source not in OLDER
+        return self.row.cohort == NEWEST
 
     def ratio(self, values: Constants) -> float:
         """Predicted over measured seconds with these constants."""
@@ -71,12 +72,15 @@ def loss(values: Constants, rows: Iterable[Measured]) -> float:
     """What a fit makes small; infinite outside the bounds."""
     if not all(low <= value <= high for value, (_, low, high, _) in zip(values, CONSTANTS.values(), strict=True)):
         return math.inf
-    by_source: dict[str, list[float]] = {}
+    by_source: dict[str, dict[str, list[float]]] = {}
     for one in rows:
-        by_source.setdefault(one.source, []).append(_cost(abs(math.log(one.ratio(values)))))
+        costs = by_source.setdefault(one.source, {}).setdefault(one.program, [])
+        costs.append(_cost(abs(math.log(one.ratio(values)))))
     rest = sum(((value - usual) / deviation) ** 2
                for value, (usual, _, _, deviation) in zip(values, CONSTANTS.values(), strict=True))
-    return sum(math.sqrt(len(costs)) * statistics.mean(costs) for costs in by_source.values()) + PRIOR * rest
+    away = (math.sqrt(len(programs)) * statistics.mean(map(statistics.mean, programs.values()))
+            for programs in by_source.values())
+    return sum(away) + PRIOR * rest
 
 
 def _cost(away: float) -> float:
@@ -97,13 +101,23 @@ def fit(rows: Sequence[Measured], start: Constants = USUAL) -> Constants:
     return tuple(round(value, 3) for value in best)
 
 
-def summary(ratios: Sequence[float]) -> str:
-    inside = sum(WITHIN[0] <= ratio <= WITHIN[1] for ratio in ratios)
-    return f"{inside} of {len(ratios)} within {WITHIN[0]} to {WITHIN[1]}, median {statistics.median(ratios):.3f}"
+def summary(rows: Sequence[Measured], values: Constants) -> str:
+    """The share within bounds and the median, each program of weight one."""
+    pairs = [(one.program, one.ratio(values)) for one in rows]
+    return (f"{len(pairs)} rows, {len(dict(pairs))} programs: {cohorts.share_within(pairs, score.WITHIN):.1%} within "
+            f"{score.WITHIN[0]} to {score.WITHIN[1]}, median {cohorts.median(pairs):.3f}")
 
 
-def measured(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> list[Measured]:
-    """The rows that have a time and a compiled program on a chip whose rates are known."""
+def quantiles(rows: Sequence[Measured], values: Constants) -> str:
+    """Quantiles of the programs' ratios, as memory/seconds/spread.py has them."""
+    pairs = [(one.program, one.ratio(values)) for one in rows]
+    found = ", ".join(f"{at:.0%} {cohorts.quantile(pairs, at):.3f}" for at in (0.1, 0.5, 0.9))
+    return f"{found} ({len(pairs)} rows, {len(dict(pairs))} programs)"
+
+
+def measured(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
+             programs: Mapping[str, str]) -> list[Measured]:
+    """The rows that have a time and a compiled program on a chip whose rates are known; `programs` names each one's."""
     found = []
     for row in rows:
         answer = answers.get(row.id)
@@ -111,7 +125,7 @@ def measured(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]]) -> l
             reached = rates.of(targets.parse(row.target))
             if reached:
                 found.append(Measured(row, schedule.from_json(answer["schedule"]), reached,
-                                      row.calls * int(answer.get("calls_per_update") or 1)))
+                                      row.calls * int(answer.get("calls_per_update") or 1), programs[row.id]))
     return found
 
 
@@ -126,12 +140,16 @@ def report(rows: Sequence[Measured]) -> Iterable[str]:
         mark = " *" if one.fitted else ""
         yield (f"{one.row.id:>4}  {one.source:20} {one.row.model:16} {one.row.target:14} "
                f"{one.row.measured_seconds:10.3f} {one.ratio(USUAL):7.2f} {one.ratio(best):7.2f}{mark}")
-    newest = [one for one in rows if one.row.quality == "A" and one.source not in OLDER]
-    yield f"quality A, newest, before: {summary([one.ratio(USUAL) for one in newest])}"
-    yield f"quality A, newest, fitted: {summary([one.ratio(best) for one in newest])}"
+    newest = [one for one in rows if one.row.cohort == NEWEST]
+    for name, values in (("before", USUAL), ("now", NOW), ("fitted", best)):
+        yield f"{NEWEST}, {name}: {summary(newest, values)}"
+        yield f"  without V100: {summary([one for one in newest if one.row.chip != 'v100'], values)}"
+    for chips in (("a100-80g",), ("h100", "h200"), ("v100",), ("a100-80g", "h100", "h200", "v100")):
+        if some := [one for one in newest if one.row.chip in chips]:
+            yield f"{', '.join(chips)}, now: {quantiles(some, NOW)}"
     for source in dict.fromkeys(one.source for one in chosen):
         values = fit([one for one in chosen if one.source != source], best)
-        yield f"without {source}: {summary([one.ratio(values) for one in newest if one.source == source])}; {values}"
+        yield f"without {source}: {summary([one for one in newest if one.source == source], values)}; {values}"
 
 
 def main() -> None:
@@ -141,9 +159,8 @@ def main() -> None:
     from bytescope.train.planning.adapter import Adapter
 
     rows = sets.rows("jax")
-    jobs, _ = runs.jobs_of(rows, Adapter())
-    answers = {key: answer for key, job in jobs.items() if (answer := cache.read(folder, job.name))}
-    found = measured(rows, answers)
+    programs, answers = runs.finished(rows, Adapter(), folder)
+    found = measured(rows, answers, programs)
     if not any(one.fitted for one in found):
         raise SystemExit(f"{folder}: no compiled rows of this version: run bytescope validate --set=jax first")
     for line in report(found):

@@ -11,6 +11,7 @@ from typing import Any
 
 from bytescope.memory.pages.elements import Cell, Column, Figure, percent, seconds, size, table, versions
 from bytescope.memory.pages.frame import page
+from bytescope.memory.validation.cohorts import BYTES_WITHIN
 
 NOTES = (
     "Each measured run is compiled as nearly alike as a config of ours can say it, and its compiled schedule is walked "
@@ -23,6 +24,8 @@ NOTES = (
     "device's own seconds are shown too.",
     "Bytes: what our program allocates over what was measured. A reserved maximum is an upper bound of what was "
     "needed.",
+    "Over models, where they are pooled: runs that are one program of ours (measured twice, or told apart by nothing "
+    "that a config of ours says) weigh one together.",
 )
 # Ratios that a row is coloured by: within these it is as predicted.
 _GOOD = (0.85, 1.15)
@@ -34,7 +37,8 @@ def render(found: Mapping[str, Any]) -> str:
     return page(
         "validation", f"{found['set']} · validate", page_data(found), heading=f"{found['set']}: predicted and measured",
         where=f"rates: {found['rates']}" if found["rates"] else "", facts=[], versions=versions(found["versions"]),
-        figures=_figures(found), left=len(found["left"]), groups=table(_GROUPS, found["groups"]),
+        figures=_figures(found), left=len(found["left"]), cohorts=table(_cohort("rows"), found["cohorts"]),
+        sources=table(_cohort("source"), found["sources"]), groups=table(_GROUPS, found["groups"]),
         rows=table(_ROWS, rows), unsaid=table(_UNSAID, found["unsaid"]), notes=NOTES)
 
 
@@ -96,6 +100,33 @@ def _quantile(group: Mapping[str, Any]) -> Cell | str:
     return Cell(f"{ratios[2]:.2f}", note=f"{ratios[0]:.2f} to {ratios[4]:.2f}", value=ratios[2]) if ratios else ""
 
 
+def _among(key: str, place: int) -> Any:
+    return lambda cohort: Cell(percent(cohort[key][place]), value=cohort[key][place]) if cohort[key] else ""
+
+
+def _middle(of: str) -> Any:
+    """A median with its least and most, of `of`_median and so on."""
+    def cell(cohort: Mapping[str, Any]) -> Cell | str:
+        low, middle, high = (cohort[of + key] for key in ("least", "median", "most"))
+        return "" if middle is None else Cell(f"{middle:.2f}", note=f"{low:.2f} to {high:.2f}", value=middle)
+
+    return cell
+
+
+def _cohort(title: str) -> tuple[Column, ...]:
+    return (
+        (title, "name", lambda cohort: cohort["name"]),
+        ("runs", "num", lambda cohort: str(cohort["rows"] or "")),
+        ("programs", "num", lambda cohort: str(cohort["programs"] or "")),
+        ("within 15 %", "num", lambda cohort: "" if cohort["within"] is None else Cell(percent(cohort["within"]),
+                                                                                       value=cohort["within"])),
+        ("predicted/measured", "num", _middle("")),
+        ("with bytes", "num", lambda cohort: str(cohort["bytes_rows"] or "")),
+        *((f"bytes {name}", "num", _among("bytes_within", place)) for place, name in enumerate(BYTES_WITHIN)),
+        ("bytes, ours/measured", "num", _middle("bytes_")),
+    )
+
+
 _GROUPS: tuple[Column, ...] = (
     ("model", "name", lambda group: group["model"]),
     ("GPUs", "num", lambda group: str(group["gpus"])),
@@ -126,6 +157,7 @@ _ROWS: tuple[Column, ...] = (
     ("measured bytes", "num", lambda row: size(row["measured_bytes"])),
     ("ratio of bytes", "num", lambda row: _number(row["bytes_ratio"])),
     ("source", "text", lambda row: Cell(row["quality"], row["source"])),
+    ("differs", "text", lambda row: row["differs"]),
 )
 _UNSAID: tuple[Column, ...] = (
     ("why", "name", lambda group: group["reason"]),

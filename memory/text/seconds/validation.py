@@ -9,7 +9,7 @@ from rich.text import Text
 
 from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Prose, blocks
-from bytescope.memory.text.table import FigureTable, figure, label, value
+from bytescope.memory.text.table import FigureTable, figure, fixed, label, value
 from bytescope.memory.units import human
 from bytescope.memory.validation import score
 from bytescope.memory.validation.cohorts import BYTES_WITHIN, Cohort
@@ -18,6 +18,8 @@ from bytescope.memory.validation.score import Group as Scores
 from bytescope.memory.validation.score import Scored
 
 _WORST = 10
+# Pairs below which a share of them says nothing.
+_FEW = 5
 
 
 def show(found: Result, *, console: Console | None = None) -> None:
@@ -29,8 +31,8 @@ def render(found: Result) -> RenderableType:
     """Head, scores over models where they are pooled, seconds and order by model and GPUs, bytes, the worst rows, rows
     that are known to differ, and what is not compared, with the reasons."""
     return blocks(_head(found), _cohorts(found.cohorts, "rows"), _cohorts(found.sources, "source"),
-                  _cohort_bytes(found.sources), _seconds(found) if found.groups else None,
-                  _order(found) if found.groups else None, _bytes(found), _worst(found),
+                  _cohort_bytes(found), _seconds(found) if found.groups else None,
+                  _order(found), None if found.cohorts else _bytes(found), _worst(found),
                   _reasons(found) if found.cohorts else _differing(found), _unsaid(found))
 
 
@@ -60,35 +62,43 @@ def _cohorts(some: Sequence[Cohort], title: str) -> RenderableType | None:
                        "weigh one together:") if title == "rows" else Text("by source:"), table)
 
 
-def _cohort_bytes(some: Sequence[Cohort]) -> RenderableType | None:
-    sized = [one for one in some if one.bytes_rows]
+def _cohort_bytes(found: Result) -> RenderableType | None:
+    sized = [one for one in found.sources if one.bytes_rows]
     if not sized:
         return None
-    table = FigureTable(label("source", least=18), figure("runs"), figure("programs"),
-                        *(figure(name) for name in BYTES_WITHIN), figure("median"), figure("least"), figure("most"))
+    table = FigureTable(label("source", least=18), fixed("measured"), figure("runs"), figure("programs"),
+                        figure("at or below"), *(figure(name) for name in BYTES_WITHIN), figure("median"),
+                        figure("least"), figure("most"))
     for one in sized:
-        table.add(one.name, str(one.bytes_rows), str(one.bytes_programs), *map(_percent, one.bytes_within),
-                  _ratio(one.bytes_median), _ratio(one.bytes_least), _ratio(one.bytes_most))
-    return Group(Prose("our allocated bytes over the measured ones, by source:"), table)
+        table.add(one.name, one.bytes_are, str(one.bytes_rows), str(one.bytes_programs), _percent(one.bytes_below),
+                  *map(_percent, one.bytes_within), _ratio(one.bytes_median), _ratio(one.bytes_least),
+                  _ratio(one.bytes_most))
+    return Group(Prose("our allocated bytes over the measured ones, by source:"), table, *_doubted(found))
 
 
 def _seconds(found: Result) -> RenderableType:
+    hosts = any(one.row.host_bound for one in found.scored)
     table = FigureTable(label("model"), figure("GPUs"), figure("runs"), figure("least"), figure("10 %"),
-                        figure("median"), figure("90 %"), figure("most"), figure("within 15 %"), figure("free of host"),
-                        figure("runs"))
+                        figure("median"), figure("90 %"), figure("most"), figure("within 15 %"),
+                        *((figure("free of host"), figure("runs")) if hosts else ()))
     for group in found.groups:
         quantiles = [_ratio(one) for one in group.ratios] or [""] * 5
+        free = (_ratio(group.free_median), str(group.free_rows) if group.free_median else "")
         table.add(group.model, str(group.gpus), str(group.rows), *quantiles, _percent(group.within),
-                  _ratio(group.free_median), str(group.free_rows) if group.free_median else "")
-    return Group(Prose("predicted seconds over measured ones; free of host: the median of runs that launches do not "
-                       "bind:"), table)
+                  *(free if hosts else ()))
+    return Group(Prose("predicted seconds over measured ones" + (
+        "; free of host: the median of runs that launches do not bind:" if hosts else ", by model and GPUs:")), table)
 
 
-def _order(found: Result) -> RenderableType:
+def _order(found: Result) -> RenderableType | None:
+    """Of groups with pairs; where models are pooled, of those with a few of them."""
+    groups = [group for group in found.groups if group.pairs.count >= (_FEW if found.cohorts else 0)]
+    if not groups:
+        return None
     table = FigureTable(label("model"), figure("GPUs"), figure("pairs"), figure("right"), figure("by tensor"),
                         figure("near pairs"), figure("right"), figure("by tensor"), figure("rank corr."),
                         figure("by tensor"))
-    for group in found.groups:
+    for group in groups:
         table.add(group.model, str(group.gpus), *_pairs(group), _ratio(group.spearman),
                   _ratio(group.spearman_by_tensor))
     return Group(Prose("order: pairs of runs that differ by more than 5 % (near: by less than 1.5x) and the share in "
@@ -111,13 +121,17 @@ def _bytes(found: Result) -> RenderableType | None:
                   _percent(group.bytes_below))
     kinds = {one.row.bytes_are for one in found.scored if one.bytes_ratio} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
+    return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table, *_doubted(found))
+
+
+def _doubted(found: Result) -> list[Prose]:
+    """Bytes that are not compared, and why."""
     apart: dict[str, list[Scored]] = {}
     for one in found.scored:
         if one.row.bytes_reason:
             apart.setdefault(one.row.bytes_reason, []).append(one)
-    doubted = [Prose(f"{len(rows)} not compared: {one_line(why)} ({'; '.join(map(_named_bytes, rows))})")
-               for why, rows in apart.items()]
-    return Group(Prose(f"our allocated bytes over the measured ones{what}:"), table, *doubted)
+    return [Prose(f"{len(rows)} not compared: {one_line(why)} ({'; '.join(map(_named_bytes, rows))})")
+            for why, rows in apart.items()]
 
 
 def _named_bytes(one: Scored) -> str:

@@ -103,6 +103,23 @@ def test_bytes_of_alpa_are_compared_without_data_parallelism():
         assert whole < JAX[number].measured_bytes < 1.2 * whole
 
 
+def test_rows_of_one_device_are_one_program():
+    """No strategy shards anything there."""
+    assert JAX[69].overrides == JAX[79].overrides == JAX[87].overrides != JAX[88].overrides
+
+
+def test_rows_are_scored_by_quality_and_vintage_and_by_framework():
+    assert {JAX[n].cohort for n in (0, 1, 25, 69)} == {"A, newest"}
+    assert (JAX[11].cohort, JAX[15].cohort, JAX[38].cohort) == ("A, older", "A, older", "B, newest")
+    torch = {row.source_id: row.cohort for row in setups_torch.rows() if not row.reason}
+    assert torch == {"llm_foundry": "eager", "fms_fsdp": "compiled"}
+
+
+def test_what_is_likely_to_differ_is_said_by_row():
+    assert JAX[25].differs == "" and "older" in JAX[13].differs and "network" in JAX[39].differs
+    assert "15.0 GiB" in JAX[68].bytes_reason and JAX[67].bytes_reason == ""
+
+
 def test_llm_foundry_reduces_by_its_precision():
     said = [row for row in setups_torch.rows() if not row.reason and row.source.startswith("llm_foundry")]
     pure = next(row for row in said if row.setup.startswith("bf16/PURE"))

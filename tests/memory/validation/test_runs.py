@@ -16,6 +16,9 @@ pytestmark = pytest.mark.quick
 STEPS = (schedule.Kernel("product", "forward", 10**9, 10**13, "bfloat16", (1, 8192, 8192, 8192), times=4),)
 
 
+BROKEN = {"breaks": True}
+
+
 class Refused(ValueError):
     exit_code = 2
 
@@ -57,7 +60,7 @@ class Pool:
                 raise KeyboardInterrupt
             good = {"status": "ok", "schedule": schedule.to_json(STEPS), "target": targets.parse(job.target).to_json(),
                     "allocated_bytes": 100, "calls_per_update": 2, "versions": {"jax": "1"}}
-            self.answers.put((job, {"status": "too large"} if job.config == "breaks" else good))
+            self.answers.put((job, {"status": "too large"} if BROKEN.get(job.config) else good))
 
 
 def row(number, config="tiny", **more):
@@ -69,18 +72,45 @@ def pool(monkeypatch):
     monkeypatch.setattr(worker_pool, "Pool", Pool)
 
 
-def test_a_row_is_compiled_once(tmp_path):
-    rows = [row(1), row(2, "small"), row(3, "breaks"), row(4, "wrong"), row(5, reason="suspect")]
+def test_a_program_is_compiled_once(tmp_path):
+    again = dataclasses.replace(row(6), measured_seconds=0.7)  # measured twice
+    rows = [row(1), row(2, "small"), row(3, "breaks"), row(4, "wrong"), row(5, reason="suspect"), again]
     first = runs.run(rows, Trainer(), tmp_path)
     assert sorted(Pool.asked) == ["breaks", "small", "tiny"]
-    assert sorted(first.answers) == ["1", "2"] and first.compiled == 2 and first.left == ()
+    assert sorted(first.answers) == ["1", "2", "6"] and first.compiled == 2 and first.left == ()
     assert first.failed == {"3": "too large", "4": "no config wrong"}
-    files = sorted(path.name.rsplit("-", 1)[0] for path in tmp_path.iterdir())
-    assert files == ["s-1", "s-2"]
-    again = runs.run(rows, Trainer(), tmp_path)
-    assert Pool.asked == ["breaks"] and again.compiled == 0 and again.answers == first.answers
+    assert first.programs["1"] == first.programs["6"] != first.programs["2"]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted({first.programs["1"], first.programs["2"]})
+    second = runs.run(rows, Trainer(), tmp_path)
+    assert Pool.asked == ["breaks"] and second.compiled == 0 and second.answers == first.answers
+    assert runs.finished(rows, Trainer(), tmp_path) == (first.programs, first.answers)
     changed = dataclasses.replace(rows[0], overrides={"train.seed": "3"})
     assert runs.run([changed, rows[1]], Trainer(), tmp_path).compiled == 1
+
+
+def test_small_programs_come_first(tmp_path):
+    unrolled = {"model.scan": False, "model.n_layers": "32"}
+    rows = [dataclasses.replace(row(1, "unrolled"), overrides=unrolled), dataclasses.replace(row(2, "wide"), gpus=64),
+            row(3, "small")]
+    runs.run(rows, Trainer(), tmp_path)
+    assert Pool.asked == ["small", "wide", "unrolled"]
+
+
+def test_another_environment_answers_where_this_one_has_no_compiler(tmp_path, monkeypatch):
+    from bytescope.memory.devices import compiler
+
+    rows = [row(1, "breaks"), row(2)]
+    monkeypatch.setattr(compiler, "versions", lambda: {"jax": "1", "jax-cuda12-plugin": "1"})
+    monkeypatch.setitem(BROKEN, "breaks", False)
+    runs.run(rows, Trainer(), tmp_path)
+    monkeypatch.setattr(compiler, "versions", lambda: {"jax": "1", "jax-cuda13-plugin": "1"})
+    monkeypatch.setitem(BROKEN, "breaks", True)
+    found = runs.run(rows, Trainer(), tmp_path)
+    # Both are compiled again, for the versions are others; the one that fails is answered by the other file.
+    assert sorted(Pool.asked) == ["breaks", "tiny"] and found.compiled == 1
+    assert found.elsewhere == ("1",) and sorted(found.answers) == ["1", "2"] and found.failed == {}
+    told = result.of("s", rows, found)
+    assert told.elsewhere == (("jax 1", 1),)
 
 
 def test_what_ctrl_c_leaves_is_told(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.pages.seconds import validation as page
 from bytescope.memory.text.console import plain_text
 from bytescope.memory.text.seconds import validation as text
-from bytescope.memory.validation import score
+from bytescope.memory.validation import cohorts, score
 from bytescope.memory.validation.result import Result
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.score import Scored
@@ -60,15 +60,46 @@ def test_bytes_that_are_not_compared_have_their_reason():
     assert Page(page.render(runs.to_json())).data["series"][0]["tips"][1][-1] == f"of {EVIL}"
 
 
+def pooled():
+    """Two cohorts over models, one row far off with its reason, one whose bytes are not compared."""
+    scored = [dataclasses.replace(each, row=dataclasses.replace(
+        each.row, cohort="A, newest" if number else "B, older", bytes_are="allocated", source=f"pax: {EVIL}",
+        differs=f"scales {EVIL}" if number == 2 else "", bytes_reason="another micro-batch" if number == 3 else ""))
+        for number, each in enumerate(found().scored)]
+    return dataclasses.replace(
+        found(), scored=tuple(scored), cohorts=tuple(cohorts.by_cohort(scored)),
+        sources=tuple(cohorts.by_source(scored)), elsewhere=(("jax-cuda12-plugin 1", 2),))
+
+
+def test_the_terminal_has_scores_over_models_and_likely_reasons():
+    out = plain_text(text.render(pooled()), 140)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["A,", "newest", "4", "4", "75.0%", "0.99", "0.97", "2.00"] in lines
+    assert ["B,", "older", "1", "1", "100.0%", "1.01", "1.01", "1.01"] in lines
+    assert ["pax", "allocated", "4", "4", "100.0%", "0.0%", "0.0%", "0.50", "0.50", "0.50"] in lines
+    assert f"1: scales {EVIL} (2.00; llama on 8)" in out and "known to differ" not in out
+    assert "bytes of llama on 8, dp8 tp4 4: another micro-batch" in out
+    assert "2 rows were compiled by another environment (jax-cuda12-plugin 1)" in out
+    assert "over all models" not in plain_text(text.render(found()), 140)
+
+
+def test_the_page_has_scores_over_models():
+    document = page.render(pooled().to_json())
+    one_file(document)
+    assert "A, newest" in document and "within 10 %" in document and EVIL not in document
+    assert "within 10 %" not in page.render(found().to_json())
+
+
 def test_the_terminal_says_an_empty_set():
     empty = dataclasses.replace(found(), scored=(), groups=(), rates="")
     out = plain_text(text.render(empty), 80)
     assert "0 measured runs" in out and "predicted worst" not in out
 
 
+@pytest.mark.parametrize("result", [found(), pooled()], ids=["apart", "pooled"])
 @pytest.mark.parametrize("width", [60, 100])
-def test_no_line_is_wider_than_the_terminal(width):
-    assert max(map(len, plain_text(text.render(found()), width).splitlines())) <= width
+def test_no_line_is_wider_than_the_terminal(width, result):
+    assert max(map(len, plain_text(text.render(result), width).splitlines())) <= width
 
 
 def test_the_page_has_a_mark_for_each_run():
