@@ -78,7 +78,7 @@ def test_the_terminal_has_scores_over_models_and_likely_reasons():
     assert ["B,", "older", "1", "1", "100.0%", "1.01", "1.01", "1.01"] in lines
     assert ["pax", "allocated", "4", "4", "100.0%", "0.0%", "0.0%", "0.50", "0.50", "0.50"] in lines
     assert f"1: scales {EVIL} (2.00; llama on 8)" in out and "known to differ" not in out
-    assert "bytes of llama on 8, dp8 tp4 4: another micro-batch" in out
+    assert "1 not compared: another micro-batch (llama on 8, dp8 tp4 4: 10.00 GiB for 20.00 GiB)" in out
     assert "2 rows were compiled by another environment (jax-cuda12-plugin 1)" in out
     assert "over all models" not in plain_text(text.render(found()), 140)
 
