@@ -101,6 +101,21 @@ def test_no_run_reserved_less_than_it_needs_but_the_one_that_says_so():
     assert needed(doubted) / 2**30 == pytest.approx(60.7, abs=0.05)
 
 
+def test_rows_that_ran_out_of_memory_are_those_slower_than_half_their_micro_batch():
+    runs = {}
+    for row in setups_playbook.rows():
+        if not row.reason:
+            dp, tp, zero, micro = (int(part) for part in re.findall(r"\d+", row.setup)[:4])
+            runs.setdefault((row.model, row.gpus, dp, tp, zero), {})[micro] = row
+    slower = set()
+    for of in runs.values():
+        for micro, row in of.items():
+            if (half := of.get(micro // 2)) and row.measured_seconds > 1.5 * half.measured_seconds:
+                assert row.measured_bytes - half.measured_bytes < needed(row) - needed(half) - 9 * 2**30
+                slower.add(row.id)
+    assert slower == {row.id for row in setups_playbook.rows() if "out of memory" in row.differs}
+
+
 def test_every_row_is_a_config_of_ours():
     from bytescope.train.planning.adapter import Adapter
 
