@@ -73,8 +73,8 @@ _FREE = 1.25
 _NETWORK = "efa"
 # A row that takes so many times the fastest one of its model, tensor split and micro-batch, on any number of GPUs.
 _SLOW = 1.3
-# Rows that took 1.9 to 4.9x the time of the same run with half the micro-batch, and reserved 10 to 51 GiB less than what
-# the other half adds by nanotron's source.
+# Rows that took 1.9 to 4.9x the time of the same run with half the micro-batch, and reserved 10 to 51 GiB less than
+# what the other half adds by nanotron's source.
 _SQUEEZED = {"404", "450", "463", "464"}
 # The policy that keeps what nanotron's autograd does.
 _KEPT = "selective"
@@ -125,8 +125,8 @@ def _differs(number: int, fact: Fact) -> str:
     """What is known of a run's memory, or of its network: the same slot (layers of one micro-batch) was faster
     elsewhere."""
     if f"{number}" in _SQUEEZED:
-        return ("slower than with half the micro-batch, and less reserved than that adds: as where an allocator runs out "
-                "of memory")
+        return ("slower than with half the micro-batch, and less reserved than that adds: as where an allocator runs "
+                "out of memory")
     slower = float(fact["slot_ratio"] or 1.0)
     return f"a slot took {slower:.1f}x that of the same split on other GPUs: network" if slower >= _SLOW else ""
 
