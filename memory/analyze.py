@@ -17,7 +17,7 @@ from bytescope.memory.attribution import assemble, ledger, runtime_overheads
 from bytescope.memory.attribution.checkpoint_names import Names, named_places
 from bytescope.memory.attribution.placement import PlacedProgram, place
 from bytescope.memory.attribution.schedule import derive
-from bytescope.memory.costs import collectives, flops, host_transfers, kernels, roofline, step_work
+from bytescope.memory.costs import collectives, flops, host_transfers, kernels, step_work
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
@@ -183,10 +183,9 @@ def with_seconds(report: Report, measure: bool = False) -> Report:
     `measure`: of a CPU too, whose rates are measured for it: they take time, and differ from one process to the next.
     Where a file of rates is chosen it has the CPU's seconds, with no bound.
     """
-    measure |= report.target.get("platform") != "cpu"
-    if not (measure or rates.chosen()):
+    if report.target.get("platform") == "cpu" and not (measure or rates.chosen()):
         return report
-    bound = roofline.of_answer({"work": report.work, "target": report.target}) if measure else None
+    bound = prediction.bound({"work": report.work, "target": report.target})
     found = prediction.of_report(report)
     return dataclasses.replace(report, roofline=bound.to_json() if bound else {},
                                prediction=found.to_json() if found else {})

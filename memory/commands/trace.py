@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from bytescope.memory import records
 from bytescope.memory.commands.arguments import add_rates, check_files, user_path, write
-from bytescope.memory.costs import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, xplane
 from bytescope.memory.seconds import prediction as step_prediction
@@ -64,7 +63,7 @@ def prediction(report: records.Report) -> dict | None:
     Each is None where that alone is not known. Rates are those of this process, else what the report states.
     """
     found = step_prediction.of_report(report) or step_prediction.Prediction.stated(report)
-    bound = roofline.of_answer({"work": report.work, "target": report.target})
+    bound = step_prediction.bound({"work": report.work, "target": report.target})
     if found is None and bound is None:
         return None
     calls = max(report.subject.calls, 1)

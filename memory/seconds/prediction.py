@@ -123,6 +123,13 @@ def _peaks(rates: Rates) -> roofline.Figures:
     return roofline.Figures(rates.peak_flops, link, link, dict.fromkeys(roofline.LINKS, link), rates.source)
 
 
+def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
+    """The least seconds of one call, `roofline.of_answer`; None for a CPU whose rates a file tells, as those that
+    would be measured now, beside whatever else runs, bound nothing. Raises ReportError as that does."""
+    on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
+    return None if on_cpu and rates_of.chosen() else roofline.of_answer(answer)
+
+
 def of_report(report: Report) -> Prediction | None:
     """The prediction of a report's program on its target; None where too little is known of either."""
     of_update = report.subject

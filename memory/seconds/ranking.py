@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a row (`memory.plan.rows.Row`) that an answer's seconds give; those that are not known left out."""
-    found, bound = prediction.of_answer(answer), roofline.of_answer(answer)
+    found, bound = prediction.of_answer(answer), prediction.bound(answer)
     out: dict[str, Any] = {}
     if bound is not None:
         out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total
