@@ -20,7 +20,7 @@ OF_RATES = [
     ("--rates=", "no name of a file"), ("--rates=missing.json", "missing.json: No such file"),
     ("--rates=notes.md", "notes.md is not JSON"), ("--rates=cut.json", "cut.json is not JSON"),
     ("--rates=foreign.json", "foreign.json: rates of format None"), ("--rates=old.json", "reads format 1"),
-    ("--rates=no_memory.json", "memory is"), (f"--rates={LONE}", "error")]
+    ("--rates=no_memory.json", "memory is"), (f"--rates={LONE}", "give the file that bytescope calibrate wrote")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
@@ -178,8 +178,11 @@ for command in ("report", "compare", "levers", "front", "fit"):
     MISTAKES[command] += [(f"tiny {target} --rates=rates.json", message) for target in ("h100:8", "cpu:2", "v5e:2x2")
                           for message in OTHER_DEVICE]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "rates of NVIDIA H200 for h100")]
+MISTAKES["validate"] += [*OF_RATES, ("--rates=rates.json", "rates of NVIDIA H200 for h100"),
+                         ("--set=jax --only=v100 --rates=rates.json", "rates of NVIDIA H200 for v100")]
 MISTAKES["trace"] += [(f"notes.md {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
+MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]
 MISTAKES["calibrate"] = [
     ("--seconds=0", "--seconds=0"), ("--seconds=nan", "--seconds=nan"), ("--seconds=inf", "--seconds=inf"),
     ("--seconds=-1", "--seconds=-1"), ("--seconds=long", "--seconds"), ("--out=/no/such/folder/x", "no folder"),

@@ -82,7 +82,7 @@ def _of_rates(args: argparse.Namespace, rows: Sequence[Row]) -> list[Row]:
     Raises ReportError where that leaves none.
     """
     why: dict[str, ReportError] = {}
-    for target in {row.target for row in rows if not row.reason}:
+    for target in sorted({row.target for row in rows if not row.reason}):
         try:
             check_rates(args, [target])
         except ReportError as error:
