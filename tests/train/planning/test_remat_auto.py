@@ -1,13 +1,17 @@
 """`remat.policy=auto` in real programs: the arithmetic of `none`, within its budget, refused in a line, agreed on."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 from bytescope.memory.analyze import report_of
+from bytescope.memory.devices import targets
+from bytescope.memory.seconds import rates
 from bytescope.train.__main__ import main
 from bytescope.train.errors import DoesNotFit
-from bytescope.train.planning.remat_auto import settle, settled_program
+from bytescope.train.planning.remat_auto import NOMINAL, figures_of, settle, settled_program
 from support.described import WIDE_GPU, compile_described
 from support.toy import run_losses, small_config, small_program
 
@@ -34,6 +38,19 @@ def low():
 @pytest.fixture(scope="module")
 def plain():
     return run_losses(small_program({**KEYS, "remat.policy": "none"}), 3)
+
+
+@pytest.mark.quick
+def test_a_cpus_plans_are_ranked_by_a_file_of_rates_alone(tmp_path, monkeypatch):
+    """Rates that each process measured for itself would differ; those of a file do not."""
+    target = targets.parse("cpu:2")
+    assert figures_of(target) is NOMINAL
+    monkeypatch.setattr("bytescope.memory.costs.roofline.machine_rates", lambda: (2e11, 4e10))
+    (file := tmp_path / "rates.json").write_text(json.dumps(rates.of({**target.to_json(), "n_devices": 1}).to_json()))
+    rates.use(file)
+    found = figures_of(target)
+    rates.use(None)
+    assert (found.flops_per_s("fp32"), found.hbm_bytes_per_s) == (1e11, 2e10) and figures_of(target) is NOMINAL
 
 
 @pytest.mark.parametrize(("overrides", "devices"), [({}, 1), (MESH, 4)], ids=str)
