@@ -105,7 +105,7 @@ def memory(device: Any, sizes: Sizes, moved: float) -> Iterator[Case]:
                        needed=size == sizes.arrays[0])
 
 
-def attention(device: Any, sizes: Sizes, flops: float) -> Iterator[Case]:
+def attention(device: Any, unit: str, sizes: Sizes, flops: float) -> Iterator[Case]:
     for length in sizes.lengths:
         for width in sizes.widths:
             for way in WAYS:
@@ -115,19 +115,18 @@ def attention(device: Any, sizes: Sizes, flops: float) -> Iterator[Case]:
                 links = links_of(work * (_BACKWARD if backward else 1.0), flops)
                 # A call of a backward chain begins with one forward pass.
                 work *= _BACKWARD + 1 / links if backward else 1.0
-                make = functools.partial(_attend, device, (batch, length, heads, width), causal, backward, links)
+                make = functools.partial(_attend, device, unit, (batch, length, heads, width), causal, backward, links)
                 yield Case(ATTENTION, (way, width), length, work, links, make,
                            needed=(length, width) == (sizes.lengths[0], sizes.widths[0]))
 
 
-def _attend(device: Any, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
-    """cuDNN's kernel on NVIDIA GPUs, XLA's products elsewhere; float32 on a CPU."""
+def _attend(device: Any, unit: str, shape: tuple[int, ...], causal: bool, backward: bool, links: int) -> Chain:
+    """cuDNN's kernel on NVIDIA GPUs that multiply in bfloat16, as older ones have none; XLA's products elsewhere."""
     import jax
-    import jax.numpy as jnp
 
-    implementation = "cudnn" if platform_of(device) == "cuda" else "xla"
+    implementation = "cudnn" if platform_of(device) == "cuda" and unit == "bf16" else "xla"
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation=implementation)
-    arrays = [(shape, jnp.float32 if device.platform == "cpu" else jnp.bfloat16, 1.0)] * 3
+    arrays = [(shape, _dtype(unit), 1.0)] * 3
     if not backward:
         return chain(device, lambda q, k, v: q + SMALL * attend(q, k, v).astype(q.dtype), links, arrays)
 

@@ -181,7 +181,7 @@ def cases_of(devices: Sequence[Any], target: Target, sizes: Sizes) -> list[Case]
         roofline.machine_rates() if target.platform == "cpu" else _GUESS
     rows = [list(row) for row in (
         kernels.floors(devices[0]), kernels.products(devices[0], units, sizes, flops),
-        kernels.memory(devices[0], sizes, moved), kernels.attention(devices[0], sizes, flops / 2),
+        kernels.memory(devices[0], sizes, moved), kernels.attention(devices[0], units[0], sizes, flops / 2),
         links.host_link(devices[0], sizes), links.collectives(devices, sizes, moved / 10),
         kernels.thin(devices[0], units[0], sizes, flops))]
     turns = [row[turn] for turn in range(max(map(len, rows))) for row in rows if turn < len(row)]

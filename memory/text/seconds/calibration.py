@@ -107,7 +107,7 @@ def _rate(sample: Sample) -> float:
     return share * sample.work / sample.seconds
 
 
-# Part -> the data sheet's figure, 0 where it has none. Attention is computed in bfloat16.
+# Part -> the data sheet's figure, 0 where it has none. Attention is computed in bfloat16 where there are units for it.
 _SHEET: Mapping[str, Callable[[Sample, Target], float]] = {
     PRODUCTS: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
     THIN: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),

@@ -249,6 +249,15 @@ def test_what_runs_on_a_card_compiles_for_it():
         assert not [one for one in wanted if one not in text], label
 
 
+def test_a_gpu_without_bfloat16_is_measured_in_float16_and_without_cudnn():
+    devices, target = described("t4"), targets.parse("t4")
+    cases = measure.cases_of(devices, target, measure.sizes_of(target))
+    assert {case.key[0] for case in cases if case.part == PRODUCTS} == set(target.peak_flops) and cases[0].needed
+    forward = next(case for case in cases if case.part == ATTENTION)
+    lowered = forward.make().lower().as_text()
+    assert "xf16>" in lowered and "bf16" not in lowered and "cudnn" not in lowered
+
+
 def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
     def fails():
         raise RuntimeError("no such\nunit")
