@@ -37,6 +37,7 @@ CONSTANTS = {"PRODUCTS": (1.0, 0.8, 1.5, 0.3), "MEMORY": (1.0, 0.87, 1.5, 0.3), 
 PRIOR = 0.03  # of one constant that is away by its deviation
 HALF_SQUARE = 0.1  # of a logarithm: squares below, straight above
 NEWEST = "A, newest"  # the cohort that is fitted and scored
+GENERATIONS = (("a100-80g",), ("h100", "h200"), ("a100-80g", "h100", "h200"), ("v100",))
 
 Constants = tuple[float, ...]
 USUAL: Constants = tuple(row[0] for row in CONSTANTS.values())
@@ -108,10 +109,9 @@ def summary(rows: Sequence[Measured], values: Constants) -> str:
             f"{score.WITHIN[0]} to {score.WITHIN[1]}, median {cohorts.median(pairs):.3f}")
 
 
-def quantiles(rows: Sequence[Measured], values: Constants) -> str:
-    """Quantiles of the programs' ratios, as memory/seconds/spread.py has them."""
-    pairs = [(one.program, one.ratio(values)) for one in rows]
-    found = ", ".join(f"{at:.0%} {cohorts.quantile(pairs, at):.3f}" for at in (0.1, 0.5, 0.9))
+def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
+    """Quantiles of (program, ratio), as memory/seconds/spread.py has them."""
+    found = ", ".join(f"{at:.0%} {cohorts.quantile(pairs, at):.3f}" for at in (0.1, 0.5, 0.9)) if pairs else "none"
     return f"{found} ({len(pairs)} rows, {len(dict(pairs))} programs)"
 
 
@@ -144,12 +144,16 @@ def report(rows: Sequence[Measured]) -> Iterable[str]:
     for name, values in (("before", USUAL), ("now", NOW), ("fitted", best)):
         yield f"{NEWEST}, {name}: {summary(newest, values)}"
         yield f"  without V100: {summary([one for one in newest if one.row.chip != 'v100'], values)}"
-    for chips in (("a100-80g",), ("h100", "h200"), ("v100",), ("a100-80g", "h100", "h200", "v100")):
-        if some := [one for one in newest if one.row.chip in chips]:
-            yield f"{', '.join(chips)}, now: {quantiles(some, NOW)}"
+    left_out: list[tuple[Measured, float]] = []
     for source in dict.fromkeys(one.source for one in chosen):
         values = fit([one for one in chosen if one.source != source], best)
-        yield f"without {source}: {summary([one for one in newest if one.source == source], values)}; {values}"
+        alone = [one for one in newest if one.source == source]
+        left_out += [(one, one.ratio(values)) for one in alone]
+        yield f"without {source}: {summary(alone, values)}; {values}"
+    for chips in GENERATIONS:
+        among = [one for one in newest if one.row.chip in chips]
+        yield f"{', '.join(chips)}, now: {quantiles([(one.program, one.ratio(NOW)) for one in among])}"
+        yield f"  each with its source left out: {quantiles([(one.program, r) for one, r in left_out if one in among])}"
 
 
 def main() -> None:

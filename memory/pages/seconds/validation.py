@@ -27,6 +27,8 @@ NOTES = (
     "Over models, where they are pooled: runs that are one program of ours (measured twice, or told apart by nothing "
     "that a config of ours says) weigh one together.",
 )
+# Characters of a line under the heading.
+_LINE = 160
 # Ratios that a row is coloured by: within these it is as predicted.
 _GOOD = (0.85, 1.15)
 
@@ -34,12 +36,14 @@ _GOOD = (0.85, 1.15)
 def render(found: Mapping[str, Any]) -> str:
     """The page of a validation's JSON (`validation.result.Result.to_json`), as text."""
     rows = sorted(found["rows"], key=_off, reverse=True)
+    rates = f"rates: {found['rates']}" if found["rates"] else ""
+    long = len(rates) > _LINE  # of several chips
     return page(
         "validation", f"{found['set']} · validate", page_data(found), heading=f"{found['set']}: predicted and measured",
-        where=f"rates: {found['rates']}" if found["rates"] else "", facts=[], versions=versions(found["versions"]),
+        where="" if long else rates, facts=[], versions=versions(found["versions"]),
         figures=_figures(found), left=len(found["left"]), cohorts=table(_cohort("rows"), found["cohorts"]),
         sources=table(_cohort("source"), found["sources"]), groups=table(_GROUPS, found["groups"]),
-        rows=table(_ROWS, rows), unsaid=table(_UNSAID, found["unsaid"]), notes=NOTES)
+        rows=table(_ROWS, rows), unsaid=table(_UNSAID, found["unsaid"]), notes=(*NOTES, rates) if long else NOTES)
 
 
 def _off(row: Mapping[str, Any]) -> float:
