@@ -58,7 +58,7 @@ def test_the_interval_is_the_spread_of_predicted_over_measured(monkeypatch):
 
 
 def test_chips_that_nobody_measured_have_a_wider_interval():
-    known = [spread.of(targets.parse(name).to_json()) for name in ("h100:8", "a100-80g")]
+    known = [spread.of(targets.parse(name).to_json()) for name in ("h100:8", "a100-80g", "v100")]
     assert spread.of({"name": "local", "kind": "NVIDIA H100 80GB HBM3", "platform": "cuda"}) == known[0]
     for name in ("b200", "l40s", "v5e:4x4", "cpu"):
         other = spread.of({"name": name, "platform": "cpu" if name == "cpu" else "cuda"})
