@@ -26,10 +26,9 @@ from bytescope.memory.seconds.schedule import (
     PRODUCT,
     TILED,
     Kernel,
+    unit_of,
 )
 
-# HLO's dtype of operands -> unit that multiplies them, of `costs.roofline.UNITS`.
-_UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "int8": "fp8", "uint8": "fp8"}
 # (rows, columns) of a tile -> the share of the largest tiles' rate that it reaches: smaller ones load more per FLOP.
 _TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 128): 0.8, (64, 64): 0.65}
 # Elements of the reduction that a tile's first loads and last stores are worth.
@@ -82,11 +81,6 @@ def product_flops_per_s(kernel: Kernel, rates: Rates) -> float:
     side = _side(float(batch) * m * n * k)
     reached = at(_beyond_tiles(tuple(rates.products[unit]), rates.cores), side) * _filled(shape, rates.cores)
     return min(reached, rates.peak_flops.get(unit, math.inf))
-
-
-def unit_of(dtype: str) -> str:
-    """The unit (of `costs.roofline.UNITS`) that multiplies an HLO dtype."""
-    return "fp8" if dtype.startswith("float8") else _UNIT.get(dtype, "fp32")
 
 
 def attention_flops_per_s(kernel: Kernel, rates: Rates) -> float:

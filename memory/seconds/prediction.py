@@ -17,9 +17,8 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records import Report
 from bytescope.memory.seconds import chip_rates, schedule, spread
 from bytescope.memory.seconds import rates as rates_of
-from bytescope.memory.seconds.kernel_seconds import unit_of
 from bytescope.memory.seconds.rate_records import Rates
-from bytescope.memory.seconds.schedule import Steps
+from bytescope.memory.seconds.schedule import Steps, unit_of
 from bytescope.memory.seconds.walk import TERMS, Walked, walk
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.records import STEP_PHASES
 from bytescope.memory.seconds import products
-from bytescope.memory.seconds.kernel_seconds import unit_of
 from bytescope.memory.seconds.schedule import (
     FOREIGN,
     MOVING,
@@ -30,6 +29,7 @@ from bytescope.memory.seconds.schedule import (
     Steps,
     Wait,
     merged,
+    unit_of,
 )
 from bytescope.memory.seconds.schedule import kernels as every_kernel
 

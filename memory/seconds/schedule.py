@@ -28,7 +28,10 @@ from bytescope.memory.report_records.schedule import (
 
 __all__ = ["ATTENTION", "ATTENTION_BACKWARD", "CONVOLUTION", "FOREIGN", "KERNELS", "MOVING", "PRODUCT", "TILED",
            "TO_DEVICE", "TO_HOST", "Kernel", "Loop", "Start", "Step", "Steps", "Wait", "from_json", "kernels", "merged",
-           "to_json"]
+           "to_json", "unit_of"]
+
+# HLO's dtype of operands -> unit that multiplies them, of `costs.roofline.UNITS`.
+_UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "int8": "fp8", "uint8": "fp8"}
 
 
 def merged(steps: Iterable[Step]) -> Steps:
@@ -59,3 +62,8 @@ def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[Kernel, int]]:
             yield step, times * step.times
         elif isinstance(step, Loop):
             yield from kernels(step.steps, times * step.trips)
+
+
+def unit_of(dtype: str) -> str:
+    """The unit (of `costs.roofline.UNITS`) that multiplies an HLO dtype."""
+    return "fp8" if dtype.startswith("float8") else _UNIT.get(dtype, "fp32")
