@@ -21,10 +21,12 @@ from bytescope.memory.commands.arguments import (
 from bytescope.memory.config_keys import REMAT_LAYERS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.plan import grids
 from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan import rows as plan_rows
+from bytescope.memory.plan.grids import CONFIG, OFFLOAD, POLICY, SAVE, TARGET
 from bytescope.memory.plan.jobs import Jobs
-from bytescope.memory.plan.rows import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, Row
+from bytescope.memory.plan.rows import Row
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
             cache=None if args.no_cache else place)
     rows = plan_rows.mark_pareto([row_of(job, answers[job.name], args.formulas) for job in jobs if job.name in answers])
     finish(args, rows, answers, names, cached=known, missing=len(jobs) - len(rows), interrupted=interrupted,
-           given=plan_rows.given_flags(overrides))
+           given=grids.given_flags(overrides))
     if interrupted:
         return INTERRUPTED
     if not any(row.ok for row in rows):
@@ -73,14 +75,14 @@ def make_jobs(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], jo
       ReportError: no config, a grid or a list of policies that cannot be read.
       ValueError: the trainer's, for an unknown key, a value of the wrong type or one that is in no table.
     """
-    grids = [plan_rows.parse_grid(text) for text in args.grid]
+    asked = [grids.parse_grid(text) for text in args.grid]
     if args.remat is not None:  # last, so that policies of the same program are neighbouring rows
-        policies = plan_rows.split_values(args.remat)
+        policies = grids.split_values(args.remat)
         if not all(policies):
             raise ReportError(f"--remat={args.remat}: write --remat=P1,P2, such as --remat=none,full")
-        grids.append((POLICY, policies))
+        asked.append((POLICY, policies))
     found: dict[str, worker_pool.Job] = {}
-    for chosen in plan_rows.expand(grids):
+    for chosen in grids.expand(asked):
         config, target = chosen.get(CONFIG, args.config), chosen.get(TARGET, args.target).strip().lower()
         if not config:
             raise ReportError(f"{NO_CONFIG}, or --grid=config=A,B")
@@ -100,7 +102,7 @@ def _policy(chosen: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, str
 
     A config's own names for `custom` are an error under any other policy, so those rows clear them.
     """
-    out = {**chosen, **plan_rows.policy_keys(chosen[POLICY])}
+    out = {**chosen, **grids.policy_keys(chosen[POLICY])}
     ranges = any(str(text).endswith(":custom") for text in flat.get(REMAT_LAYERS, ()))
     if out[POLICY] != "custom" and not ranges:
         out |= {key: "()" for key in (SAVE, OFFLOAD) if flat.get(key) and key not in out}

@@ -24,10 +24,13 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
-from bytescope.memory.plan import fit, fit_json, fit_space, levers
+from bytescope.memory.plan import levers
 from bytescope.memory.plan import pool as worker_pool
-from bytescope.memory.plan.fit_step import Step
-from bytescope.memory.plan.rows import given_flags
+from bytescope.memory.plan.fit import result as fit_result
+from bytescope.memory.plan.fit import space as fit_space
+from bytescope.memory.plan.fit import walk as walks
+from bytescope.memory.plan.fit.step import Step
+from bytescope.memory.plan.grids import given_flags
 from bytescope.memory.plan.variants import Trials
 from bytescope.memory.text import fit as fit_text
 
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
         trials = Trials(args.config, target, overrides, trainer, pool, place, tell, args.max_compiles or math.inf,
                         args.timeout or math.inf)
-        walk = fit.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
+        walk = walks.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
         walk.run()
     wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
     measured = _measured(args, walk, place) if wanted else None
@@ -96,7 +99,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ReportError(f"--{flag.replace('_', '-')}={value}: give {least:g} or more")
 
 
-def _measured(args: argparse.Namespace, walk: fit.Walk, place: Path | None) -> Mapping[str, Any] | None:
+def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
     """Runs the finalists here, one after the other, and makes the fastest the walk's best; its measured figures, None
     where none could be run."""
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MOST_MEASURED]
@@ -113,7 +116,7 @@ def _measured(args: argparse.Namespace, walk: fit.Walk, place: Path | None) -> M
     return measured
 
 
-def _finish(args: argparse.Namespace, walk: fit.Walk, flat: Mapping[str, Any], overrides: Sequence[tuple[str, str]],
+def _finish(args: argparse.Namespace, walk: walks.Walk, flat: Mapping[str, Any], overrides: Sequence[tuple[str, str]],
             trainer: Trainer, measured: Mapping[str, Any] | None) -> int:
     """Prints the result of the walk and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
@@ -122,7 +125,7 @@ def _finish(args: argparse.Namespace, walk: fit.Walk, flat: Mapping[str, Any], o
         values = trainer.config(args.config, [*overrides, *keys.items()])
         return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
 
-    out = fit_json.to_json(walk, flags, versions(), measured)
+    out = fit_result.to_json(walk, flags, versions(), measured)
     fit_text.show(out, args.config)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")

@@ -30,7 +30,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import frontier
 from bytescope.memory.plan import pool as worker_pool
-from bytescope.memory.plan.rows import given_flags
+from bytescope.memory.plan.grids import given_flags
 from bytescope.memory.plan.variants import Trials
 from bytescope.memory.remat.ilp import COSTS
 from bytescope.memory.units import parse_bytes

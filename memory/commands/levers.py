@@ -23,9 +23,10 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.plan import cache as row_cache
 from bytescope.memory.plan import levers
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.grids import given_flags
 from bytescope.memory.plan.jobs import Jobs
 from bytescope.memory.plan.levers import Level
-from bytescope.memory.plan.rows import Row, given_flags
+from bytescope.memory.plan.rows import Row
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer

@@ -34,17 +34,12 @@ from bytescope.memory.pages.elements import (
     where,
 )
 from bytescope.memory.pages.frame import page
+from bytescope.memory.plan.grids import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, as_text
 from bytescope.memory.plan.rows import (
-    CONFIG,
     MEASURED,
-    OFFLOAD,
-    POLICY,
     PREDICTED,
     RECOMPUTED,
-    SAVE,
-    TARGET,
     Row,
-    as_text,
     best_of_each,
     cost_of,
     flags,

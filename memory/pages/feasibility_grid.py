@@ -9,18 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from bytescope.memory.plan.rows import (
-    CONFIG,
-    POLICY,
-    TARGET,
-    Row,
-    best_of_each,
-    is_how,
-    label,
-    unit_of,
-    value_text,
-    varying,
-)
+from bytescope.memory.plan.grids import CONFIG, POLICY, TARGET
+from bytescope.memory.plan.rows import Row, best_of_each, is_how, label, unit_of, value_text, varying
 
 # The share of the limit above which a combination is only just within it.
 NEAR = 0.9

@@ -45,7 +45,7 @@ NOTES = (
 
 
 def render(out: Mapping[str, Any]) -> str:
-    """The page of a fit's JSON (`memory.plan.fit_json`), as text."""
+    """The page of a fit's JSON (`memory.plan.fit.result`), as text."""
     config, target = out["config"], out["target"]
     return page(
         "fit", title(config, target, f"fit within {human(out['budget_bytes'])}"), page_data(out),

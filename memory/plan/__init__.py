@@ -5,5 +5,5 @@ stages of memory levers (`levers`), the front of least recomputation by budget (
 that fits (`fit`). Each program is a job (`jobs`), compiled in a worker process (`pool`, `worker`) and remembered on
 disk (`cache`). Start at `pool.run` for how a program is compiled, at `rows.Row` for what is kept of it.
 
-To add a stage of levers: a row of STAGES in `levers`; a way to shrink a step: a row of SQUEEZES in `fit_space`.
+To add a stage of levers: a row of STAGES in `levers`; a way to shrink a step: a row of SQUEEZES in `fit.space`.
 """

@@ -27,7 +27,8 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.plan.rows import POLICY, Row, as_text, thrift
+from bytescope.memory.plan.grids import POLICY, as_text
+from bytescope.memory.plan.rows import Row, thrift
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.search import Search

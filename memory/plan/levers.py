@@ -34,7 +34,8 @@ from bytescope.memory.config_keys import (
     REMAT_SAVE,
 )
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.memory.plan.rows import Row, as_text
+from bytescope.memory.plan.grids import as_text
+from bytescope.memory.plan.rows import Row
 
 
 @dataclasses.dataclass(frozen=True)

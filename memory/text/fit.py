@@ -11,8 +11,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.plan.fit_space import Space
-from bytescope.memory.plan.fit_step import Step
+from bytescope.memory.plan.fit.space import Space
+from bytescope.memory.plan.fit.step import Step
 from bytescope.memory.records import ROWS
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.compare import as_fast

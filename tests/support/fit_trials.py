@@ -1,4 +1,4 @@
-"""A program that is arithmetic, for tests of `plan.fit`: real `Trials` and searches over a pool without a compiler.
+"""A program that is arithmetic, for tests of fits: real `Trials` and searches over a pool without a compiler.
 
 One layer makes two tensors, `a` and `b`, at 50 TFLOP each a sequence, and hands on 1/4 GiB; parameters, Adam's state
 and gradients are 4, 8 and 4 GiB. Beside its sequences a micro-batch moves memory for 250 ms at the data sheet's rate.
@@ -10,7 +10,10 @@ import re
 from types import SimpleNamespace
 
 from bytescope.memory.devices import targets
-from bytescope.memory.plan import fit, fit_json, fit_space, variants
+from bytescope.memory.plan import variants
+from bytescope.memory.plan.fit import result
+from bytescope.memory.plan.fit import space as fit_space
+from bytescope.memory.plan.fit import walk as walks
 from bytescope.memory.remat.block_graph import Block, Step
 from bytescope.memory.report_records import schedule
 from bytescope.memory.report_records.schedule import TO_DEVICE, TO_HOST, Kernel, Start, Wait
@@ -149,7 +152,7 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
     one = variants.Trials("x", target, given, trainer, Pool(target, broken), None, progress, most=most)
     space = fit_space.space_of(config("x", given), [key for key, _ in given], fit_space.choose(levers),
                                target.n_devices, target.devices_per_host, None)
-    out = fit.Walk(one, space, round(budget * GIB), *([told] if told else []))
+    out = walks.Walk(one, space, round(budget * GIB), *([told] if told else []))
     out.run()
     return out
 
@@ -157,4 +160,4 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
 def as_json(done):
     """The JSON of a walk."""
     flags = lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items())  # noqa: E731
-    return fit_json.to_json(done, flags, {"jax": "9"})
+    return result.to_json(done, flags, {"jax": "9"})

@@ -84,7 +84,8 @@ def _kind(action: argparse.Action) -> str:
 
 def _lists() -> dict[str, str]:
     """Flags that take several names with commas between them."""
-    from bytescope.memory.plan import fit_space, levers
+    from bytescope.memory.plan import levers
+    from bytescope.memory.plan.fit import space as fit_space
     from bytescope.model.remat.policies import POLICIES
 
     return {"--remat": " ".join(["@list", *POLICIES]), "--levers": " ".join(["@list", *fit_space.LEVERS]),

@@ -1,4 +1,4 @@
-"""`bytescope train --fit`: finds the configuration to run here (memory/plan/fit.py), to train with.
+"""`bytescope train --fit`: finds the configuration to run here (memory/plan/fit/walk.py), to train with.
 
 The search compiles in other processes and is done before jax starts in this one.
 """

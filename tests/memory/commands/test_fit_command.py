@@ -11,8 +11,8 @@ import pytest
 from bytescope.memory import __main__ as command
 from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
-from bytescope.memory.plan import fit as walks
 from bytescope.memory.plan import pool as worker_pool
+from bytescope.memory.plan.fit import walk as walks
 from bytescope.memory.report_records import schedule
 from bytescope.memory.report_records.schedule import Kernel
 from support.fit_trials import GIB

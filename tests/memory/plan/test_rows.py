@@ -9,8 +9,8 @@ from rich.console import Console
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.plan import grids, worker
 from bytescope.memory.plan import rows as plan_rows
-from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import Buffer, Report, TimelinePoint
 from bytescope.memory.report_records import schedule
@@ -32,20 +32,20 @@ def rows():
 @pytest.mark.parametrize(("text", "values"), [
     ("1024,2048", ["1024", "2048"]), ("(a,b),c", ["(a,b)", "c"]), ("x", ["x"]), ("( a, b ), (c)", ["( a, b )", "(c)"])])
 def test_values_of_a_grid(text, values):
-    assert plan_rows.parse_grid(f"--config.remat.save={text}") == ("remat.save", values)
+    assert grids.parse_grid(f"--config.remat.save={text}") == ("remat.save", values)
 
 
 @pytest.mark.parametrize("text", ["data.seq_len", "=1", "a=", "a=1,,2", "a=1,"])
 def test_a_grid_that_is_none(text):
     with pytest.raises(ReportError, match="--grid=KEY=V1,V2"):
-        plan_rows.parse_grid(text)
+        grids.parse_grid(text)
 
 
 def test_grids_multiply_and_repetitions_count_once():
-    found = plan_rows.expand([("a", ["1", "2"]), ("b", ["x", "y", "x"]), ("a", ["2", "3"])])
+    found = grids.expand([("a", ["1", "2"]), ("b", ["x", "y", "x"]), ("a", ["2", "3"])])
     assert [tuple(one.items()) for one in found] == [
         (("a", a), ("b", b)) for a in ("1", "2", "3") for b in ("x", "y")]
-    assert plan_rows.expand([]) == [{}]
+    assert grids.expand([]) == [{}]
 
 
 def test_the_front_and_the_best(rows):
@@ -200,12 +200,12 @@ def test_a_policy_stands_with_its_names():
     ("custom(a)+offload(b)", {"remat.policy": "custom", "remat.save": "(a)", "remat.offload": "(b)"}),
     ("custom + offload(b,c)", {"remat.policy": "custom", "remat.save": "()", "remat.offload": "(b,c)"})])
 def test_policies_as_keys(text, keys):
-    assert plan_rows.policy_keys(text) == keys
+    assert grids.policy_keys(text) == keys
 
 
 def test_lists_of_policies_split_outside_parentheses():
     policies = ["none", "custom(q_rot,v,context)", "custom(attn_out)+offload(block_in)"]
-    assert plan_rows.split_values(",".join(policies)) == policies
+    assert grids.split_values(",".join(policies)) == policies
 
 
 def test_json_has_every_key(rows):

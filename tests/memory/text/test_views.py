@@ -14,7 +14,7 @@ from bytescope.memory.commands import listings, names
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.estimate import Question, estimate, shape_for
 from bytescope.memory.plan import diff, frontier, levers, rows
-from bytescope.memory.plan.fit_step import Step
+from bytescope.memory.plan.fit.step import Step
 from bytescope.memory.plan.frontier import Fixed, Point
 from bytescope.memory.profile.breakdown import Breakdown, HostRow, Instructions
 from bytescope.memory.profile.op_scopes import OpScope

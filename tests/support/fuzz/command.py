@@ -72,17 +72,18 @@ def read_words(data: bytes, folder: Path) -> None:
     """What flags hold: sizes, counts, grids, policies, levers, stages, updates. The first letter says which."""
     from bytescope.memory.commands.estimate import parse_count
     from bytescope.memory.devices.limits import budget_of
-    from bytescope.memory.plan import fit_space, levers, rows
+    from bytescope.memory.plan import grids, levers
+    from bytescope.memory.plan.fit import space as fit_space
     from bytescope.memory.units import human, parse_bytes
     from bytescope.train.run.profile import Asked
 
     def every_policy(text: str) -> None:
-        for policy in rows.split_values(text):
-            rows.policy_keys(policy)
+        for policy in grids.split_values(text):
+            grids.policy_keys(policy)
 
     readers: dict[str, Callable[[str], object]] = {
         "s": lambda text: human(parse_bytes(text)), "b": lambda text: budget_of(text, 2**34, "--budget"),
-        "n": lambda text: f"{parse_count(text):,.0f}", "g": rows.parse_grid, "r": every_policy, "l": fit_space.choose,
+        "n": lambda text: f"{parse_count(text):,.0f}", "g": grids.parse_grid, "r": every_policy, "l": fit_space.choose,
         "t": levers.choose, "u": Asked.parse}
     text = words(data)
     readers.get(text[:1], parse_bytes)(text[1:])

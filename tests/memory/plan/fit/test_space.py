@@ -6,8 +6,8 @@ import re
 import pytest
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.plan import fit_space
-from bytescope.memory.plan.fit_space import LEVERS, SQUEEZES
+from bytescope.memory.plan.fit import space as fit_space
+from bytescope.memory.plan.fit.space import LEVERS, SQUEEZES
 from support.fit_trials import FLAT, SEQ
 
 pytestmark = pytest.mark.quick

@@ -56,7 +56,7 @@ class Step:
         return self.answer.get("allocated_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The step as a row of a fit's `walk` (see `memory.plan.fit_json`)."""
+        """The step as a row of a fit's `walk` (see `memory.plan.fit.result`)."""
         low, high = self.spread
         return {"stage": self.stage, "what": self.what, "keys": dict(self.keys),
                 **{key: self.answer.get(key) for key in ("allocated_bytes", "host_bytes", "recompute_flops_fraction")},

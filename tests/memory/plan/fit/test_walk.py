@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from bytescope.memory.plan import fit, fit_json
-from bytescope.memory.plan.fit_space import SQUEEZES
+from bytescope.memory.plan.fit import result
+from bytescope.memory.plan.fit import walk as walks
+from bytescope.memory.plan.fit.space import SQUEEZES
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.search import FULL, NONE
@@ -226,7 +227,7 @@ def test_time_that_is_over_stops_it(monkeypatch):
 
 def test_a_name_more_that_fits_and_is_faster_is_adopted(monkeypatch):
     """A search that is cut off leaves room: the neighbours use it, one name after the other."""
-    monkeypatch.setattr(fit, "MOST_PLANS", 1)
+    monkeypatch.setattr(walks, "MOST_PLANS", 1)
     done = walk(29, "remat,accumulation")
     adopted = [step for step in done.steps if step.stage == "neighbour"]
     assert [remat(step) for step in adopted if "fastest" in step.verdict] == ["0-4:a"]
@@ -270,5 +271,5 @@ def test_the_json_has_every_key():
 
 def test_what_was_measured_stands_in_the_best_row():
     done = walk(84)
-    out = fit_json.to_json(done, lambda keys: "", {}, {"tokens_per_s": 5.0, "step_seconds": 2.0, "peak_bytes": None})
+    out = result.to_json(done, lambda keys: "", {}, {"tokens_per_s": 5.0, "step_seconds": 2.0, "peak_bytes": None})
     assert out["best"]["measured"]["tokens_per_s"] == 5.0 and NONE in done.steps[0].what

@@ -22,8 +22,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bytescope.memory.plan.fit import Walk
-from bytescope.memory.plan.rows import Row, given_flags
+from bytescope.memory.plan.fit.walk import Walk
+from bytescope.memory.plan.grids import given_flags
+from bytescope.memory.plan.rows import Row
 
 
 def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],

@@ -18,8 +18,8 @@ from typing import Any
 
 from bytescope.memory.config_keys import REMAT
 from bytescope.memory.errors import ReportError
-from bytescope.memory.plan.fit_space import Keys, Space, Squeeze, words
-from bytescope.memory.plan.fit_step import Step
+from bytescope.memory.plan.fit.space import Keys, Space, Squeeze, words
+from bytescope.memory.plan.fit.step import Step
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
 from bytescope.memory.remat.search import EVEN, FULL, NONE, Search, Tried
