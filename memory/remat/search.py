@@ -104,9 +104,11 @@ class Search:
     # ---- predicting --------------------------------------------------------------------------------------------
 
     def _points(self, kind: tuple[bool, bool]) -> list[tuple[int, int]]:
-        """Points of the allocation model, of compiled plans of a kind; of any kind where there are none."""
+        """Points of the allocation model, of compiled plans of a kind; where there are none, of those that move tensors
+        to the host or not as it does, then of any: with transfers a plan that keeps as much allocates more."""
         done = self._done()
-        return allocation_model.points_of([tried for tried in done if _kind(tried.plan) == kind] or done)
+        alike = [tried for tried in done if _kind(tried.plan)[1] == kind[1]]
+        return allocation_model.points_of([tried for tried in alike if _kind(tried.plan) == kind] or alike or done)
 
     def _done(self) -> list[Tried]:
         """The compiled plans of which the model knows what they keep."""
@@ -239,8 +241,11 @@ class Search:
         return plans
 
     def _better(self, plans: Sequence[Plan], best: Tried | None) -> list[Plan]:
-        """Plans that were not compiled yet, and by the model cost less than the best that was."""
+        """Plans that were not compiled yet, and by the model cost less than the best that was. With transfers that one
+        costs what the compiler made of it: the model hides them behind compute, a schedule often does not."""
         most = math.inf if best is None else self.cost(best.plan)
+        if best is not None and best.plan.host_bytes:
+            most = max(most, self.compiled_cost(best)[0])
         return [plan for plan in plans if str(plan) not in self.tried
                 and (self.cost(plan) < most * (1 - EVEN) or any(pattern.policy for pattern, _ in plan.ranges))]
 

@@ -1,5 +1,6 @@
 """The search against compilers that the model does not know: within the budget, near the best, in few compiles."""
 
+import dataclasses
 import itertools
 import math
 
@@ -9,6 +10,7 @@ from bytescope.memory.remat.block_graph import Block, Step
 from bytescope.memory.remat.ilp import Passes, Plan
 from bytescope.memory.remat.patterns import Rates
 from bytescope.memory.remat.search import CLOSE, FULL, NONE, Compiled, Problem, Search
+from bytescope.memory.seconds.ranking import TIE
 
 pytestmark = pytest.mark.quick
 
@@ -169,6 +171,22 @@ def test_host_memory_is_a_budget_too(offload):
     assert outcome.best.compiled.host_bytes <= 40 * MIB
     assert all(tried.plan.host_bytes <= 40 * MIB for tried in outcome.tried)
     assert (outcome.best.plan.host_bytes > 0) == offload
+
+
+@pytest.mark.parametrize("budget", [30, 60, 100, 140])
+def test_transfers_that_a_schedule_does_not_hide_cost_no_budget_anything(budget):
+    """A compiler that waits for every transfer and keeps buffers for them: the plans without any are found as well."""
+    asked = problem(offload=True, passes=Passes(0.4, 0.8, 1e12))
+
+    class Waits(Fake):
+        def one(self, plan):
+            found = super().one(plan)
+            return dataclasses.replace(found, seconds=found.seconds + plan.host_bytes / 1e9,
+                                       allocated_bytes=found.allocated_bytes + 8 * MIB * (plan.host_bytes > 0))
+
+    found = Search(asked, Waits(asked)).run(BASE + budget * MIB).best
+    alone = Search(problem(), Fake(problem())).run(BASE + budget * MIB).best
+    assert found.compiled.seconds <= alone.compiled.seconds * (1 + TIE)
 
 
 @pytest.mark.parametrize(("most", "at_once"), [(1, 1), (2, 4), (3, 2)])
