@@ -31,7 +31,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
-from bytescope.memory.seconds import prediction, rates, reading
+from bytescope.memory.seconds import prediction, products, rates, reading
 from bytescope.memory.steps.tracing import check_options
 
 # Above this share of the limit a program fits, but tightly.
@@ -132,7 +132,8 @@ def _work(report: Report, program: PlacedProgram, counted: flops.FlopCount | Non
     if counted is None:
         return {}
     per_host = target.devices_per_host if target else 0
-    return step_work.of(report, report.work, counted, program.module.devices, program.mesh, per_host)
+    return step_work.of(report, report.work, counted, program.module.devices, program.mesh, per_host,
+                        products.masked(report.schedule))
 
 
 def _facts(report: Report, module: Module, target: Target | None,

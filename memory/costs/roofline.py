@@ -1,12 +1,12 @@
-"""Seconds of a step by a roofline: what it computes and moves, over what the target can (Williams, Waterman and
-Patterson 2009, "Roofline", Communications of the ACM 52(4)).
+"""What a step takes at least, by a roofline: what it computes and moves, over what the target can (Williams, Waterman
+and Patterson 2009, "Roofline", Communications of the ACM 52(4)). `memory.seconds` predicts what it takes.
 
 A step's work is a mapping by phase (`records.STEP_PHASES`), of one device and one call, made by `costs.step_work`:
 
 - `flops`: dtype (a key of `Target.peak_flops`) -> FLOPs of products.
 - `product_bytes`: what kernels with a matrix product in them read and write in device memory; `other_bytes`: others.
-- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends in collectives that are not
-  overlapped; `hidden_collective_bytes`: in those with compute between their start and their done.
+- `collective_bytes`: "in_host" and "between_hosts" -> bytes that the device sends at least over that link in
+  collectives that are not overlapped; `hidden_collective_bytes`: in those with compute between start and done.
 - `to_host_bytes`, `to_device_bytes`: over the host link.
 
 A phase takes, one after the other: its products, FLOPs or bytes whichever take longer; the bytes of its other kernels;
@@ -15,7 +15,7 @@ what the longest of them takes longer is waited for. Recompute and backward shar
 
 Left out: the launch of kernels, power limits and clocks below boost, latency, efficiency of kernels below the peak,
 reads that a cache saves, overlap that falls short of the schedule's, elementwise FLOPs, waiting for other devices.
-Rates are peaks: a prediction is for ranking configurations of one target only; it is not a timing.
+Rates are peaks, so no program reaches it.
 """
 
 from __future__ import annotations

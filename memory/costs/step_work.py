@@ -1,7 +1,7 @@
 """The work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
 
 FLOPs are the jaxpr's (`memory.costs.flops`), divided evenly by the devices: what several devices compute alike counts
-once. Bytes are the compiled module's. `memory.costs.roofline` tells the keys.
+once, what a kernel's mask hides not at all. Bytes are the compiled module's. `memory.costs.roofline` tells the keys.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from bytescope.memory.costs.collectives import WIRE
 from bytescope.memory.costs.flops import FlopCount
 from bytescope.memory.costs.host_transfers import TO_DEVICE, TO_HOST
 from bytescope.memory.costs.roofline import LINKS
 from bytescope.memory.hlo.mesh import Axes
-from bytescope.memory.records import STEP_PHASES, Report
+from bytescope.memory.records import STEP_PHASES, Collective, Report
 
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 
 def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCount, devices: int, mesh: Axes,
-       per_host: int) -> dict[str, dict[str, Any]]:
+       per_host: int, masked: Mapping[tuple[str, str], int] | None = None) -> dict[str, dict[str, Any]]:
     """The work of a report's program: phase -> what `memory.costs.roofline` reads, of one device and one call.
 
     Args:
         report: its collectives and transfers. kernels: as `memory.costs.kernels.find` gives them.
         flops: of the global program. devices: over how many it runs.
         mesh: names and sizes of its axes, the last over neighbours. per_host: devices of a host, 0 for one host.
+        masked: (phase, dtype) -> FLOPs of one device that kernels skip since a mask hides them; a jaxpr counts them.
     """
     out: dict[str, dict[str, Any]] = {}
     for phase in STEP_PHASES:
@@ -34,11 +36,11 @@ def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCoun
                       "collective_bytes": dict.fromkeys(LINKS, 0), "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
                       "to_host_bytes": 0, "to_device_bytes": 0}
     for (phase, dtype), count in flops.by.items():
-        out[phase]["flops"][dtype] = count / devices
+        out[phase]["flops"][dtype] = max(count / devices - (masked or {}).get((phase, dtype), 0), 0)
     for item in report.collectives:
-        link = LINKS[crosses(item.axes, item.group, mesh, per_host)]
+        hosts = hosts_of(item.axes, item.group, mesh, per_host)
         kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"
-        out[_phase(item.phase)][kind][link] += item.times * item.wire_bytes
+        out[_phase(item.phase)][kind][LINKS[hosts > 1]] += item.times * round(_sent(item, hosts))
     for row in report.transfers:
         out[_phase(row.phase)][_WAYS[row.direction]] += row.bytes
     return out
@@ -49,17 +51,33 @@ def _phase(name: str) -> str:
     return name if name in STEP_PHASES else "forward"
 
 
-def crosses(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> bool:
-    """Whether a group of devices along `axes` of a mesh spans hosts of `per_host` devices, counted row by row.
+# Kinds that send the same bytes to all devices of a group, so that the network cards of a host can share them.
+_SHARED = frozenset(("all-gather", "reduce-scatter", "all-reduce", "collective-broadcast"))
+_EACH_TO_EACH = frozenset(("all-to-all", "ragged-all-to-all"))
 
-    Without the mesh's axes, whether `group` devices are more than a host has.
+
+def _sent(item: Collective, hosts: int) -> float:
+    """Bytes that a device sends at least over the slowest link of a collective: in a host those on the wire, over hosts
+    those through the network card beside it. A ring over a group crosses from host to host once for all its devices
+    there, so each of their cards carries a share (NCCL runs as many rings)."""
+    inside = max(item.group // hosts, 1)
+    if hosts > 1 and item.kind in _SHARED:
+        return WIRE[item.kind](hosts) * item.bytes / inside
+    if hosts > 1 and item.kind in _EACH_TO_EACH:
+        return item.bytes * (item.group - inside) / item.group
+    return item.wire_bytes
+
+
+def hosts_of(axes: tuple[str, ...], group: int, mesh: Axes, per_host: int) -> int:
+    """Over how many hosts of `per_host` devices, counted row by row, a group of devices along `axes` of a mesh is
+    spread at most; without the mesh's axes, how many `group` devices need.
     """
     if not per_host:
-        return False
+        return 1
     if not axes or not set(axes) <= {name for name, _ in mesh}:
-        return group > per_host
+        return max(-(-group // per_host), 1)
     hosts: dict[tuple[int, ...], set[int]] = {}
     for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh))):
         others = tuple(at for at, (name, _) in zip(place, mesh) if name not in axes)
         hosts.setdefault(others, set()).add(device // per_host)
-    return any(len(found) > 1 for found in hosts.values())
+    return max(map(len, hosts.values()))

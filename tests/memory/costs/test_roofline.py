@@ -18,7 +18,7 @@ from bytescope.memory.analyze import report_of, with_seconds
 from bytescope.memory.costs import roofline
 from bytescope.memory.costs.flops import FlopCount, count
 from bytescope.memory.costs.roofline import Figures, Prediction, seconds
-from bytescope.memory.costs.step_work import crosses, of
+from bytescope.memory.costs.step_work import hosts_of, of
 from bytescope.memory.devices import targets
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.plan import worker
@@ -112,7 +112,7 @@ def test_figures_of_targets():
 def test_work_by_phase():
     flops = FlopCount(120, by={("forward", "bf16"): 40, ("backward", "bf16"): 60, ("backward", "tf32"): 20})
     report = Report(0, 0, {}, collectives=(
-        Collective("a", "all-gather", ("data",), 2, times=3, wire_bytes=10, phase="forward"),
+        Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
         Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
         Collective("c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2)),
         transfers=(Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0)))
@@ -128,12 +128,30 @@ def test_work_by_phase():
         "optimizer": empty | {"to_host_bytes": 13}}
 
 
-@pytest.mark.parametrize(("axes", "group", "per_host", "does"), [
-    (("fsdp",), 4, 8, False), (("data",), 2, 8, True), (("data",), 2, 0, False), (("data",), 2, 16, False),
-    (("tensor",), 2, 4, False), (("fsdp",), 4, 4, True), (("tensor",), 2, 3, True),
-    ((), 8, 8, False), ((), 16, 8, True), (("other",), 16, 8, True)])
-def test_an_axis_between_hosts(axes, group, per_host, does):
-    assert crosses(axes, group, (("data", 2), ("fsdp", 4), ("tensor", 2)), per_host) is does
+@pytest.mark.parametrize(("axes", "group", "per_host", "hosts"), [
+    (("fsdp",), 4, 8, 1), (("data",), 2, 8, 2), (("data",), 2, 0, 1), (("data",), 2, 16, 1),
+    (("tensor",), 2, 4, 1), (("fsdp",), 4, 4, 2), (("tensor",), 2, 3, 2),
+    ((), 8, 8, 1), ((), 16, 8, 2), ((), 17, 8, 3), (("other",), 16, 8, 2)])
+def test_hosts_of_an_axis(axes, group, per_host, hosts):
+    assert hosts_of(axes, group, (("data", 2), ("fsdp", 4), ("tensor", 2)), per_host) == hosts
+
+
+@pytest.mark.parametrize(("kind", "wire", "card"), [
+    # Eight hosts of eight: 7/8 of the payload enter a host, through eight cards; a message to each goes its own way.
+    ("all-gather", 63, 7), ("reduce-scatter", 63, 7), ("all-reduce", 126, 14), ("all-to-all", 63, 56),
+    ("collective-permute", 64, 64)])
+def test_cards_of_a_host_share_what_its_devices_send(kind, wire, card):
+    report = Report(0, 0, {}, collectives=(Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),))
+    found = of(report, {}, FlopCount(0), 64, (("fsdp", 64),), 8)
+    assert found["forward"]["collective_bytes"] == {"in_host": 0, "between_hosts": card}
+    inside = of(report, {}, FlopCount(0), 64, (("fsdp", 64),), 0)
+    assert inside["forward"]["collective_bytes"] == {"in_host": wire, "between_hosts": 0}
+
+
+def test_flops_that_a_mask_hides_are_not_of_the_bound():
+    flops = FlopCount(100, by={("forward", "bf16"): 60, ("backward", "bf16"): 40})
+    found = of(Report(0, 0, {}), {}, flops, 2, (), 0, {("forward", "bf16"): 10, ("backward", "bf16"): 30})
+    assert [found[name]["flops"] for name in ("forward", "backward")] == [{"bf16": 20}, {"bf16": 0}]
 
 
 def test_flops_by_phase_and_dtype():
