@@ -87,7 +87,7 @@ def _remat() -> ConfigDict:
     # (remat.save, remat.offload) | auto (the least recomputation within remat.budget)
     remat.policy = "none"
     remat.budget = ""  # auto: bytes that the step may allocate per device, such as 72GiB; empty: all that is available
-    remat.cost = "time"  # auto minimizes: time (roofline, transfers included) | flops (recomputed)
+    remat.cost = "time"  # auto minimizes: time (predicted, transfers included) | flops (recomputed)
     remat.auto_offload = True  # auto: tensors may be offloaded to pinned host memory, where there is one
     remat.save = ()  # custom: checkpoint names to keep (model/names.py)
     remat.offload = ()  # custom: checkpoint names to keep in pinned host memory; everything else is recomputed

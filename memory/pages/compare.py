@@ -81,7 +81,7 @@ TARGET_FIELDS = ("name", "platform", "kind", "n_devices", "device_memory_bytes",
 NOTES = (
     "Allocated: what the runtime takes on one device, arguments and packed temporaries included. Peak: what is live at "
     "once.",
-    "At least: seconds per update by the roofline of the peaks, which leaves out much.",
+    "At least: seconds per update by the data sheet's rates, which no program reaches.",
     "Recomputed: FLOPs that jax.checkpoint runs again, over model FLOPs. HFU/MFU counts them, and what attention "
     "and loss kernels recompute in their own gradients.",
     "Compile seconds are taken while other combinations compile in parallel.",

@@ -193,7 +193,7 @@ def spread(row: Mapping[str, Any]) -> str:
 def at_least(row: Mapping[str, Any]) -> str:
     """The bound beside a prediction, for a hover: "at least 0.462 s by the peaks of the data sheet"."""
     bound = row.get("least_seconds")
-    return f"at least {rounded(bound, 3)} s by the roofline's peaks" if bound else ""
+    return f"at least {rounded(bound, 3)} s by the data sheet" if bound else ""
 
 
 def predicted(row: Mapping[str, Any]) -> Cell | str:

@@ -152,7 +152,7 @@ def _extra_lines(report: Report) -> list[str]:
     elsewhere = [f"{human(count)} {place}" for place, count in
                  (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes)) if count]
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
-    return [line for line in (others, overheads(report), times.spent(report), times.roofline(report)) if line]
+    return [line for line in (others, overheads(report), times.spent(report), times.at_least(report)) if line]
 
 
 def _ledger(report: Report) -> Table | None:

@@ -145,7 +145,7 @@ def _speed(best: Mapping[str, Any], out: Mapping[str, Any]) -> str:
     each = f", {tokens / taken / devices:,.0f} on each device" if devices > 1 else ""
     mfu = f", MFU {best['predicted_mfu']:.1%}" if best.get("predicted_mfu") else ""
     bound = best.get("least_seconds")
-    least = f", at least {rounded(bound, 3)} s by the roofline's peaks" if bound else ""
+    least = f", at least {rounded(bound, 3)} s by the data sheet" if bound else ""
     return (f"{_said(taken, low, high)} per update, {tokens / taken:,.0f} tokens/s ({slow} to {fast}){each}{mfu}"
             f"{least}; {safe(best.get('rates') or '')}")
 

@@ -88,20 +88,9 @@ def at_least(report: Report) -> str:
         parts.append(f"at most {best.tokens_per_s:,.0f} tokens/s")
     if best.mfu and not report.prediction:
         parts.append(f"MFU at most {best.mfu:.0%}")
-    return f"{', '.join(parts)}, by {best.source} ({_bound(report)})"
-
-
-def roofline(report: Report) -> str:
-    """The least that one call of the step can take, in all and by term, in one line; "" where unknown."""
-    if not report.roofline:
-        return ""
-    total = report.roofline["total"]
-    return f"roofline: at least {total:.3g} s per step: {_bound(report)}; by {report.roofline['source']}"
-
-
-def _bound(report: Report) -> str:
-    return _terms({term.replace("_", " "): taken for term, taken in report.roofline["by_term"].items()},
-                  report.roofline["total"])
+    calls, by_term = report.subject.calls, report.roofline["by_term"].items()
+    terms = _terms({term.replace("_", " "): calls * taken for term, taken in by_term}, best.update_seconds)
+    return f"{', '.join(parts)}, by {best.source} ({terms})"
 
 
 def _terms(by_term: Mapping[str, float], total: float) -> str:

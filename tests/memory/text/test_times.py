@@ -34,8 +34,8 @@ def test_a_prediction_is_one_line_with_its_spread_and_the_source_of_its_rates():
 
 
 def test_the_bound_stays_at_least_and_promises_no_throughput_beside_a_prediction():
-    assert times.at_least(REPORT) == ("at least 0.462 s per update, by data-sheet rates (products 0.2 s, host link "
-                                      "0.031 s)")
+    assert times.at_least(REPORT) == ("at least 0.462 s per update, by data-sheet rates (products 0.4 s, host link "
+                                      "0.062 s)")
     alone = dataclasses.replace(REPORT, prediction={})
     assert "at most 141,853 tokens/s" in times.at_least(alone)
 
