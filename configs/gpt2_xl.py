@@ -16,7 +16,7 @@ def get_config():
     config = gpt2_small.get_config()
     config.model.update(d_model=1600, n_layers=48, n_heads=25, n_kv_heads=25, d_ff=6400)
     config.batch.update(micro=16, accumulation=32)
-    # 8.5 s an update by the roofline; full: 9.2 s. Unrolled with selective 7.4 s, in 69 GiB, at six times the compile:
+    # Predicted 12.6 s an update; full: 14.1 s. Unrolled with selective 11.3 s, in 69 GiB, at six times the compile:
     # --config.model.unroll=48 --config.remat.policy=selective, as tests/bench/sizes.py has it.
     config.model.unroll = 1
     config.remat.policy = "minimal"
