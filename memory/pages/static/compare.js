@@ -293,7 +293,7 @@
 
   // ---- start ----------------------------------------------------------------------------------------
   const draw = () => { if (data.axes.length && done.length) growth(); pareto(); };
-  $("cost-name").textContent = data.timed ? "step time" : "recomputation";
+  $("cost-name").textContent = COSTS[data.cost];
   $("legend").append(...data.categories.map(([category, title]) => {
     const item = make("li");
     item.append(make("i", undefined, "c-" + category), title);
