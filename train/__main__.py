@@ -14,8 +14,7 @@ examples:
   bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
   bytescope train char --fit --budget=600MiB   the fastest configuration in that
 
-exit codes: 0 done, 2 mistake in command, config or data, 3 does not fit,
-4 non-finite loss, 5 process lost"""
+exit codes: 0 done, 2 mistake, 3 does not fit, 4 non-finite loss, 5 process lost"""
 
 
 def make_parser() -> argparse.ArgumentParser:

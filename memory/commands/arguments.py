@@ -120,8 +120,8 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
 
 def add_rates(parser: argparse.ArgumentParser) -> None:
     """Adds where the rates of predictions are from."""
-    parser.add_argument("--rates", metavar="FILE", type=user_path, help="predict seconds with the rates that bytescope "
-                        "calibrate measured on such devices, not with the published ones")
+    parser.add_argument("--rates", metavar="FILE", type=user_path,
+                        help="predict seconds at the rates of bytescope calibrate")
 
 
 @contextmanager

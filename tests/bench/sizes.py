@@ -2,7 +2,7 @@
 
     python tests/bench/sizes.py --out=DIR                            # one GPU: every size, a JSON each
     python tests/bench/sizes.py --out=DIR --sizes 124M 8B --ours-python=A/bin/python --peer-python=B/bin/python
-    python tests/bench/sizes.py --out=DIR --compile-only --target=h200     # no device: bytes and the roofline
+    python tests/bench/sizes.py --out=DIR --compile-only --target=h200     # no device: bytes, predicted s
 
 Each size is a run of throughput.py with the flags of its row below, and --config.KEY=VALUE of this command line last;
 --rounds and --steps are handed on. Shown at the end: tokens/s of both sides, their ratio (ours by the peer's, at least
@@ -79,9 +79,11 @@ def described(name: str, found: Mapping[str, Any]) -> tuple[dict[str, str], list
     """(row, bars) of a size from the JSON of `bytescope report`."""
     size, used = SIZES[name], found["allocated_bytes"] / 1e9
     checks = [Check(f"{name}: GB allocated", used, size.gigabytes)] if size.gigabytes else []
-    seconds = (found.get("roofline") or {}).get("total")
+    predicted = found.get("prediction") or {}
+    seconds, mfu = predicted.get("seconds"), predicted.get("mfu")
     return {"size": name, "GB": f"{used:.2f}", "GB bar": f"{size.gigabytes:.0f}" if size.gigabytes else "-",
-            "roofline s": f"{seconds:.4f}" if seconds else "-", "target": found["target"]["name"],
+            "predicted s": f"{seconds:.4f}" if seconds else "-", "MFU": f"{100 * mfu:.1f} %" if mfu else "-",
+            "target": found["target"]["name"],
             "held": "yes" if all(check.held for check in checks) else "NO"}, checks
 
 
@@ -112,7 +114,7 @@ def main() -> int:
     flags.add_argument("--ours-python", default=sys.executable, help="interpreter of our side")
     flags.add_argument("--peer-python", default=sys.executable, help="interpreter of the peer")
     flags.add_argument("--eager", action="store_true", help="the peer without torch.compile")
-    flags.add_argument("--compile-only", action="store_true", help="no device: bytes and the roofline's seconds")
+    flags.add_argument("--compile-only", action="store_true", help="no device: bytes and predicted seconds")
     flags.add_argument("--target", default="h200", help="with --compile-only: what for (default %(default)s)")
     asked, rest = flags.parse_known_args()
     asked.out = asked.out.resolve()

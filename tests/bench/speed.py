@@ -3,7 +3,7 @@
     python tests/bench/speed.py --config=gpt2_small                     # every lever on the device at hand
     python tests/bench/speed.py --config=gpt2_small --levers loss gemm  # some
     python tests/bench/speed.py --config=gpt2_small --keep --json=FILE  # and what pays together, as flags
-    python tests/bench/speed.py --config=gpt2_small --compile-only --target=h200    # no device: bytes and a roofline
+    python tests/bench/speed.py --config=gpt2_small --compile-only --target=h200    # no device: bytes, predicted s
 
 Shown for each variant: median seconds of an update, the ratio to the base by rounds (median, lowest to highest),
 tokens/s, MFU where the device's peak is known, bytes that the step allocates, seconds of compiling, and whether it
@@ -13,7 +13,7 @@ anew for its turn, so that a device holds one state at a time. Each program make
 
 --keep starts from the base and takes the levers that pay, the best variant of each, quickest first: each is measured
 again beside all that is kept so far, and stays if it still pays. --compile-only compiles each variant for a described
-device and shows the roofline's seconds instead: what launches, schedules and kernels cost is not in them.
+device and shows the seconds that are predicted of an update instead.
 
 Ctrl-C ends the measurements and shows what is done; --json FILE is written after each lever.
 """
@@ -31,9 +31,9 @@ from ml_collections import ConfigDict
 from ours import start, variant
 
 from bytescope.memory.analyze import report_of
-from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
+from bytescope.memory.seconds import prediction
 from bytescope.train.data.feed import calls
 from bytescope.train.program import Program, build
 from bytescope.train.run.metrics import model_flops_per_token
@@ -69,7 +69,7 @@ LEVERS: Mapping[str, Mapping[str, Keys]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One compiled program: bytes that it allocates, whether they fit, seconds by the roofline (of an update)."""
+    """One compiled program: bytes that it allocates, whether they fit, predicted seconds of an update."""
 
     label: str
     program: Program
@@ -86,9 +86,8 @@ class Side:
         done = program.compile_for_report(exact=True)
         seconds = time.perf_counter() - began
         report = report_of(done, target=target)
-        found = roofline.of_answer({"work": report.work, "target": report.target})
-        return cls(label, program, done.compiled, seconds, report.allocated_bytes, report.fits,
-                   found and found.total * program.calls_per_update)
+        found = prediction.of(report.schedule, target, program.calls_per_update)
+        return cls(label, program, done.compiled, seconds, report.allocated_bytes, report.fits, found and found.seconds)
 
 
 class Held:
@@ -187,7 +186,7 @@ class Bench:
     @property
     def columns(self) -> Sequence[str]:
         measured = ("s", "ratio", "tokens/s", "MFU")
-        return ("lever", "variant", *(("roofline s", "ratio") if self.asked.compile_only else measured), "GiB",
+        return ("lever", "variant", *(("predicted s", "ratio") if self.asked.compile_only else measured), "GiB",
                 "compile s", "pays")
 
     def add(self, name: str, side: Side, samples: Mapping[str, Samples], base: Side, keys: Keys) -> None:
@@ -205,7 +204,7 @@ class Bench:
             verdict = "" if not keys else "keep" if pays else "no"
         else:
             known = side.predicted and base.predicted
-            row |= {"roofline s": f"{side.predicted:.4f}" if side.predicted else "-",
+            row |= {"predicted s": f"{side.predicted:.4f}" if side.predicted else "-",
                     "ratio": f"{side.predicted / base.predicted:.3f}" if known else "-"}
             verdict = "not measured"
         row = dict.fromkeys(self.columns, "-") | row
@@ -249,7 +248,7 @@ def main() -> int:
     flags.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME",
                        help=f"of {', '.join(LEVERS)}")
     flags.add_argument("--keep", action="store_true", help="what pays together, measured, as flags")
-    flags.add_argument("--compile-only", action="store_true", help="no device: bytes and the roofline's seconds")
+    flags.add_argument("--compile-only", action="store_true", help="no device: bytes and predicted seconds")
     flags.add_argument("--target", default="h200", help="with --compile-only: what for (default %(default)s)")
     asked, config, _ = parse_config(flags)
     if asked.keep and asked.compile_only:
