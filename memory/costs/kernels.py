@@ -57,8 +57,10 @@ class _Walk:
                 phase = phase_of(self.look, instruction, around)
                 if instruction.opcode in _CALLING:
                     _add(sums, self.called(instruction, phase))
-                elif size := moved(self.module, instruction):
-                    _add(sums, {phase: [size, 0] if is_product(self.module, instruction) else [0, size]})
+                else:
+                    size, product = traffic(self.module, instruction)
+                    if size:
+                        _add(sums, {phase: [size, 0] if product else [0, size]})
         return self.known[id, around]
 
     def called(self, call: Instruction, phase: str) -> Sums:
@@ -99,6 +101,15 @@ def is_product(module: Module, instruction: Instruction) -> bool:
         return any(is_product(module, module.instructions[id]) for called in instruction.called
                    if called in module.computations for id in module.computations[called].instructions)
     return instruction.opcode in PRODUCTS
+
+
+def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
+    """(`moved`, `is_product`) of an operation, found once for a module; (0, False) for what is not a kernel."""
+    known = module.kernels.get(instruction.id)
+    if known is None:
+        size = moved(module, instruction)
+        known = module.kernels[instruction.id] = size, bool(size) and is_product(module, instruction)
+    return known
 
 
 def moved(module: Module, instruction: Instruction) -> int:

@@ -62,6 +62,7 @@ class Module:
         instructions, computations: by id. by_name: (computation, instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every donated argument.
         devices: how many it runs on. frames: the table of source places, None where there is none.
+        kernels: what `costs.kernels` found of instructions, by id: several walks over one schedule ask for it.
     """
 
     data: bytes = b""
@@ -73,6 +74,7 @@ class Module:
     aliases: list[tuple[Index, int, Index]] = dataclasses.field(default_factory=list)
     devices: int = 1
     frames: Frames | None = None
+    kernels: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _shapes: dict[int, Shape] = dataclasses.field(default_factory=dict)
     _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
 

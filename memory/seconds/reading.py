@@ -227,10 +227,10 @@ class _Walk:
             yield from self.crossing(one, around, "")
             if one.opcode != "fusion":
                 return
-        size = kernels.moved(self.module, one)
+        size, product = kernels.traffic(self.module, one)
         if not size:
             return
-        phase, work = self.phase(one, around), products.find(self.module, one)
+        phase, work = self.phase(one, around), products.find(self.module, one) if product else None
         if work is None:
             yield Kernel(MOVING, phase, size)
             return
