@@ -1,8 +1,11 @@
-"""What rows of several sets share: shapes of decoders as overrides, and names of chips and targets."""
+"""What rows of several sets share: their tables, shapes of decoders as overrides, targets, and a row of a decoder."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
+from importlib import resources
+from typing import Any
 
 from bytescope.memory.config_keys import (
     BATCH_MICRO,
@@ -18,6 +21,7 @@ from bytescope.memory.config_keys import (
     MODEL_ROPE_SCALING,
     MODEL_VOCAB_SIZE,
 )
+from bytescope.memory.validation.rows import Row
 
 # A row of a table, and its setup: base config and overrides, or the reason why there is none.
 Fact = Mapping[str, str]
@@ -25,6 +29,13 @@ Setup = tuple[str, Mapping[str, str]] | str
 GIB = 1 << 30
 # Of more devices the compiler's time is out of proportion to what a row adds.
 LARGEST = 512
+
+
+def facts(name: str) -> list[Fact]:
+    """The measured rows of a set, in the order of its table; a row's id is its number there."""
+    table = resources.files("bytescope.memory.validation") / "data" / f"{name}.csv"
+    with table.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def shape(fact: Fact) -> dict[str, str]:
@@ -56,3 +67,14 @@ def refused(fact: Fact) -> str:
 def target(chip: str, gpus: int, per_host: int) -> str:
     """Described devices: part of a host, or whole ones."""
     return f"{chip}:{gpus}" if gpus <= per_host else f"{chip}:{gpus // per_host}x{per_host}"
+
+
+def row_of(name: str, number: int, fact: Fact, said: Setup, chip: str, gpus: int, per_host: int, **more: Any) -> Row:
+    """The row of a set. said: its config and overrides, or why there are none. more: other fields of the row."""
+    config, overrides = ("", {}) if isinstance(said, str) else said
+    return Row(
+        set=name, id=str(number), model=fact["model"], chip=chip, gpus=gpus, overrides=overrides, config=config,
+        target=target(chip, gpus, per_host) if config else "",
+        measured_seconds=float(fact["step_s"]) if fact["step_s"] else None,
+        measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
+        source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "", **more)

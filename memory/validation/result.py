@@ -86,12 +86,11 @@ def _elsewhere(runs: Runs) -> tuple[tuple[str, int], ...]:
 
 def scored_of(row: Row, answer: Mapping[str, Any], found: prediction.Prediction) -> Scored:
     """A row beside its prediction, launches of its framework included."""
-    whole = row.calls * found.seconds
-    seconds = score.launched(whole, row)
+    seconds = score.launched(found.seconds, row)
     held = answer.get("allocated_bytes")
-    low, high = (score.launched(row.calls * end, row) for end in (found.low, found.high))
-    return Scored(row, whole, seconds, low, high, held, HOST if seconds > whole else found.bound_by,
-                  {term: row.calls * taken for term, taken in found.by_term.items()})
+    low, high = (score.launched(end, row) for end in (found.low, found.high))
+    return Scored(row, found.seconds, seconds, low, high, held, HOST if seconds > found.seconds else found.bound_by,
+                  found.by_term)
 
 
 def _by_reason(rows: Sequence[Row], why: Mapping[str, str]) -> tuple[tuple[str, tuple[Row, ...]], ...]:

@@ -13,8 +13,7 @@ class Row:
     Fields:
         set, id: which it is. model, chip, gpus: of what and on what; scores are by model and GPUs.
         config, overrides (dotted key -> text), target: what compiles our nearest program; empty where there is none.
-        calls: updates that `measured_seconds` holds.
-        measured_seconds, measured_bytes: of one device; None where the source does not say.
+        measured_seconds: of an update. measured_bytes: of one device. None where the source does not say.
         quality: A read from a table, log or script with the setup known; B a fact or two derived; C prose.
         source: where the figures were read. reason: why this row is not compiled or not scored; "" for one that is.
         setup: what tells it from others of its model, in words.
@@ -38,7 +37,6 @@ class Row:
     overrides: Mapping[str, str]
     config: str
     target: str
-    calls: int
     measured_seconds: float | None
     measured_bytes: int | None
     quality: str

@@ -28,7 +28,7 @@ class Scored:
     Fields:
         device_seconds: predicted of the device alone. predicted_seconds: with the launches of the measured framework,
             where they take longer. low, high: the interval of `predicted_seconds`.
-        allocated_bytes: of our program on one device. bound_by: the term that takes the most, or "launch of the host".
+        allocated_bytes: of our program on one device. bound_by: the term that takes the most, or `result.HOST`.
         by_term: seconds of each term. program: what was compiled; rows with one name share it, "" is a program of
             its own.
     """

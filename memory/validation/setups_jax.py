@@ -8,10 +8,8 @@ AdamW's. Other than ours: XLA is of the vintage of the run, and schedules of dgx
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Callable, Mapping
-from importlib import resources
 
 from bytescope.memory.config_keys import (
     BATCH_ACCUMULATION,
@@ -39,11 +37,10 @@ from bytescope.memory.config_keys import (
     REMAT_SAVE,
     XLA_LATENCY_HIDING,
 )
-from bytescope.memory.validation.decoder import GIB, Fact, Setup, refused, shape, target
+from bytescope.memory.validation.decoder import Fact, Setup, facts, refused, row_of, shape
 from bytescope.memory.validation.rows import Row
 
 NAME = "jax"
-_DATA = resources.files("bytescope.memory.validation") / "data" / "jax.csv"
 # The first of these words that the column `gpu` has -> chip, devices of a host.
 _CHIPS = {"GB200": ("", 4), "B200": ("b200", 8), "H200": ("h200", 8), "H100": ("h100", 8), "A100": ("a100-80g", 8),
           "V100": ("v100", 8), "A5000": ("a5000", 8)}
@@ -69,23 +66,18 @@ DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """Every row of the table, in its order."""
-    with _DATA.open(encoding="utf-8", newline="") as file:
-        return tuple(_row(number, fact) for number, fact in enumerate(csv.DictReader(file)))
+    return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
 def _row(number: int, fact: Fact) -> Row:
     chip, per_host = next((found for word, found in _CHIPS.items() if word in fact["gpu"]), ("", 8))
     gpus = int(fact["n_gpus"] or 0)
     said = refused(fact) or SETUPS.get(fact["source_id"], _because("no decoder of ours"))(fact)
-    config, overrides = ("", {}) if isinstance(said, str) else said
-    return Row(
-        set=NAME, id=str(number), model=fact["model"], chip=chip, gpus=gpus, overrides=overrides, config=config,
-        target=target(chip, gpus, per_host) if config else "", calls=1,
-        measured_seconds=float(fact["step_s"]) if fact["step_s"] else None,
-        measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
-        source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "",
+    return row_of(
+        NAME, number, fact, said, chip, gpus, per_host,
         setup=" ".join(filter(None, (fact["precision"], fact["parallelism"], fact["remat"]))),
-        tensor=int(overrides.get(MESH_TENSOR, "1")), bytes_are="allocated" if fact["mem_gib"] else "",
+        tensor=int("1" if isinstance(said, str) else said[1].get(MESH_TENSOR, "1")),
+        bytes_are="allocated" if fact["mem_gib"] else "",
         bytes_reason=BYTES.get(fact["source_id"], _compared)(fact) if fact["mem_gib"] else "",
         cohort=f"{fact['quality']}, {'older' if fact['source_id'] in OLDER else 'newest'}",
         differs=_differs(fact, chip))

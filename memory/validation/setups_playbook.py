@@ -24,10 +24,8 @@ instances, measured by others.
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Mapping
-from importlib import resources
 
 from bytescope.memory.config_keys import (
     BATCH_ACCUMULATION,
@@ -52,10 +50,10 @@ from bytescope.memory.config_keys import (
     PRECISION_PRESET,
     REMAT_POLICY,
 )
+from bytescope.memory.validation.decoder import facts, target
 from bytescope.memory.validation.rows import Row
 
 NAME = "playbook"
-_DATA = resources.files("bytescope.memory.validation") / "data" / "playbook.csv"
 _SOURCE = "huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
 # Model -> layers, width, heads, width of the MLP, whether the embedding is tied to the head.
 SHAPES = {"llama-1.34B": (16, 2048, 32, 8192, True), "llama-3.57B": (28, 3072, 32, 8192, True),
@@ -89,8 +87,7 @@ Fact = Mapping[str, str]
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """Every row of the table, in its order; its id is its number."""
-    with _DATA.open(encoding="utf-8", newline="") as file:
-        return tuple(_row(number, fact) for number, fact in enumerate(csv.DictReader(file)))
+    return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
 def _row(number: int, fact: Fact) -> Row:
@@ -101,8 +98,7 @@ def _row(number: int, fact: Fact) -> Row:
     return Row(
         set=NAME, id=str(number), model=fact["model"], chip="h100", gpus=gpus,
         overrides={} if unsaid else _overrides(fact), config="" if unsaid else "llama_8b",
-        target="" if unsaid else f"h100:{gpus}" if gpus <= _PER_HOST else f"h100:{gpus // _PER_HOST}x{_PER_HOST}",
-        calls=1, measured_seconds=float(fact["elapsed_ms"]) / 1e3,
+        target="" if unsaid else target("h100", gpus, _PER_HOST), measured_seconds=float(fact["elapsed_ms"]) / 1e3,
         measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None, quality="A",
         source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]),
         launch_seconds=launch * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,

@@ -7,10 +7,8 @@ is fitted on them.
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Callable, Mapping
-from importlib import resources
 
 from bytescope.memory.config_keys import (
     BATCH_ACCUMULATION,
@@ -23,11 +21,10 @@ from bytescope.memory.config_keys import (
     REMAT_POLICY,
     XLA_LATENCY_HIDING,
 )
-from bytescope.memory.validation.decoder import GIB, Fact, Setup, refused, shape, target
+from bytescope.memory.validation.decoder import Fact, Setup, facts, refused, row_of, shape
 from bytescope.memory.validation.rows import Row
 
 NAME = "torch"
-_DATA = resources.files("bytescope.memory.validation") / "data" / "torch.csv"
 # What the column `gpu` begins with -> chip.
 _CHIPS = {"h100_80gb": "h100", "H100 80GB": "h100", "a100_80gb": "a100-80g", "A100 80GB": "a100-80g",
           "a100_40gb": "a100-40g", "H200": "h200"}
@@ -47,21 +44,15 @@ DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """Every row of the table, in its order."""
-    with _DATA.open(encoding="utf-8", newline="") as file:
-        return tuple(_row(number, fact) for number, fact in enumerate(csv.DictReader(file)))
+    return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
 
 
 def _row(number: int, fact: Fact) -> Row:
     chip = next((chip for word, chip in _CHIPS.items() if fact["gpu"].startswith(word)), "")
     gpus = int(fact["n_gpus"]) if fact["n_gpus"].isdigit() else 0
     said = refused(fact) or SETUPS.get(fact["source_id"], _because("its setup is not stated"))(fact)
-    config, overrides = ("", {}) if isinstance(said, str) else said
-    return Row(
-        set=NAME, id=str(number), model=fact["model"], chip=chip, gpus=gpus, overrides=overrides, config=config,
-        target=target(chip, gpus, _PER_HOST) if config else "", calls=1,
-        measured_seconds=float(fact["step_s"]) if fact["step_s"] else None,
-        measured_bytes=int(float(fact["mem_gib"]) * GIB) if fact["mem_gib"] else None, quality=fact["quality"],
-        source=f"{fact['source_id']}: {fact['source_url']}", reason=said if isinstance(said, str) else "",
+    return row_of(
+        NAME, number, fact, said, chip, gpus, _PER_HOST,
         setup=_setup(fact), bytes_are="reserved" if fact["mem_gib"] else "",
         cohort="compiled" if fact["source_id"] in _COMPILED else "eager", differs=_differs(fact))
 

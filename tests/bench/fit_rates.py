@@ -125,7 +125,7 @@ def measured(rows: Sequence[Row], answers: Mapping[str, Mapping[str, Any]],
             reached = rates.of(targets.parse(row.target))
             if reached:
                 found.append(Measured(row, schedule.from_json(answer["schedule"]), reached,
-                                      row.calls * int(answer.get("calls_per_update") or 1), programs[row.id]))
+                                      int(answer.get("calls_per_update") or 1), programs[row.id]))
     return found
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 
 def scored(number, ratio, program="", cohort="A, newest", source="pax", held=None, ours=None):
-    row = Row("s", str(number), f"m{number}", "h100", 8, {}, "tiny", "h100:8", 1, 2.0, held, "A", f"{source}: there",
+    row = Row("s", str(number), f"m{number}", "h100", 8, {}, "tiny", "h100:8", 2.0, held, "A", f"{source}: there",
               cohort=cohort, bytes_are="allocated" if held else "")
     return Scored(row, 2.0 * ratio, 2.0 * ratio, 0.0, 0.0, ours, program=program)
 

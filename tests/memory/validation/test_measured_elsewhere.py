@@ -1,6 +1,5 @@
 """Rows of JAX and of PyTorch on GPUs: which are said, how, and why the others are not."""
 
-import csv
 import math
 
 import pytest
@@ -22,7 +21,7 @@ from bytescope.memory.config_keys import (
     REMAT_SAVE,
 )
 from bytescope.memory.devices.chips import CHIPS
-from bytescope.memory.validation import sets, setups_jax, setups_torch
+from bytescope.memory.validation import decoder, sets, setups_jax, setups_torch
 
 pytestmark = pytest.mark.quick
 
@@ -133,8 +132,7 @@ def test_llm_foundry_reduces_by_its_precision():
     mixed = next(row for row in said if row.setup.startswith("amp_bf16"))
     assert PRECISION_REDUCE not in pure.overrides and mixed.overrides[PRECISION_REDUCE] == "float32"
     assert mixed.chip == "h100"
-    with setups_torch._DATA.open(encoding="utf-8") as file:
-        batches = [int(fact["gbs"] or 0) for fact in csv.DictReader(file)]
+    batches = [int(fact["gbs"] or 0) for fact in decoder.facts("torch")]
     for row in said:
         micro = int(row.overrides[BATCH_MICRO]) * int(row.overrides[BATCH_ACCUMULATION])
         assert row.gpus * micro == batches[int(row.id)], row

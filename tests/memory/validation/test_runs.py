@@ -64,7 +64,7 @@ class Pool:
 
 
 def row(number, config="tiny", **more):
-    return Row("s", str(number), "m", "h100", 8, {}, config, "h100:8", 1, 0.5, 120, "A", "there", **more)
+    return Row("s", str(number), "m", "h100", 8, {}, config, "h100:8", 0.5, 120, "A", "there", **more)
 
 
 @pytest.fixture(autouse=True)

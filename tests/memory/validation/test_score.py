@@ -12,7 +12,7 @@ pytestmark = pytest.mark.quick
 
 
 def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=None, launch=0.0, bound=None):
-    row = Row("s", f"{measured}", model, "h100", gpus, {}, "tiny", "h100:8", 1, measured, held, "A", "somewhere",
+    row = Row("s", f"{measured}", model, "h100", gpus, {}, "tiny", "h100:8", measured, held, "A", "somewhere",
               tensor=tensor, launch_seconds=launch, host_bound=bound)
     return Scored(row, predicted, score.launched(predicted, row), predicted, predicted, ours)
 

@@ -21,7 +21,7 @@ EVIL = "<script>alert(1)</script>"
 
 
 def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
-    row = Row("s", str(number), "llama", "h100", gpus, {}, "tiny", "h100:8", 1, measured, 20 * GIB, "A", EVIL,
+    row = Row("s", str(number), "llama", "h100", gpus, {}, "tiny", "h100:8", measured, 20 * GIB, "A", EVIL,
               setup=f"dp8 tp{tensor} {number}", tensor=tensor, launch_seconds=launch, host_bound=bool(launch),
               bytes_are="reserved", differs=differs)
     seconds = score.launched(predicted, row)
