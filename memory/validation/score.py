@@ -13,6 +13,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from bytescope.memory.validation.rows import Row
 
 # Pairs are told apart that differ by more than this factor; those below _NEAR are near each other and hard to order.
@@ -125,11 +127,10 @@ def _group(model: str, gpus: int, some: Sequence[Scored]) -> Group:
 
 
 def quantiles(ratios: Sequence[float], at: Sequence[float] = (0.0, 0.1, 0.5, 0.9, 1.0)) -> tuple[float, ...]:
-    """The quantiles of sorted values, interpolated; () of none."""
+    """The quantiles of values, interpolated; () of none."""
     if not ratios:
         return ()
-    places = [share * (len(ratios) - 1) for share in at]
-    return tuple(ratios[math.floor(p)] + (p % 1) * (ratios[math.ceil(p)] - ratios[math.floor(p)]) for p in places)
+    return tuple(map(float, np.quantile(ratios, at)))
 
 
 def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
@@ -164,14 +165,9 @@ def spearman(some: Sequence[float], others: Sequence[float]) -> float | None:
     """The rank correlation; equal values share their mean rank. None below three values, or where all are equal."""
     if len(some) < 3 or len(set(some)) == 1 or len(set(others)) == 1:
         return None
-    return statistics.correlation(_ranks(some), _ranks(others))
+    from scipy.stats import rankdata  # here, since its import takes half a second
 
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    places: dict[float, list[int]] = {}
-    for place, value in enumerate(sorted(values)):
-        places.setdefault(value, []).append(place)
-    return [statistics.fmean(places[value]) for value in values]
+    return statistics.correlation(rankdata(some), rankdata(others))
 
 
 def worst(scored: Iterable[Scored], most: int = 10) -> list[Scored]:
