@@ -125,6 +125,18 @@ def _adam(config: ConfigDict, mu_dtype: str | None = None) -> optax.GradientTran
     return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=mu_dtype)
 
 
+def _adagrad(eps: float) -> optax.GradientTransformation:
+    """Adagrad with eps beside the root, as PyTorch has it; optax puts it inside, where 1e-8 is a floor of 1e-4."""
+    def update(updates, state, params=None):
+        del params
+        sums = jax.tree.map(lambda g, t: jnp.square(g) + t, updates, state.sum_of_squares)
+        # A gradient that was always 0 has no direction, with eps=0 either.
+        directions = jax.tree.map(lambda g, t: jnp.where(t > 0, g / (jnp.sqrt(t) + eps), 0.0), updates, sums)
+        return directions, optax.ScaleByRssState(sums)
+
+    return optax.GradientTransformation(optax.scale_by_rss(0.0).init, update)
+
+
 # name -> how mean gradients become a direction; decay and learning rate follow in the same way for every row. AdamW is
 # Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
 OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] = {
@@ -132,8 +144,8 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
     "adamw_bf16": lambda config: _adam(config, "bfloat16"),
     "adamw_8bit": lambda config: scale_by_adam_8bit(config.b1, config.b2, config.eps),
     "adafactor": lambda config: adafactor(),
-    "adagrad": lambda config: optax.scale_by_rss(0.0, config.eps),
-    "rmsprop": lambda config: optax.scale_by_rms(config.b2, config.eps),
+    "adagrad": lambda config: _adagrad(config.eps),
+    "rmsprop": lambda config: optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False),
     "momentum": lambda config: optax.trace(config.momentum),
     "lion": lambda config: optax.scale_by_lion(config.b1, config.b2),
     "muon": lambda config: muon(config.momentum, _adam(config)),

@@ -292,3 +292,28 @@ def test_state_survives_a_checkpoint_and_another_mesh(name, tmp_path):
     for before, after, wanted in zip(*map(jax.tree.leaves, (state, found, eight.state))):
         assert before.dtype == after.dtype and after.sharding == wanted.sharding
         np.testing.assert_array_equal(before, after)
+
+
+# ---- eps -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-8])
+@pytest.mark.parametrize("name", ["rmsprop", "adagrad", "adamw"])
+def test_eps_stands_beside_the_root(name, size):
+    """As in PyTorch: inside it 1e-8 is a floor of 1e-4, the size of clipped gradients of a 124M model."""
+    config = load("tiny", []).optimizer
+    rule, gradient = OPTIMIZERS[name](config), {"w": jnp.full((2,), size)}
+    state, moved = rule.init(gradient), 0.0
+    for _ in range(50):
+        direction, state = rule.update(gradient, state, gradient)
+        moved += float(direction["w"][0])
+    steps = np.arange(1, 51)
+    means = {"rmsprop": 1 - config.b2 ** steps, "adagrad": steps, "adamw": np.ones(50)}[name]
+    assert moved == pytest.approx(np.sum(size / (size * np.sqrt(means) + config.eps)), rel=1e-4)
+
+
+@pytest.mark.quick
+def test_adagrad_leaves_alone_what_never_had_a_gradient():
+    rule = OPTIMIZERS["adagrad"](load("tiny", [("optimizer.eps", "0.0")]).optimizer)
+    zeros = {"w": jnp.zeros((2,))}
+    assert float(jnp.abs(rule.update(zeros, rule.init(zeros))[0]["w"]).max()) == 0.0
