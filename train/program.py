@@ -212,7 +212,8 @@ def assemble(choices: Choices) -> Program:
     graph, _ = nnx.split(abstract)
     schedule = scale_by_batch(make_schedule(config.optimizer, config.train.steps), config.optimizer, batch)
     every = _micro_steps(config, batch)
-    optimizer = make_optimizer(config.optimizer, schedule, multisteps=every, accumulator=precision.accumulator)
+    optimizer = make_optimizer(config.optimizer, schedule, vocabulary=config.model.vocab_size, multisteps=every,
+                               accumulator=precision.accumulator)
     loss = make_loss(config, graph, layout, precision, batch.micro)
     scaling = None
     if precision.loss_scale == "dynamic":

@@ -34,17 +34,26 @@ MATRICES = {
     "w_token": Matrix(1, 1, (-1,), hidden=False), "w_position": Matrix(1, 1, (-1,), hidden=False),
     "w_head": Matrix(1, 1, (-2,), hidden=False),
 }
+# Vectors of more than one axis: how many of the last axes they have.
+VECTORS = {"b_q": 2, "b_k": 2, "b_v": 2}
+# Parameter -> the axis of its vocabulary, which may be padded.
+VOCABULARY = {"w_token": 0, "w_head": 1}
+
+
+def _name(path: tuple) -> str:
+    return str(getattr(path[-1], "key", ""))
 
 
 def matrix_of(path: tuple) -> Matrix | None:
     """The row of MATRICES for the parameter at `path`; None for norms, biases and whatever else is not a matrix."""
-    return MATRICES.get(str(getattr(path[-1], "key", "")))
+    return MATRICES.get(_name(path))
 
 
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a parameter as a batch of matrices [N, rows, columns], or of vectors [N, size]."""
     if (matrix := matrix_of(path)) is None:
-        return (math.prod(shape[:-1]), shape[-1])
+        first = len(shape) - VECTORS.get(_name(path), 1)
+        return (math.prod(shape[:first]), math.prod(shape[first:]))
     outputs = len(shape) - matrix.outputs
     inputs = outputs - matrix.inputs
     return (math.prod(shape[:inputs]), math.prod(shape[inputs:outputs]), math.prod(shape[outputs:]))
@@ -68,21 +77,35 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
     return jax.lax.fori_loop(0, arrays[0].shape[0], layer, arrays)
 
 
-def each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` applied to every matrix by itself; its state is a tree like the parameters, batched on a first axis."""
-    def batched(path, leaf):
-        return leaf.reshape(as_matrices(path, leaf.shape))
+def each_matrix(inner: Callable[[int], optax.GradientTransformation],
+                vocabulary: int | None = None) -> optax.GradientTransformation:
+    """`inner(elements)` applied to every matrix and vector by itself; its state is a tree like the parameters, batched
+    on a first axis.
+
+    Args:
+      inner: from the elements of a matrix, without the padding of a vocabulary, to the transformation of it.
+      vocabulary: tokens of it; None where no table is padded.
+    """
+    def rule(path, shape):
+        batched = as_matrices(path, shape)
+        elements = math.prod(batched[1:])
+        if vocabulary is not None and _name(path) in VOCABULARY:
+            elements = elements // shape[VOCABULARY[_name(path)]] * vocabulary
+        return inner(elements), batched
 
     def init(params):
-        # Of zeros: parameters may be abstract here.
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.vmap(inner.init)(jnp.zeros(as_matrices(path, leaf.shape), leaf.dtype)), params)
+        def one(path, leaf):
+            own, batched = rule(path, leaf.shape)
+            return jax.vmap(own.init)(jnp.zeros(batched, leaf.dtype))  # of zeros: parameters may be abstract here
+
+        return jax.tree_util.tree_map_with_path(one, params)
 
     def update(updates, state, params=None):
         def one(path, grad, own, param):
             if isinstance(grad, optax.MaskedNode):  # left out of this update
                 return grad, own
-            new, own = jax.vmap(inner.update)(batched(path, grad), own, batched(path, param))
+            inner, batched = rule(path, grad.shape)
+            new, own = jax.vmap(inner.update)(grad.reshape(batched), own, param.reshape(batched))
             return new.reshape(grad.shape), own
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(
@@ -94,15 +117,27 @@ def each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
-def adafactor() -> optax.GradientTransformation:
+def _clip_rms(elements: int) -> optax.GradientTransformation:
+    """Scales an update down to an RMS of 1 over `elements`, all others being zeros (padding)."""
+    def update(updates, state, params=None):
+        del params
+        rms = jnp.sqrt(jnp.sum(jnp.square(updates)) / elements)
+        return updates / jnp.maximum(1.0, rms), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def adafactor(vocabulary: int | None = None) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum.
 
-    The second moment is kept by rows and columns of each matrix, and in full for vectors, with decay 1 - t^-0.8;
-    updates have an RMS of at most 1. Left out is the paper's scaling by the parameter's own RMS: the learning rate is
-    absolute, as for all rows.
+    The second moment is kept by rows and columns of each matrix, and in full for vectors, with decay 1 - t^-0.8; the
+    update of each has an RMS of at most 1, in which the padding of a table of `vocabulary` tokens does not count. Left
+    out is the paper's scaling by the parameter's own RMS: the learning rate is absolute, as for all rows.
     """
-    return each_matrix(optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1),
-                                   optax.clip_by_block_rms(1.0)))
+    def inner(elements):
+        return optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), _clip_rms(elements))
+
+    return each_matrix(inner, vocabulary)
 
 
 # Jordan et al. 2024: a x + b x^3 + c x^5 takes singular values from (0, 1] to about 1 in five rounds.

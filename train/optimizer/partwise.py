@@ -287,8 +287,8 @@ def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Preci
     if not check_partwise(config, precision):
         return None
     return PartwiseUpdate(
-        make_rule(config.optimizer, schedule), config.optimizer.clip_norm, config.optimizer.clip == "layer", every,
-        config.model.scan, config.optimizer.name in ROW_BY_ROW, precision, state.params, state.opt_state)
+        make_rule(config.optimizer, schedule, config.model.vocab_size), config.optimizer.clip_norm,
+        config.optimizer.clip == "layer", every, config.model.scan, config.optimizer.name in ROW_BY_ROW, precision, state.params, state.opt_state)
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:

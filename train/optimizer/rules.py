@@ -137,18 +137,19 @@ def _adagrad(eps: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(optax.scale_by_rss(0.0).init, update)
 
 
-# name -> how mean gradients become a direction; decay and learning rate follow in the same way for every row. AdamW is
-# Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
-OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] = {
-    "adamw": _adam,
-    "adamw_bf16": lambda config: _adam(config, "bfloat16"),
-    "adamw_8bit": lambda config: scale_by_adam_8bit(config.b1, config.b2, config.eps),
-    "adafactor": lambda config: adafactor(),
-    "adagrad": lambda config: _adagrad(config.eps),
-    "rmsprop": lambda config: optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False),
-    "momentum": lambda config: optax.trace(config.momentum),
-    "lion": lambda config: optax.scale_by_lion(config.b1, config.b2),
-    "muon": lambda config: muon(config.momentum, _adam(config)),
+# name -> how mean gradients become a direction, from the group `optimizer` and the tokens of the vocabulary; decay and
+# learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi
+# et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
+OPTIMIZERS: Mapping[str, Callable[[ConfigDict, int | None], optax.GradientTransformation]] = {
+    "adamw": lambda config, _: _adam(config),
+    "adamw_bf16": lambda config, _: _adam(config, "bfloat16"),
+    "adamw_8bit": lambda config, _: scale_by_adam_8bit(config.b1, config.b2, config.eps),
+    "adafactor": lambda _, vocabulary: adafactor(vocabulary),
+    "adagrad": lambda config, _: _adagrad(config.eps),
+    "rmsprop": lambda config, _: optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False),
+    "momentum": lambda config, _: optax.trace(config.momentum),
+    "lion": lambda config, _: optax.scale_by_lion(config.b1, config.b2),
+    "muon": lambda config, _: muon(config.momentum, _adam(config)),
 }
 
 
@@ -156,25 +157,27 @@ OPTIMIZERS: Mapping[str, Callable[[ConfigDict], optax.GradientTransformation]] =
 ROW_BY_ROW = ("adamw", "adamw_bf16", "adagrad", "rmsprop", "momentum", "lion", "muon")
 
 
-def make_rule(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_rule(config: ConfigDict, schedule: optax.Schedule,
+              vocabulary: int | None = None) -> optax.GradientTransformation:
     """The transformation of the mean, clipped gradient into what is added to the parameters, in float32.
 
-    `config`: the group `optimizer`.
+    `config`: the group `optimizer`; `vocabulary`: its tokens, None where no table is padded.
     """
     return in_float32(optax.chain(
-        OPTIMIZERS[config.name](config), optax.add_decayed_weights(config.weight_decay, decayed),
+        OPTIMIZERS[config.name](config, vocabulary), optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale_by_learning_rate(schedule)))
 
 
-def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *,
+def make_optimizer(config: ConfigDict, schedule: optax.Schedule, *, vocabulary: int | None = None,
                    multisteps: int | Callable[[jax.Array], jax.Array], accumulator: DTypeLike = jnp.float32) -> Any:
     """The optimizer of `config`, the group `optimizer`; its update takes `tokens`, the unmasked tokens of the update.
 
+    `vocabulary`: as of `make_rule`.
     With `multisteps` above 1, or a function of the number of the update, it is wrapped in `optax.MultiSteps`, which
     sums the gradients of that many calls in a tree of its own, of dtype `accumulator`. For 1 that tree would be wasted,
     so it is not wrapped.
     """
-    chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule))
+    chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule, vocabulary))
     if multisteps == 1:
         return chain
     return optax.MultiSteps(chain, multisteps, use_grad_mean=False, accumulator_dtype=accumulator)
