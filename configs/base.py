@@ -195,7 +195,7 @@ def _train() -> ConfigDict:
     train.stall_timeout = 120.0  # several processes: seconds without a step until the slow one is named; 0: never
     train.deterministic = False  # bit-identical reruns on GPUs too, at a cost in speed
     train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
-    train.sample_prompt = "def "  # text that the sample begins with
+    train.sample_prompt = "def "  # text that the sample begins with; of one longer than data.seq_len its end is read
     train.sample_temperature = 0.8  # sampling temperature
     train.tensorboard = True  # write TensorBoard event files
     train.wandb = ""  # project of Weights & Biases that gets the same rows; empty: none

@@ -50,10 +50,21 @@ def lower_generate(program: Program) -> jax.stages.Lowered:
     return _jitted(program, program.config.train.sample_temperature).lower(program.state.params, tokens, span)
 
 
+def read_part(prompt: list[int], count: int, length: int) -> list[int]:
+    """The tokens of a prompt that the model reads where `length` positions hold them and what follows.
+
+    All of them if they leave room for one token; of a longer prompt its end: it leaves room for `count` tokens, but is
+    at least half of the positions.
+    """
+    if len(prompt) < length:
+        return prompt
+    return prompt[-min(max(length - count, length // 2), length - 1):]
+
+
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """Up to `count` tokens that follow `prompt`, as many as `data.seq_len` leaves room for."""
+    """Up to `count` tokens that follow `prompt` (`read_part` of it), as many as `data.seq_len` leaves room for."""
     length = program.batch.seq_len
-    prompt = prompt[: length - 1] or [0]
+    prompt = read_part(prompt, count, length) or [0]
     # Only the first row is used; see lower_generate.
     tokens = np.zeros((program.batch.ranks, length), np.int32)
     tokens[:, : len(prompt)] = prompt

@@ -288,7 +288,8 @@ def make_partwise(config: ConfigDict, schedule: optax.Schedule, precision: Preci
         return None
     return PartwiseUpdate(
         make_rule(config.optimizer, schedule, config.model.vocab_size), config.optimizer.clip_norm,
-        config.optimizer.clip == "layer", every, config.model.scan, config.optimizer.name in ROW_BY_ROW, precision, state.params, state.opt_state)
+        config.optimizer.clip == "layer", every, config.model.scan, config.optimizer.name in ROW_BY_ROW, precision,
+        state.params, state.opt_state)
 
 
 def _piece(part: Part, leaf: jax.Array, index: jax.Array) -> jax.Array:

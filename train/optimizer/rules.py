@@ -138,8 +138,8 @@ def _adagrad(eps: float) -> optax.GradientTransformation:
 
 
 # name -> how mean gradients become a direction, from the group `optimizer` and the tokens of the vocabulary; decay and
-# learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad Duchi
-# et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
+# learning rate follow in the same way for every row. AdamW is Loshchilov & Hutter 2019 (arXiv 1711.05101), Adagrad
+# Duchi et al. 2011, Lion Chen et al. 2023 (arXiv 2302.06675).
 OPTIMIZERS: Mapping[str, Callable[[ConfigDict, int | None], optax.GradientTransformation]] = {
     "adamw": lambda config, _: _adam(config),
     "adamw_bf16": lambda config, _: _adam(config, "bfloat16"),

@@ -268,7 +268,7 @@ def test_adafactor_clips_a_bias_of_several_heads_as_one_vector():
 
 @pytest.mark.parametrize(("name", "axis"), [("w_token", 0), ("w_head", 1)])
 def test_adafactor_does_not_count_the_padding_of_a_table(name, axis):
-    """The update of a padded table, without its padding, is that of the table: a later gradient is larger, and clipped."""
+    """The update of a padded table, without its padding, is that of the table; a larger gradient is clipped."""
     rng = np.random.default_rng(5)
     tables = [rng.standard_normal((5, 5)).astype(np.float32) * scale for scale in (1.0, 30.0)]
     padding = [(0, 0), (0, 0)]

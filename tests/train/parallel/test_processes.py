@@ -15,7 +15,7 @@ from bytescope.memory.devices.platform import THREADS_VARIABLE
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import Address, add_flags, find
 from bytescope.train.run.workdir import Identity, claim, claim_together
-from bytescope.train.sample import generate
+from bytescope.train.sample import generate, read_part
 from support.ports import free_port
 from support.toy import small_program
 
@@ -268,6 +268,22 @@ def test_the_sample_is_the_same_on_every_mesh(mesh):
         program = small_program(overrides, devices)
         texts.append(generate(program, program.init().params, [1, 2, 3], 12, 0.8))
     assert texts[0] == texts[1] and len(set(texts[0])) > 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("tokens", "count", "kept"), [
+    (0, 4, []), (3, 9, [0, 1, 2]), (7, 4, list(range(7))),  # room for one token at least: the whole prompt
+    (20, 2, list(range(14, 20))), (20, 100, list(range(16, 20))), (20, 0, list(range(13, 20)))])
+def test_of_a_prompt_longer_than_the_window_its_end_is_read(tokens, count, kept):
+    assert read_part(list(range(tokens)), count, 8) == kept
+
+
+def test_what_follows_a_long_prompt_depends_on_its_end_alone():
+    program = small_program({}, 1)
+    length, params = program.batch.seq_len, program.init().params
+    end = [token % 50 for token in range(length - 12)]
+    texts = {first: generate(program, params, [first] * length + end, 12, 0.8) for first in (3, 4)}
+    assert texts[3] == texts[4] == generate(program, params, end, 12, 0.8) and len(texts[3]) == 12
 
 
 def test_a_directory_that_is_not_shared_is_told(tmp_path, monkeypatch):
