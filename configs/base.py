@@ -100,9 +100,17 @@ def _remat() -> ConfigDict:
 def _data() -> ConfigDict:
     """What is read."""
     data = ConfigDict()
-    data.source = "stdlib"  # stdlib | file | folder | glob; text, or .bin/.npy token shards
-    data.eval_source = ""  # held-out data; empty: a twentieth of the source, chosen by file name
+    data.source = "stdlib"  # stdlib | file | folder | glob; text, records, or .bin/.npy token shards
+    data.eval_source = ""  # held-out data; empty: a twentieth of the source, files by name, records by content
+    data.format = "text"  # text | chat: records of messages | pairs: records of prompt and completion
+    data.field = "text"  # text: the field of a record that holds the document
+    data.skip_bad = 0  # malformed records that are left out; one more is refused
     data.tokenizer = "bytes"  # bytes | path of a Hugging Face tokenizer.json
+    data.special_tokens = "text"  # written in a text: text, encoded as any other | parse, they become the token
+    data.chat_template = ""  # chat: path of a Jinja template; empty: the tokenizer's own, or ChatML
+    data.loss_on = "assistant"  # chat, pairs: assistant, answers and completions alone | all
+    data.packing = True  # chat, pairs: several examples per row, which do not see each other; False: one, padded
+    data.too_long = "cut"  # chat, pairs: examples longer than seq_len: cut at their end | drop
     data.dtype = "uint16"  # dtype of .bin shards without an index.json
     data.seq_len = 256  # tokens per sequence
     data.prefetch = 4  # batches read ahead

@@ -21,6 +21,7 @@ from bytescope.model.precision import PRECISIONS, ROLES
 from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIES
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
+from bytescope.train.data import settings
 from bytescope.train.losses import LOSSES
 from bytescope.train.optimizer.host_offload import has_host_memory
 from bytescope.train.optimizer.loss_scale import GREATEST
@@ -34,6 +35,7 @@ CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
     "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
     "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES,
+    **{f"data.{key}": table for key, table in settings.CHOICES.items()},
 }
 
 # The same for what tables of the model name; those of tuples name several, and those of roles may be left empty.
@@ -48,7 +50,7 @@ MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
 LEAST = {
     "seed": 0, "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
-    "train.stall_timeout": 0.0,
+    "train.stall_timeout": 0.0, "data.skip_bad": 0,
     "model.norm_eps": 0.0,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,

@@ -14,8 +14,9 @@ def write(folder, files):
 
 
 def config(**changes):
-    defaults = {"source": "stdlib", "eval_source": "", "tokenizer": "bytes", "dtype": "uint16", "seq_len": 4,
-                "prefetch": 3, "workers": 2}
+    defaults = {"source": "stdlib", "eval_source": "", "format": "text", "field": "text", "skip_bad": 0,
+                "tokenizer": "bytes", "special_tokens": "text", "chat_template": "", "loss_on": "assistant",
+                "packing": True, "too_long": "cut", "dtype": "uint16", "seq_len": 4, "prefetch": 3, "workers": 2}
     return DataConfig(**(defaults | changes))
 
 

@@ -17,7 +17,8 @@ _PLACES = {"config_here": CONFIG, "target_here": TARGET, "before": FILE, "after"
            "workdir": FOLDER}
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
 # Flags and keys whose words are told by no parser.
-_PATHS = {"--source": FILE, "--tokenizer": FILE, "data.source": FILE, "data.eval_source": FILE, "data.tokenizer": FILE}
+_PATHS = {"--source": FILE, "--tokenizer": FILE, "data.source": FILE, "data.eval_source": FILE, "data.tokenizer": FILE,
+          "data.chat_template": FILE}
 # Devices that are suggested after a target's colon.
 _GPU_COUNTS, _TPU_COUNTS, _CPU_COUNTS = ("2", "4", "8", "2x8", "4x8"), ("2x2", "4x4", "8x8"), ("2", "4", "8")
 
@@ -97,10 +98,9 @@ def _keys() -> dict[str, str]:
     from bytescope.configs import base
     from bytescope.train.checks import CHOICES, OF_THE_MODEL
     from bytescope.train.config import flatten
-    from bytescope.train.data.shards import DTYPES
     from bytescope.train.parallel.xla_options import TABLE
 
-    tables = {**CHOICES, **OF_THE_MODEL, "data.dtype": DTYPES, **{f"xla.{key}": rows for key, rows in TABLE.items()}}
+    tables = {**CHOICES, **OF_THE_MODEL, **{f"xla.{key}": rows for key, rows in TABLE.items()}}
     found = {}
     for key, value in flatten(base.get_config()).items():
         if key in tables:

@@ -14,34 +14,14 @@ from itertools import accumulate
 import grain
 import numpy as np
 
-from bytescope.memory.errors import remedy_for
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.corpus import ShardFiles, Text, find
-from bytescope.train.data.shards import DTYPES, Shards, open_shards
+from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.shards import Shards, open_shards
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, load_tokenizer
 from bytescope.train.errors import UserError
 
 Batch = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The config's keys `data.*`. Raises UserError if a value is out of range."""
-
-    source: str  # "stdlib", or a file, folder or glob: text, or token shards (.bin, .npy)
-    eval_source: str  # held-out data; "": a part of the source
-    tokenizer: str  # "bytes" (but a prepared folder brings its own), or the path of a tokenizer.json
-    dtype: str  # of .bin shards that come without an index.json
-    seq_len: int  # tokens
-    prefetch: int  # batches read ahead
-    workers: int  # reader threads
-
-    def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise UserError(f"data.dtype={self.dtype!r} is not known: {remedy_for(self.dtype, DTYPES)}")
-        for key, least in (("seq_len", 1), ("prefetch", 0), ("workers", 0)):
-            if getattr(self, key) < least:
-                raise UserError(f"data.{key}={getattr(self, key)} is too small: give {least} or more")
 
 
 class TokenSource:
