@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError, exit_code_of
 from bytescope.train.data.corpus import INDEX, ShardFiles, Text, find, texts
+from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.errors import UserError
@@ -53,7 +54,8 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
             raise UserError(f"{text.title!r} holds too little text to train on one part and hold out another: give "
                             "more")
         index = {"dtype": dtype, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.name,
-                 "tokenizer_hash": tokenizer.identity, "separator": tokenizer.separator, "shards": shards}
+                 "tokenizer_hash": tokenizer.identity, "separator": tokenizer.separator,
+                 "special_tokens": tokenizer.special_tokens, "shards": shards}
         names = [shard["file"] for shard in shards]
         if isinstance(tokenizer, JsonTokenizer):  # a copy, so that the folder can move to another machine
             index["tokenizer"] = "tokenizer.json"
@@ -127,6 +129,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", required=True, metavar="PATH", help="stdlib, or a text file, folder or glob")
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
+    parser.add_argument("--special-tokens", choices=SPECIAL_TOKENS, default="text",
+                        help="written in a text: text (default), encoded as any other, or parse")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens per shard (default 100000000)")
     return parser
@@ -148,7 +152,7 @@ def _prepare(args: argparse.Namespace) -> None:
     source = Path(os.path.expanduser(args.source))
     if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
-    tokenizer = load_tokenizer(args.tokenizer, "--tokenizer")
+    tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", args.special_tokens)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

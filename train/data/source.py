@@ -104,13 +104,15 @@ def open_data(config: DataConfig) -> Data:
                             "run trains on: hold out other files, or leave data.eval_source empty")
     else:
         parts = source.split()
-    tokenizer = _choose_tokenizer(config.tokenizer, sources)
+    tokenizer = _choose_tokenizer(config, sources)
     vocab_size = max(found.vocab_size(tokenizer) for found in sources)
     all_shards = all(isinstance(found, Shards) for found in sources)
     if all_shards and tokenizer.name == ByteTokenizer.name and vocab_size > tokenizer.vocab_size:
         tokenizer = IdTokenizer(vocab_size)  # not bytes, and no tokenizer is recorded
 
     digest = blake2b(tokenizer.identity.encode(), digest_size=8)
+    if config.special_tokens != "text":
+        digest.update(f"special_tokens={config.special_tokens}".encode())
     windows = []
     for part, held_out in zip(parts, (False, True), strict=True):
         arrays = part.arrays(tokenizer)
@@ -118,7 +120,7 @@ def open_data(config: DataConfig) -> Data:
         windows.append(TokenSource(arrays, config.seq_len, vocab_size, keep_tail=held_out))
     train, heldout = windows
     _refuse_too_little(config, train, heldout)
-    description = _describe(parts, train, heldout, tokenizer)
+    description = _describe(config, parts, train, heldout, tokenizer)
     return Data(train, heldout, vocab_size, digest.hexdigest(), description, tokenizer)
 
 
@@ -197,11 +199,11 @@ def _find(source: str, dtype: str, key: str) -> Text | Shards:
     return open_shards(found, dtype) if isinstance(found, ShardFiles) else found
 
 
-def _choose_tokenizer(name: str, sources: Sequence[Text | Shards]) -> Tokenizer:
+def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | Shards]) -> Tokenizer:
     """Returns the tokenizer that prepared shards were made with, if there are any, else the one of this name."""
     recorded = [found.recorded_tokenizer for found in sources if found.recorded_tokenizer]
-    asked = name != ByteTokenizer.name or not recorded
-    tokenizer = load_tokenizer(name if asked else recorded[0][0])
+    asked = config.tokenizer != ByteTokenizer.name or not recorded
+    tokenizer = load_tokenizer(config.tokenizer if asked else recorded[0][0], special_tokens=config.special_tokens)
     for path, identity in recorded:
         if identity != tokenizer.identity:
             raise UserError(f"shards were prepared with {path} ({identity}), but the tokenizer of this run is "
@@ -219,12 +221,14 @@ def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSou
                         "than 2: give more data, or set data.eval_source")
 
 
-def _describe(parts, train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer) -> str:
+def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSource, tokenizer: Tokenizer) -> str:
     titles = [part.title for part in parts]
     held_out_of = f" of {titles[1]}" if titles[1] != titles[0] else ""
     notes = [f"{tokenizer.name}, vocabulary {train.vocab_size:,}"]
     if tokenizer.separator is None and any(isinstance(part, Text) for part in parts):
         notes.append("no separator between documents (the tokenizer has no end-of-text token)")
+    if config.special_tokens == "parse":
+        notes.append("special tokens written in the text are parsed")
     if skipped := sum({part.title: part.skipped for part in parts}.values()):
         notes.append(f"{skipped:,} binary {'file' if skipped == 1 else 'files'} left out")
     return (f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "

@@ -1,18 +1,20 @@
 """Text to token ids and back: plain bytes, or a Hugging Face `tokenizer.json`.
 
 A tokenizer has `name`, `identity` (what the data's fingerprint keeps), `vocab_size`, `separator` (the id that
-ends a document, or None), `encode`, `encode_many` and `decode`.
+ends a document, or None), `encode`, `encode_many`, `encode_spans` and `decode`.
 """
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
 
 from bytescope.memory.report_json import one_line
+from bytescope.train.data.long_texts import encode_long
 from bytescope.train.errors import UserError
 
 # Names of the token that ends a text in published tokenizers. A token that begins one separates documents as well, so
@@ -32,6 +34,8 @@ class ByteTokenizer:
     name = identity = "bytes"
     vocab_size = 256
     separator: int | None = 0
+    special_tokens = "text"
+    cuts_anywhere = True  # the ids of a text are those of its parts
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text`, uint8 [n]."""
@@ -41,10 +45,21 @@ class ByteTokenizer:
         """Returns the ids of each text, uint8 [n] each."""
         return [self.encode(text) for text in texts]
 
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
+        return [(self.encode(text), _byte_spans(text)) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text; bytes that are not UTF-8, and ids that are not a byte, become U+FFFD."""
         # 255 occurs nowhere in UTF-8, so it stands for whatever is not a byte.
         return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", errors="replace")
+
+
+def _byte_spans(text: str) -> np.ndarray:
+    """The character that each byte of the UTF-8 of `text` belongs to, int64 [n, 2]."""
+    content = np.frombuffer(text.encode("utf-8"), np.uint8)
+    number = np.cumsum(content & 0xC0 != 0x80)  # all but 10xxxxxx begin a character
+    return np.stack([number - 1, number], axis=1).astype(np.int64)
 
 
 class IdTokenizer(ByteTokenizer):
@@ -67,9 +82,14 @@ class IdTokenizer(ByteTokenizer):
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`, without the special tokens, truncation and padding it may add."""
+    """A Hugging Face `tokenizer.json`, without the special tokens, truncation and padding it may add.
 
-    def __init__(self, path: Path, setting: str):
+    special_tokens: what becomes of one that is written in a text: "text", encoded as any other, or "parse".
+    """
+
+    cuts_anywhere = False
+
+    def __init__(self, path: Path, setting: str, special_tokens: str = "text"):
         """Reads the file. Raises UserError if it cannot be read or the tokenizers package is missing."""
         try:
             from tokenizers import Tokenizer
@@ -81,6 +101,8 @@ class JsonTokenizer:
         # A file made for inference may truncate or pad every text; documents must stay complete.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = special_tokens == "text"
+        self.special_tokens = special_tokens
         self.name = path.name
         self.path = path
         self.identity = hashlib.sha256(content).hexdigest()[:16]
@@ -101,6 +123,13 @@ class JsonTokenizer:
         with _refused(f"{self.path} cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
+        with _refused(f"{self.path} cannot encode the text"):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+                for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, special tokens included; ids outside of the vocabulary become U+FFFD."""
@@ -134,11 +163,11 @@ def _refused(what: str) -> Iterator[None]:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
+def load_tokenizer(name: str, key: str = "data.tokenizer", special_tokens: str = "text") -> Tokenizer:
     """Returns the tokenizer of `name`: "bytes", or the path of a tokenizer.json.
 
-    `key` names the setting in messages. Raises UserError if the file is missing or unreadable, or the
-    tokenizers package is not installed.
+    `key` names the setting in messages; `special_tokens`: "text" or "parse", as JsonTokenizer has it. Raises UserError
+    if the file is missing or unreadable, or the tokenizers package is not installed.
     """
     if name == ByteTokenizer.name:
         return ByteTokenizer()
@@ -147,22 +176,31 @@ def load_tokenizer(name: str, key: str = "data.tokenizer") -> Tokenizer:
         path = path / "tokenizer.json"
     if not name or not os.path.isfile(path):
         raise UserError(f"{setting} is not a file: give 'bytes' or the path of a tokenizer.json")
-    return JsonTokenizer(path, setting)
+    return JsonTokenizer(path, setting, special_tokens)
 
 
 def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yields the tokens of `texts`, in order, as unsigned integers [n]; None marks the end of a document.
 
-    A document may come in several texts. Its end becomes the tokenizer's separator, or nothing if there is
-    none. At most about `GROUP_CHARS` characters are held at a time.
+    A document may come in several texts; its ids are those of the whole. Its end becomes the tokenizer's separator, or
+    nothing if there is none. At most about `GROUP_CHARS` characters are held at a time.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype)
     group: list[str | None] = []
     chars = 0
+    texts = iter(texts)
     for text in texts:
         group.append(text)
         chars += len(text or "")
+        if text is not None and not tokenizer.cuts_anywhere:
+            if (more := next(texts, None)) is None:
+                group.append(None)
+            else:
+                yield from _tokenize_group(group[:-1], tokenizer, end)
+                group, chars = [None], 0
+                rest = takewhile(lambda piece: piece is not None, texts)
+                yield from encode_long(chain([text, more], rest), tokenizer.encode_spans)
         if chars >= GROUP_CHARS:
             yield from _tokenize_group(group, tokenizer, end)
             group, chars = [], 0

@@ -268,5 +268,5 @@ def test_help_is_short_and_needs_no_jax(tmp_path):
         [sys.executable, "-c", "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
          "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)"],
         capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 17
+    assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 24
     assert done.stderr == ""

@@ -1,3 +1,4 @@
+import json
 import re
 import sys
 
@@ -5,11 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bytescope.train.data import tokenizer as module
+from bytescope.train.data.prepare import main
+from bytescope.train.data.source import open_data
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, load_tokenizer, tokenize
 from bytescope.train.errors import UserError
-from support.text_data import save_tokenizer
+from support.text_data import config, save_tokenizer, write
 
 pytestmark = pytest.mark.quick
 
@@ -86,3 +90,46 @@ def test_unreadable_tokenizers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"broken.json' needs the tokenizers package: pip"):
         load_tokenizer(str(broken))
+
+
+def test_special_tokens_in_a_text_are_text_unless_parsed(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(["x y"], trainers.BpeTrainer(
+        special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    made.save(str(path))
+    text, end = "x<|endoftext|>y", made.token_to_id("<|endoftext|>")
+    plain, parsed = load_tokenizer(str(path)), load_tokenizer(str(path), special_tokens="parse")
+    assert plain.separator == parsed.separator == end
+    for one in (plain, parsed):
+        assert one.decode(one.encode(text)) == text
+    assert end not in plain.encode(text)
+    assert parsed.encode(text).tolist() == [*plain.encode("x"), end, *plain.encode("y")]
+    for ids, one in zip(((0, 15), (1, 3)), (plain, parsed)):
+        tokens = np.concatenate(list(tokenize([text, None], one)))
+        assert (int((tokens[:-1] == end).sum()), len(tokens) - 1) == ids and tokens[-1] == end
+
+
+def test_special_tokens_are_part_of_the_data(tmp_path):
+    save_tokenizer(tmp_path / "tokenizer.json")
+    write(tmp_path / "files", {f"{i}.txt": f"def x return y <|endoftext|> {i}" * 5 for i in range(9)})
+    both = {"source": str(tmp_path / "files"), "tokenizer": str(tmp_path / "tokenizer.json")}
+    plain, parsed = open_data(config(**both)), open_data(config(**both, special_tokens="parse"))
+    assert plain.fingerprint != parsed.fingerprint
+    assert "parsed" in parsed.description and "parsed" not in plain.description
+    for value in ("text", "parse"):
+        out = tmp_path / value
+        assert main([f"--source={both['source']}", f"--tokenizer={both['tokenizer']}", f"--out={out}",
+                     f"--special-tokens={value}"]) == 0
+        assert json.loads((out / "index.json").read_text())["special_tokens"] == value
+        assert open_data(config(source=str(out))).train.tokens == {"text": plain, "parse": parsed}[value].train.tokens
+    assert main(["--source=a", "--out=b", "--special-tokens=pars"]) == 2
+
+
+@given(st.text())
+def test_spans_of_bytes_are_their_characters(text):
+    ((ids, spans),) = ByteTokenizer().encode_spans([text])
+    assert ids.tobytes() == text.encode()
+    assert spans.tolist() == [[i, i + 1] for i, character in enumerate(text) for _ in character.encode()]
