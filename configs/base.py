@@ -48,6 +48,13 @@ def _model() -> ConfigDict:
     return model
 
 
+def _init() -> ConfigDict:
+    """Where the parameters begin."""
+    init = ConfigDict()
+    init.folder = ""  # folder of weights (config.json, safetensors) that training begins from; empty: random weights
+    return init
+
+
 def _loss() -> ConfigDict:
     """Cross-entropy over the vocabulary."""
     loss = ConfigDict()
@@ -211,5 +218,5 @@ def _train() -> ConfigDict:
     return train
 
 
-GROUPS = {"model": _model, "loss": _loss, "precision": _precision, "remat": _remat, "data": _data, "batch": _batch,
-          "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla, "train": _train}
+GROUPS = {"model": _model, "init": _init, "loss": _loss, "precision": _precision, "remat": _remat, "data": _data,
+          "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla, "train": _train}

@@ -17,6 +17,7 @@ from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 SHIPPED = Path(base.__file__).parent
+HF = "hf:"  # begins the name of a config that is made from a folder of weights
 
 
 def _parse_bool(text: str) -> bool:
@@ -106,16 +107,25 @@ def as_text(value: Any) -> str:
 
 
 def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
-    """The config of file `name` with `overrides` ((dotted key, text) pairs) applied.
+    """The config of file `name`, or of the folder of weights `hf:FOLDER`, with `overrides` ((dotted key, text) pairs)
+    applied.
 
     Raises:
-      UserError: no such file, a file without get_config(), an unknown key, a value of the wrong type.
+      UserError: no such file, a file without get_config(), an unknown key, a value of the wrong type; or the model is
+        not that of the folder whose weights it begins from.
     """
-    path = find_file(name)
-    config = _made_by(path)
-    _check_keys(config, path)
+    from bytescope.train.weights import finetune
+
+    if name.startswith(HF):
+        config = finetune.config_of(name.removeprefix(HF))
+    else:
+        path = find_file(name)
+        config = _made_by(path)
+        _check_keys(config, path)
     for key, text in overrides:
         override(config, key, text)
+    if config.init.folder:
+        finetune.check_agreement(config, {key for key, _ in overrides})
     return config
 
 

@@ -159,10 +159,22 @@ class Program(Choices):
 
         return in_turns(init, self.state)(self.config.seed)
 
+    def init_around(self, params: Any) -> TrainState:
+        """The initial state with these parameters, which are in their shardings already; nothing is copied."""
+        def rest() -> TrainState:
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state.params)
+            return dataclasses.replace(state_around(zeros, self.parts.optimizer, self.parts.scaling), params=None)
+
+        return dataclasses.replace(in_turns(rest, dataclasses.replace(self.state, params=None))(), params=params)
+
 
 def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None = None) -> TrainState:
     """The state before the first step; `scaling`: the rule of the loss scale, if there is one."""
-    params = nnx.to_pure_dict(nnx.state(transformer, nnx.Param))
+    return state_around(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), optimizer, scaling)
+
+
+def state_around(params: Any, optimizer: Any, scaling: Scaling | None = None) -> TrainState:
+    """The state before the first step with these parameters; the optimizer's own depends on their shapes alone."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(),
                       scaling and scaling.init())
 

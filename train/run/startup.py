@@ -38,6 +38,7 @@ from bytescope.train.run import summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.failures import explained
 from bytescope.train.run.workdir import write_atomically
+from bytescope.train.weights.start import initial_params
 
 REPORT, PAGE = "memory.json", "memory.html"
 
@@ -177,10 +178,12 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
 
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
-    """The state and the position of the newest good checkpoint; without one, the initial state."""
+    """The state and the position of the newest good checkpoint; without one, the initial state, its parameters random
+    or those of `init.folder`."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
     if restored is None:
-        return program.init(), Position(0, 0)
+        params = initial_params(program, console)
+        return program.init() if params is None else program.init_around(params), Position(0, 0)
     console.print(f"resumed at step {restored[1].step}")
     return restored
 

@@ -20,9 +20,10 @@ from bytescope.train.run.lock import LOCK, take
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
 FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens", "batch.mode",
         "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer", "data.dtype",
-        "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
+        "init.folder", "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
 # Keys that may differ between processes: paths on machines of their own.
-LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer")
+LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
+         "init.folder")
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 # What a start that is killed before it has claimed its directory leaves there.
@@ -60,21 +61,24 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What identifies a run: its config by dotted key, sequences of its global batch, fingerprint of its data."""
+    """What identifies a run: its config by dotted key, sequences of its global batch, fingerprints of its data and of
+    the weights that it began from, "" for random ones."""
 
     config: dict[str, Any]
     global_rows: int
     data: str
+    weights: str = ""
 
     @classmethod
-    def of(cls, config: ConfigDict, global_rows: int, data_fingerprint: str) -> "Identity":
+    def of(cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "") -> "Identity":
         """The identity of a run with this config."""
         # Through JSON, so that tuples compare equal to what a file gives back.
-        return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint)
+        return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights)
 
     def everything(self) -> dict[str, Any]:
         """All of it, by name."""
-        return {**self.config, "global batch (sequences)": self.global_rows, "data": self.data}
+        return {**self.config, "global batch (sequences)": self.global_rows, "data": self.data,
+                "weights of init.folder": self.weights}
 
     def curve(self) -> dict[str, Any]:
         """The part that determines the loss curve, and may not change when a run is resumed."""

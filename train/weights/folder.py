@@ -1,0 +1,198 @@
+"""A folder of weights as Hugging Face publishes them, its config.json, index and headers verified before any use.
+
+Nothing in it is run or unpickled: files are JSON and safetensors, regular, and inside the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescope.memory.report_json import one_line
+from bytescope.train.errors import UserError
+from bytescope.train.weights.header import Tensor, read_header
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
+SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint has
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The object in the config.json of a folder. Raises UserError: there is none, or it is damaged."""
+    return _read_json(_folder(path), CONFIG)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A verified folder: `config` is the object of its config.json; `tensors`: by name; `fingerprint`: of all of it,
+    from names, sizes, headers, config.json and the ends of each file."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    fingerprint: str
+
+    @classmethod
+    def open(cls, path: str | Path) -> Folder:
+        """The folder at `path`; only its headers are read.
+
+        Raises:
+          UserError: something is missing, truncated, damaged, or nothing that weights should be in.
+        """
+        root = _folder(path)
+        config, text = _read_json(root, CONFIG)
+        index = _index(root)
+        digest = hashlib.sha256(text)
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(set(index.values()) if index else {SINGLE}):
+            file = _file(root, name)
+            found, header = _header(file)
+            digest.update(f"{name} {file.stat().st_size} ".encode() + header + _ends(file, 8 + len(header)))
+            for tensor in found.values():
+                if index and index.get(tensor.name) != name:
+                    where = index.get(tensor.name)
+                    raise UserError(f"{file} has {_shown(tensor.name)}, which {INDEX} "
+                                    f"{f'has in {_shown(where)}' if where else 'lacks'}: download the folder again")
+                tensors[tensor.name] = tensor
+        for tensor, name in index.items():
+            if tensor not in tensors:
+                raise UserError(f"{root / name} lacks {_shown(tensor)}, which {INDEX} has there: download it again")
+        return cls(root, config, tensors, digest.hexdigest()[:16])
+
+    def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """These spans of a tensor, in the dtype of the file; nothing else of it is read.
+
+        Raises:
+          UserError: the file has changed since it was verified.
+        """
+        tensor = self.tensors[name]
+        try:
+            view = _opened(str(self.path / tensor.file)).get_slice(name)
+            return view[tuple(slice(*span) for span in spans)] if spans else view[...]
+        except Exception as error:  # SafetensorError, which is none of Python's own, and OSError
+            raise UserError(f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)[:120]}): "
+                            "the file has changed or is damaged") from error
+
+
+@functools.lru_cache(maxsize=2)
+def _opened(path: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, "numpy")
+
+
+def close() -> None:
+    """Closes the files that were read last, so that their pages count no more."""
+    _opened.cache_clear()
+
+
+def _folder(path: str | Path) -> Path:
+    root = Path(os.path.expanduser(str(path)))
+    if not str(path):
+        raise UserError("the folder of the weights is empty: give the folder that holds config.json")
+    if os.path.isfile(root):
+        raise UserError(f"{root} is a file: give the folder that holds config.json")
+    if not os.path.isdir(root):
+        raise UserError(f"there is no folder {root}: give one that holds config.json and {SINGLE}")
+    return root
+
+
+def _file(root: Path, name: str) -> Path:
+    """A file of the folder. Raises UserError unless it is a regular file that lies there."""
+    if not name or name in (".", "..") or Path(name).name != name or "\0" in name:
+        raise UserError(f"{root / INDEX} names {_shown(name)}, which is not the name of a file beside it")
+    path = root / name
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        raise UserError(f"{root} has no {_shown(name)}: download it") from None
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path} is no regular file: download it")
+    real = Path(os.path.realpath(path))
+    if not any(real.is_relative_to(os.path.realpath(inside)) for inside in _inside(root)):
+        raise UserError(f"{path} is a link out of the folder, to {real}: put the file itself there")
+    return path
+
+
+def _inside(root: Path) -> list[Path]:
+    """Where the files of a folder may be: in it; for a snapshot of Hugging Face's cache among its blobs, too."""
+    real = Path(os.path.realpath(root))
+    return [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
+
+
+def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
+    """The object in a JSON file of the folder, and its bytes."""
+    path = _file(root, name)
+    if (size := path.stat().st_size) > LONGEST:
+        raise UserError(f"{path} has {size:,} bytes: no such file is that long, download it again")
+    content = path.read_bytes()
+    try:
+        found = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({one_line(error)[:120]}): download it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged (no object): download it again")
+    return found, content
+
+
+def _index(root: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says; empty for a folder with one file."""
+    if not os.path.lexists(root / INDEX):
+        if not os.path.lexists(root / SINGLE):
+            raise _nothing(root)
+        return {}
+    found = _read_json(root, INDEX)[0].get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{root / INDEX} is damaged (weight_map is no object of file names): download it again")
+    return found
+
+
+def _nothing(root: Path) -> UserError:
+    """The error of a folder without weights that can be read, by what is there instead."""
+    names = sorted(os.listdir(root))
+    for ends, why in OTHERS:
+        if other := next((name for name in names if name.endswith(ends)), ""):
+            return UserError(f"{root} has {one_line(other)} and no {SINGLE}: {why}")
+    return UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
+
+
+_PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"
+# Ends of names of what people have in the place of safetensors -> why it is not read.
+OTHERS = (
+    (("adapter_model.safetensors", "adapter_config.json"), "this is an adapter, not a model: give the folder of its "
+     "base model"),
+    (("params.json", "consolidated.00.pth"), "Meta's own format has the rows of q and k in another order; download the "
+     "files that transformers reads"),
+    ((".bin", ".pth", ".pt", ".ckpt", ".pkl"), _PICKLED),
+    ((".gguf",), "GGUF is quantized for inference; download the safetensors of the same model"),
+    ((".safetensors",), f"several files need {INDEX}, and a single one that name"),
+)
+
+
+def _header(path: Path) -> tuple[dict[str, Tensor], bytes]:
+    try:
+        return read_header(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _ends(path: Path, begin: int) -> bytes:
+    """The first and the last bytes of a file's data: two models of one shape have the same header."""
+    with open(path, "rb") as file:
+        file.seek(begin)
+        first = file.read(SAMPLED)
+        file.seek(max(begin, path.stat().st_size - SAMPLED))
+        return first + file.read(SAMPLED)
+
+
+def _shown(name: Any) -> str:
+    return one_line(repr(name))[:120]

@@ -1,0 +1,174 @@
+"""Our parameters as lazy views of a folder's tensors, layer by layer: nothing is read before a slice is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.train.errors import UserError
+from bytescope.train.weights.families import LAYER, Family, Row
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.header import Tensor
+from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of, spans_of
+
+# The format's name of a dtype that parameters may have -> NumPy's.
+READABLE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+COMPARED = 2**24  # elements of two tensors that are compared at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter of one layer in our layout: `shape`, `dtype` as on disk; the padding of the vocabulary is zeros.
+
+    before: where it begins along the axis on disk that it shares with others, which is number `axis`.
+    """
+
+    folder: Folder
+    tensor: Tensor
+    pattern: Pattern
+    sizes: Sizes
+    shape: tuple[int, ...]
+    axis: int = 0
+    before: int = 0
+
+    @property
+    def dtype(self) -> np.dtype:
+        """float32, float16 or bfloat16."""
+        return READABLE[self.tensor.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return math.prod(self.pattern.their_shape(self.sizes)) * self.dtype.itemsize
+
+    @property
+    def outer(self) -> int:
+        """The axis of ours along which neighbours lie farthest apart on disk: pieces along it are read in order."""
+        return self.pattern.ours.index(self.pattern.theirs[0][0])
+
+    def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
+        """A slice in our layout and the dtype of the file, all of it by default; it may be a view in another order.
+
+        Args:
+          index: a slice without steps for each axis.
+
+        Raises:
+          UserError: the file has changed since it was verified.
+        """
+        index = (slice(None),) * len(self.shape) if index is None else index
+        asked = spans_of(index, self.shape)
+        stored = [self.sizes[letter] for letter in self.pattern.ours]
+        spans = [(min(start, size), min(stop, size)) for (start, stop), size in zip(asked, stored)]
+        theirs = self.pattern.their_spans(spans, self.sizes)
+        start, stop = theirs[self.axis]
+        theirs[self.axis] = (start + self.before, stop + self.before)
+        found = self.pattern.forward(self.folder.read(self.tensor.name, theirs), spans, self.sizes)
+        if spans == asked:
+            return found
+        padding = [(0, b - a - (d - c)) for (a, b), (c, d) in zip(asked, spans)]
+        return np.pad(found, padding)
+
+
+def checkpoint_leaves(folder: Folder, model: ModelConfig) -> dict[str, Leaf]:
+    """Our dotted path of each parameter, with the number of its layer and without stacking, such as
+    `blocks.3.attention.w_q` -> where it is.
+
+    Raises:
+      UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
+    """
+    family = describe(folder.config, str(folder.path / "config.json")).family
+    name_of = _naming(folder, family)
+    sizes, found = sizes_of(model), {}
+    for path, shape in parameters_of(model).items():
+        row = family.rows.get(re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path))
+        if row is None:
+            raise UserError(f"{folder.path}: {family.architecture} has no tensor for our parameter {path}: set the key "
+                            "of config.model that adds it as the family has it")
+        layer = path.split(".")[1] if path.startswith("blocks.") else ""
+        found[path] = _leaf(folder, name_of(row.tensor.replace(LAYER, layer)), row, sizes, shape)
+    _refuse_surplus(folder, family, found, name_of)
+    return found
+
+
+def parameters_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Our dotted path, as `checkpoint_leaves` has it -> shape without stacking, the vocabulary padded."""
+    one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1)
+    abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
+    found: dict[str, tuple[int, ...]] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
+        first, *rest = map(str, path)
+        if first != "blocks":
+            found[".".join((first, *rest))] = variable.shape
+            continue
+        for layer in range(model.n_layers):
+            found[".".join((first, str(layer), *rest[1:]))] = variable.shape
+    return found
+
+
+def _naming(folder: Folder, family: Family):
+    """The name on disk of a tensor of the table: a model that was saved without its head has no base in front."""
+    based = any(name.startswith(family.base) for name in folder.tensors)
+
+    def name_of(name: str) -> str:
+        return name if based else name.removeprefix(family.base)
+
+    return name_of
+
+
+def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...]) -> Leaf:
+    tensor = folder.tensors.get(name)
+    if tensor is None:
+        raise UserError(f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
+                        "config.model as its config.json says")
+    pattern = Pattern.of(row.pattern)
+    their_shape, axis, before = list(pattern.their_shape(sizes)), 0, 0
+    if row.parts:
+        widths = [math.prod(sizes[letter] for letter in part.split()) for part in row.parts]
+        axis = pattern.theirs.index(tuple(row.parts[row.part].split()))
+        their_shape[axis], before = sum(widths), sum(widths[: row.part])
+    if tensor.shape != tuple(their_shape):
+        raise UserError(f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json asks for "
+                        f"{_text(their_shape)}")
+    if tensor.dtype not in READABLE:
+        raise UserError(f"{folder.path}: tensor {name} has dtype {tensor.dtype}: give float32, float16 or bfloat16 "
+                        "weights")
+    return Leaf(folder, tensor, pattern, sizes, shape, axis, before)
+
+
+def _refuse_surplus(folder: Folder, family: Family, found: dict[str, Leaf], name_of) -> None:
+    """Raises UserError for a tensor that is no parameter of ours; a head that is stored beside the table that it is
+    tied to has to equal it."""
+    used = {leaf.tensor.name for leaf in found.values()}
+    for name, tensor in folder.tensors.items():
+        if name in used or any(re.fullmatch(pattern, name) for pattern in family.ignored):
+            continue
+        table = found["w_token"].tensor
+        if "w_head" not in found and name == name_of(family.rows["w_head"].tensor):
+            if not _equal(folder, tensor, table):
+                raise UserError(f"{folder.path}: {name} differs from {table.name}, and tie_word_embeddings makes them "
+                                "one: set it to false in config.json")
+            continue
+        raise UserError(f"{folder.path} has tensor {name}, which config.json does not ask for: give the folder of "
+                        "another model, or mend that file")
+
+
+def _equal(folder: Folder, one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    rows = max(COMPARED // math.prod(one.shape[1:]), 1)
+    spans = [(start, min(start + rows, one.shape[0])) for start in range(0, one.shape[0], rows)]
+    whole = [(0, size) for size in one.shape[1:]]
+    return all(folder.read(one.name, [span, *whole]).tobytes() == folder.read(other.name, [span, *whole]).tobytes()
+               for span in spans)
+
+
+def _text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "()"

@@ -1,0 +1,161 @@
+"""From the files of a folder to arrays in their shardings, a piece of one tensor at a time.
+
+Each process reads what its own devices hold, file by file in the order of the bytes, and writes it into the arrays that
+are there already: beyond those, the host holds a few pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from bytescope.model import ModelConfig
+from bytescope.train.weights import folder as folders
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
+from bytescope.train.weights.patterns import Span, spans_of
+
+PIECE = 8 * 2**20  # bytes on disk that are read at once
+SMALL = 2**20  # bytes of a shard that is assembled in host memory and sent whole
+
+
+def load_params(folder: Folder, model: ModelConfig, shapes: Any,
+                tell: Callable[[int, int], None] = lambda done, total: None) -> Any:
+    """The weights of a folder as a tree of jax.Array like `shapes`, cast to the dtypes there.
+
+    Args:
+      shapes: tree of ShapeDtypeStruct with shardings, our parameters or some of them; those of scanned blocks stacked.
+      tell: called with the bytes read and the bytes to read.
+
+    Raises:
+      UserError: as `checkpoint_leaves`; or a file that changes while it is read.
+    """
+    leaves = checkpoint_leaves(folder, model)
+    flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    targets = [_Target(like) for _, like in flat]
+    jobs = [job for target, (path, _) in zip(targets, flat) for job in _jobs(target, path, leaves)]
+    jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
+    done, total = 0, sum(job.nbytes for job in jobs)
+    for job in jobs:
+        for target in job.write():
+            done += target
+            tell(done, total)
+    folders.close()
+    return tree.unflatten([target.array() for target in targets])
+
+
+class _Target:
+    """An array of one leaf while it is filled: for each shard that differs, its copies on the devices that hold it."""
+
+    def __init__(self, like: jax.ShapeDtypeStruct):
+        self.like = like
+        # What goes to host memory is assembled on its device: no program writes there.
+        kind = None if like.sharding.memory_kind in (None, "device", "unpinned_host") else "device"
+        self.sharding = like.sharding.with_memory_kind(kind) if kind else like.sharding
+        where: dict[tuple[Span, ...], list[jax.Device]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(like.shape).items():
+            where.setdefault(tuple(spans_of(index, like.shape)), []).append(device)
+        self.shards = [_Shard(spans, devices, like.dtype) for spans, devices in where.items()]
+
+    def array(self) -> jax.Array:
+        """The array, filled."""
+        copies = [copy for shard in self.shards for copy in shard.copies()]
+        array = jax.make_array_from_single_device_arrays(self.like.shape, self.sharding, copies)
+        return array if self.sharding is self.like.sharding else jax.device_put(array, self.like.sharding)
+
+
+class _Shard:
+    """One part of an array, and its copies on each of some devices."""
+
+    def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], dtype: Any):
+        self.spans, self.devices = spans, devices
+        shape = tuple(stop - start for start, stop in spans)
+        self.small = math.prod(shape) * np.dtype(dtype).itemsize <= SMALL
+        if self.small:
+            self.buffer = np.zeros(shape, dtype)
+        else:
+            self.buffers = [jnp.zeros(shape, dtype, device=device) for device in devices]
+
+    def write(self, piece: np.ndarray, starts: Sequence[int]) -> None:
+        """Writes a piece where it begins, counted within the shard."""
+        piece = piece.reshape((1,) * (len(starts) - piece.ndim) + piece.shape)
+        if self.small:
+            self.buffer[tuple(slice(start, start + size) for start, size in zip(starts, piece.shape))] = piece
+            return
+        for number, device in enumerate(self.devices):
+            sent = jax.device_put(piece, device)
+            self.buffers[number] = _written(self.buffers[number], sent, np.asarray(starts, np.int32))
+        jax.block_until_ready(self.buffers)  # else pieces in flight would pile up
+
+    def copies(self) -> list[jax.Array]:
+        """The copies on the devices."""
+        if self.small:
+            return [jax.device_put(self.buffer, SingleDeviceSharding(device)) for device in self.devices]
+        return self.buffers
+
+
+@partial(jax.jit, donate_argnums=0)
+def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array) -> jax.Array:
+    """`whole` with `piece`, cast, at `starts` int32 [ndim]; in place."""
+    return jax.lax.dynamic_update_slice(whole, piece.astype(whole.dtype), tuple(starts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A leaf of one layer (None: not of a stack) that belongs into one shard."""
+
+    leaf: Leaf
+    shard: _Shard
+    layer: int | None
+
+    @property
+    def _spans(self) -> Sequence[Span]:
+        return self.shard.spans if self.layer is None else self.shard.spans[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return math.prod(stop - start for start, stop in self._spans) * self.leaf.dtype.itemsize
+
+    def write(self) -> Iterator[int]:
+        """Reads and writes it; yields the bytes of each piece."""
+        first = [] if self.layer is None else [self.layer - self.shard.spans[0][0]]
+        for spans in pieces(self._spans, PIECE // self.leaf.dtype.itemsize, self.leaf.outer):
+            piece = self.leaf.read([slice(*span) for span in spans])
+            begins = [start - base for (start, _), (base, _) in zip(spans, self._spans)]
+            self.shard.write(piece, [*first, *begins])
+            yield piece.nbytes
+
+
+def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]:
+    """The same spans in pieces of at most `most` elements, halved along axis `outer` first, then along the longest."""
+    sizes = [stop - start for start, stop in spans]
+    if math.prod(sizes) <= most:
+        yield list(spans)
+        return
+    axis = outer if sizes[outer] > 1 else max(range(len(sizes)), key=sizes.__getitem__)
+    start, stop = spans[axis]
+    middle = start + (stop - start) // 2
+    for half in ((start, middle), (middle, stop)):
+        yield from pieces([*spans[:axis], half, *spans[axis + 1:]], most, outer)
+
+
+def _jobs(target: _Target, path: Sequence[Any], leaves: dict[str, Leaf]) -> list[_Job]:
+    """What fills one array. path: that of jax to it in the tree of parameters."""
+    name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    if name in leaves:
+        return [_Job(leaves[name], shard, None) for shard in target.shards]
+    first, _, rest = name.partition(".")
+    layers = {layer: leaves.get(f"{first}.{layer}.{rest}") for layer in range(target.like.shape[0])}
+    if missing := next((f"{first}.{layer}.{rest}" for layer, leaf in layers.items() if leaf is None), ""):
+        raise ValueError(f"parameter {missing} has no tensor in the folder: ask for parameters of the model alone")
+    return [_Job(leaf, shard, layer) for shard in target.shards for layer, leaf in layers.items()
+            if shard.spans[0][0] <= layer < shard.spans[0][1]]

@@ -1,0 +1,34 @@
+"""The weights that a run begins from: checked before anything is compiled, loaded once, never when it resumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from bytescope.train.program import Program
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import checkpoint_leaves
+from bytescope.train.weights.load import load_params
+
+
+def fingerprint_of_weights(program: Program) -> str:
+    """The fingerprint of `init.folder`, "" without one. Raises UserError unless it holds all of the model's tensors."""
+    if not program.config.init.folder:
+        return ""
+    folder = Folder.open(program.config.init.folder)
+    checkpoint_leaves(folder, program.model)
+    return folder.fingerprint
+
+
+def initial_params(program: Program, console: Console) -> Any:
+    """The parameters that `init.folder` holds, in their shardings and dtypes; None without one."""
+    if not program.config.init.folder:
+        return None
+    columns = (TextColumn("loading weights"), BarColumn(bar_width=20), DownloadColumn(binary_units=True),
+               TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("", total=None)
+        return load_params(Folder.open(program.config.init.folder), program.model, program.state.params,
+                           lambda done, total: bar.update(task, completed=done, total=total))
