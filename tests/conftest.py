@@ -1,5 +1,6 @@
 """Tests run on the CPU everywhere, on 8 simulated devices, with rank promotion forbidden."""
 
+import gc
 import os
 import shutil
 import signal
@@ -11,10 +12,11 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-# Code for the CPU that is cheaper to compile and as exact: half the time without LLVM's optimizations, and a fifth of
-# that without XLA's emitters of fusions, which jaxlib 0.10 can leave out. Neither changes a buffer.
+# Code for the CPU that is cheaper to compile and as exact: half the time without LLVM's optimizations, a fifth of that
+# without XLA's emitters of fusions, which jaxlib 0.10 can leave out, and less again where a program is not cut into
+# parts for as many threads. None of it changes a buffer.
 os.environ["XLA_FLAGS"] = " ".join((
-    os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0",
+    os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
     "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "")).strip()
 # Threads for the collectives of simulated devices, as commands have them (memory/devices/platform.py); and devices that
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
@@ -38,6 +40,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tracing makes many objects, few of them garbage: the collector looks less often (a twentieth of the suite's time).
+gc.set_threshold(200_000, 50, 100)
 
 
 def pytest_addoption(parser):
