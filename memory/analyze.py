@@ -38,7 +38,7 @@ from bytescope.memory.steps.tracing import check_options
 TIGHT = 0.95
 # Rows in the order in which a derivation may have too many bytes in them.
 _DOUBTFUL = ("workspace", "logits_loss", "collectives", "gradients", "residuals", "outputs", "unattributed",
-             "accumulator", "batch", "rng", "cache", "optimizer", "params")
+             "accumulator", "batch", "rng", "cache", "optimizer", "frozen", "params")
 
 
 def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs: Mapping[str, Any] | None = None,
@@ -55,7 +55,7 @@ def analyze(program: Any, *args: Any, target: Target | str | None = None, kwargs
             of the arguments' shardings, else those at hand. A proto without one is not judged.
         config: goes into the report as it is.
         roles: (regular expression, role) pairs for the pytree paths of arguments, tried before all else;
-            roles are params, optimizer, accumulator, cache, rng, gradients and batch.
+            roles are params, frozen, optimizer, accumulator, cache, rng, gradients and batch.
         names: the program's checkpoint names, for programs that put them into named scopes too.
         options: of `jax.jit` for a plain step: in_shardings, out_shardings, donate_argnums, donate_argnames,
             static_argnums, static_argnames.

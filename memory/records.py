@@ -20,8 +20,9 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   and "unknown" when no target was given.
 - `host_bytes`, `on_chip_bytes`: bytes in host and in on-chip memory; part of neither figure above.
 - `breakdown`: row of `ROWS` -> bytes at the peak. All rows but fragmentation add up to `peak_bytes`, with it
-  to `allocated_bytes`. Of the arguments: params; optimizer, what an update keeps for them; accumulator, sums of
-  gradients; cache, what a step carries on that has no gradient (KV caches, recurrent state, batch statistics); rng,
+  to `allocated_bytes`. Of the arguments: params; frozen, parameters that a training step reads and never updates
+  (weights under LoRA adapters, which then are the params); optimizer, what an update keeps for them; accumulator, sums
+  of gradients; cache, what a step carries on that has no gradient (KV caches, recurrent state, batch statistics); rng,
   random keys; batch, all else.
 - `residuals_by_name`: checkpoint name -> bytes at the peak; a residual without a name is listed in
   parentheses by component and operation, "(attention/exp)", and what a loop of blocks carries from one to the

@@ -122,8 +122,10 @@ class _Reading:
             evidence = [dataclasses.replace(one, alone=True) for one in evidence]
             first = self._decided(evidence)
         mirrored = self._mirrored([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
-        found = self._decided([dataclasses.replace(one, mirrors=place in mirrored)
-                               for place, one in enumerate(evidence)])
+        shaped = _shaped(evidence, first)
+        evidence = [dataclasses.replace(one, mirrors=place in mirrored, shaped=root_of(one.path) in shaped)
+                    for place, one in enumerate(evidence)]
+        found = self._decided(evidence)
         # What learns comes first: a moment is of the parameters, not of their copy of some steps ago.
         ranked = sorted(range(len(found)), key=lambda place: not evidence[place].learns)
         owner = _Owners([self.leaves[place] for place in ranked if found[place] == "params"])
@@ -137,7 +139,8 @@ class _Reading:
         return Arguments(by_number, self._values(by_number, results), results)
 
     def _decided(self, evidence: Sequence[Evidence]) -> list[str]:
-        return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, roles.decide(evidence))]
+        told = [roles.given(one.path, self.extra) for one in evidence]
+        return [given or role for given, role in zip(told, roles.frozen(evidence, roles.decide(evidence)))]
 
     def _all_evidence(self) -> list[Evidence]:
         evidence = [self._evidence(place) for place in range(len(self.leaves))]
@@ -158,7 +161,8 @@ class _Reading:
         pair = self.pairs.get(place)
         if pair is None or pair.gradient:
             return False
-        return self.updates[pair.result].arguments.get(self.leaves[place].parameter) != SAME
+        update = self.updates[pair.result]
+        return update.changed or update.arguments.get(self.leaves[place].parameter) != SAME
 
     def _is_read(self, reads: Reads) -> bool:
         """Whether the model reads an argument, not the update alone: a product whose name is lost is the model's."""
@@ -213,6 +217,20 @@ def _by_argument(evidence: Sequence[Evidence]) -> frozenset[str]:
     return frozenset(root for root, group in leaves.items() if len(group) > 1 and
                      2 * sum(math.prod(one.shape) for one in group if one.weight)
                      > sum(math.prod(one.shape) for one in group))
+
+
+def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str]:
+    """Roots of several leaves most of whose bytes have dimensions of what learns, or parts of them: 4-bit codes are two
+    a byte, their scales one a block of 64. Data have a batch."""
+    known = {dim for one, role in zip(evidence, found) if role == "params" and one.learns for dim in one.shape}
+    parts = {dim // part for dim in known for part in (1, 2, 64) if dim % part == 0} | {1}
+    leaves: dict[str, list[tuple[int, bool]]] = {}
+    for one in evidence:
+        if one.floats and not one.state:
+            alike = len(one.shape) > 1 and one.products and parts.issuperset(one.shape)
+            leaves.setdefault(root_of(one.path), []).append((math.prod(one.shape), alike))
+    return frozenset(root for root, group in leaves.items() if len(group) > 1
+                     and 2 * sum(size for size, alike in group if alike) > sum(size for size, _ in group))
 
 
 class _Owners:

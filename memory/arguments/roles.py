@@ -1,9 +1,10 @@
 """What an argument of the step is, by what the step does with it; by its path where that leaves a choice. Pure.
 
 State comes back: among the results is its update. The model reads parameters, and their updates are made of gradients;
-moments mirror parameters, and only the update reads them; what comes back and has no gradient is carried state. Names
-are whole keys of a path, from outside in: `kv_proj.kernel` is no KV cache, and a `positional_embedding` no position.
-A caller whose arguments neither tells passes `memory.analyze(..., roles=...)`, which is tried before all else.
+moments mirror parameters, and only the update reads them; what comes back and has no gradient is carried state;
+parameters that a training step reads and never updates are frozen, such as the weights under LoRA adapters. Names are
+whole keys of a path, from outside in: `kv_proj.kernel` is no KV cache, and a `positional_embedding` no position. A
+caller whose arguments neither tells passes `memory.analyze(..., roles=...)`, which is tried before all else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from bytescope.memory.arguments.pairing import Keys, keys_of, root_of
 from bytescope.memory.errors import ReportError, remedy_for
 
 # Roles of arguments are rows of the breakdown.
-ROLES = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
+ROLES = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
+# Those of the model's parameters, trained or not.
+WEIGHTS = ("params", "frozen")
 # An argument of which nothing is known: data that the caller brings.
 UNKNOWN = "batch"
 
@@ -36,7 +39,8 @@ class Evidence:
         random: random bits are drawn from it.
         mirrors: it has the last keys and the shape of a parameter; sharded as a batch is: `batch_dim`, its first
             dimension is that of a result, or of data that are whole numbers.
-        weights: of the argument that it is a leaf of, most bytes are weights by these signs; alone: no parameter is
+        weights: of the argument that it is a leaf of, most bytes are weights by these signs; shaped: most bytes have
+            dimensions of what learns; alone: no parameter is
         known, as where a loss is linear and nothing but the update reads them.
     """
 
@@ -55,6 +59,7 @@ class Evidence:
     mirrors: bool = False
     batch_dim: bool = False
     weights: bool = False
+    shaped: bool = False
     alone: bool = False
 
     @property
@@ -98,6 +103,9 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("params", lambda e: e.state and e.trained and e.floats and e.read and (e.learns or e.mirrors)),
     ("cache", lambda e: e.state and e.trained and bool(e.shape) and not e.learns),
     ("optimizer", lambda e: e.state and e.trained),
+    # What a step trains against; `frozen` below finds those that are known for parameters.
+    ("frozen", lambda e: e.shaped and e.trained and not e.state and e.floats and e.forward and not e.batch_dim
+        and "batch" not in (e.container, e.name)),
     # Other state: what a step carries on.
     ("optimizer", lambda e: e.state and e.name == "optimizer" and not e.shape),
     ("cache", lambda e: e.state or (e.name == "cache" and e.returned)),
@@ -147,6 +155,14 @@ _ROOTS = (
 def decide(evidence: Sequence[Evidence]) -> list[str]:
     """The role of each leaf; rows of `RULES`, UNKNOWN where none matches."""
     return [next((role for role, rule in RULES if rule(one)), UNKNOWN) for one in evidence]
+
+
+def frozen(evidence: Sequence[Evidence], found: Sequence[str]) -> list[str]:
+    """The roles `found`, with parameters that a training step never updates as what they are: where something learns,
+    what neither comes back changed nor has a gradient among the results is frozen."""
+    learn = any(role == "params" and (one.learns or one.gradient) for one, role in zip(evidence, found))
+    return ["frozen" if learn and role == "params" and not (one.state or one.gradient) else role
+            for one, role in zip(evidence, found)]
 
 
 def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:

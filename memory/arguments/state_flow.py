@@ -51,11 +51,13 @@ class Update:
         arguments: number of an entry parameter -> how the result comes from it (SAME, ELEMENTWISE, WRITTEN).
         values: everything on the way: gradients, moments, what is added to them.
         phase: of the operation that makes it: "backward" for what is itself a gradient.
+        changed: some way there computes; where none does, the result is the argument that it comes from.
     """
 
     arguments: dict[int, str] = dataclasses.field(default_factory=dict)
     values: tuple[Value, ...] = ()
     phase: str = ""
+    changed: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ class StateFlow:
         """
         found: dict[int, str] = {}
         seen: dict[Value, None] = {}
-        phase = None
+        phase, changed = None, False
         # (value, how it comes so far, within the part that is written anew, summed over devices)
         pending = [(result, index, SAME, False, False)]
         while pending and len(seen) < _MOST:
@@ -123,6 +125,7 @@ class StateFlow:
                 if not summed and not inside:
                     found.setdefault(instruction.parameter, how)
                 continue
+            changed |= opcode not in _HANDING
             if phase is None and opcode not in _HANDING and self.module.metadata(instruction).op_name:
                 phase = self._phase(instruction)
             if opcode in _HANDING:
@@ -142,7 +145,7 @@ class StateFlow:
                 after = how if opcode == "convert" else max(how, ELEMENTWISE, key=(SAME, ELEMENTWISE, WRITTEN).index)
                 pending += [(operand, (), after, inside, summed) for operand in self._operands(instruction)
                             if self.module.shape(operand).elements == least]
-        return Update(found, tuple(seen), phase or "")
+        return Update(found, tuple(seen), phase or "", changed)
 
     def _keeps(self, instruction: Instruction, operand: Instruction, along: frozenset[int]) -> bool:
         """Whether an operand has a dimension of such a size, which the operation leaves as it is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from bytescope.memory.arguments.roles import WEIGHTS
 from bytescope.memory.arguments.state_flow import StateFlow
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.module import Instruction
@@ -60,7 +61,7 @@ class Logits:
                     found.update(self._sizes(number, 0, entry))
         for number, argument in arguments.items():
             words = re.findall(r"\w+", argument.path.lower())
-            if argument.role == "params" and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
+            if argument.role in WEIGHTS and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
                 found.update(self._sizes(number, self._out_of(number, entry), entry))
         return frozenset(size for size in found if size > 1)
 
@@ -82,7 +83,7 @@ class Logits:
         return shape.leaf((0,)) if shape.parts is not None else shape
 
     def _parameter(self, instruction: Instruction | None) -> int:
-        """The number of the parameter in the params row that a value is, casts and gathers aside; -1 for none."""
+        """The number of the parameter, trained or frozen, that a value is, casts and gathers aside; -1 for none."""
         origin = self.look.flow.origin(instruction)
         if not self.look.is_parameter(origin):
             return -1

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bytescope.memory.arguments.program_arguments import Arguments
+from bytescope.memory.arguments.roles import WEIGHTS
 from bytescope.memory.attribution.checkpoint_names import Names
 from bytescope.memory.attribution.logits import Logits
 from bytescope.memory.attribution.naming import Naming
@@ -231,12 +232,12 @@ class Attribution:
         return self.arguments.path(made.parameter)
 
     def is_parameter(self, origin: Origin) -> bool:
-        """Whether a value is a parameter of the model but for casts, moves, slices and gathers."""
+        """Whether a value is a parameter of the model, trained or frozen, but for casts, moves, slices and gathers."""
         instruction, seen = origin.instruction, set()
         while instruction is not None and instruction.id not in seen:
             seen.add(instruction.id)
             if instruction.opcode == "parameter" and instruction.computation == self.module.entry:
-                return self.roles.get(instruction.parameter) == "params"
+                return self.roles.get(instruction.parameter) in WEIGHTS
             if instruction.opcode not in _CASTING:
                 return False
             operand = self.module.operand(instruction, 0)

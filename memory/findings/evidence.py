@@ -16,7 +16,7 @@ LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
 # Bytes below which a thing is not worth one, whatever its share: of a toy nobody wants to hear, and of what is worth an
 # array's own sharding.
 TOY, LEAST = MIB, 16 * MIB
-STATE = ("params", "optimizer", "accumulator")
+STATE = ("params", "frozen", "optimizer", "accumulator")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from bytescope.memory.arguments.roles import WEIGHTS
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.evidence import (
     LARGE,
@@ -25,6 +26,9 @@ from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, is_collective
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.units import human
+
+# What tensor parallelism shards and nobody gathers.
+HELD = (*WEIGHTS, "cache")
 
 
 def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
@@ -73,7 +77,7 @@ def _data_axes(report: Report, program: PlacedProgram) -> frozenset[str]:
             gathered[axis] = gathered.get(axis, 0) + item.bytes * item.times
     for number, argument in program.arguments.by_number.items():
         layout = program.layouts.get(number)
-        for axis in layout.axes if layout is not None and argument.role in ("params", "cache") else ():
+        for axis in layout.axes if layout is not None and argument.role in HELD else ():
             held[axis] = held.get(axis, 0) + layout.elements
     return frozenset(axis for axis, size in program.mesh
                      if size > 1 and not (held.get(axis) and gathered.get(axis, 0) < held[axis]))
@@ -83,7 +87,7 @@ def _gathers(report: Report, program: PlacedProgram) -> bool:
     """Whether a program whose mesh is unknown brings together what its devices share of parameters or caches, or they
     share none: else it is tensor parallel."""
     entry = program.module.computations.get(program.module.entry)
-    held = [program.module.instructions[entry.parameters[number]] for role in ("params", "cache")
+    held = [program.module.instructions[entry.parameters[number]] for role in HELD
             for number in program.arguments.of_role(role)] if entry else []
     return all(map(program.module.replicated, held)) or any("all-gather" in item.kind for item in report.collectives)
 

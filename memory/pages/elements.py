@@ -84,7 +84,7 @@ Column = tuple[str, str, Callable[[Any], Cell | str]]
 
 def row_name(row: str) -> str:
     """The name of a breakdown's row as people read it."""
-    return {"logits_loss": "logits and loss", "rng": "random keys"}.get(row, row)
+    return {"frozen": "frozen params", "logits_loss": "logits and loss", "rng": "random keys"}.get(row, row)
 
 
 def where(target: Mapping[str, Any]) -> str:

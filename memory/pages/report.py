@@ -161,7 +161,7 @@ def _ledger(report: Report) -> Table | None:
         ("dtype", "text", lambda row: row.dtype),
         ("values", "num", lambda row: f"{row.elements:,}"),
         ("bytes", "num", lambda row: size(row.bytes)),
-        ("bytes / parameter", "num", lambda row: f"{row.bytes_per_param:.3g}"),
+        ("bytes / parameter", "num", lambda row: f"{row.bytes_per_param:.3g}" if row.role != "frozen" else ""),
     )
     return table(columns, report.ledger, _total) if report.ledger else None
 

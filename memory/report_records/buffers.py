@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 # What a byte at the peak can be, in the order in which reports show it.
-ROWS = ("params", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace", "logits_loss",
-        "collectives", "batch", "outputs", "unattributed", "fragmentation")
+ROWS = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "residuals", "workspace",
+        "logits_loss", "collectives", "batch", "outputs", "unattributed", "fragmentation")
 CATEGORIES = ROWS[:-1]
 # The phases of a training step in their order, and with them what has none: its arguments, outputs, and "" for unknown.
 STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
@@ -70,7 +70,8 @@ class TimelinePoint:
 class LedgerRow:
     """State of one role and dtype: `elements` values taking `bytes`, `bytes_per_param` of each parameter.
 
-    The last row has role "total" and dtype "". `bytes_per_param` is 0.0 for a program without parameters.
+    The last row has role "total" and dtype "", and leaves frozen parameters out. `bytes_per_param`, of a parameter that
+    is trained, is 0.0 in rows of frozen ones and for a program without parameters.
     """
 
     role: str

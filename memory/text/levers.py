@@ -26,8 +26,9 @@ BAR, LEAST_BAR = 56, 20
 
 # Category -> (letter of its bar where there is no colour, colour); the page's colours.
 COLOURS = {
-    "params": ("P", "#0072b2"), "optimizer": ("O", "#e69f00"), "accumulator": ("A", "#863967"),
-    "cache": ("K", "#3c14c8"), "rng": ("r", "#b4dc8c"), "gradients": ("G", "#009e73"), "residuals": ("R", "#d55e00"),
+    "params": ("P", "#0072b2"), "frozen": ("F", "#8c7cf8"), "optimizer": ("O", "#e69f00"),
+    "accumulator": ("A", "#863967"), "cache": ("K", "#3c14c8"), "rng": ("r", "#b4dc8c"),
+    "gradients": ("G", "#009e73"), "residuals": ("R", "#d55e00"),
     "workspace": ("W", "#56b4e9"), "logits_loss": ("L", "#cc79a7"), "collectives": ("C", "#74f0c0"),
     "batch": ("b", "#f3e745"), "outputs": ("o", "#5b5700"), "unattributed": ("?", "#dbe3ec"),
     "fragmentation": ("f", "#767d85"),

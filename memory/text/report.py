@@ -166,8 +166,9 @@ def _ledger(report: Report) -> RenderableType | None:
     if not rows:
         return None
     parts = [f"{row.role} {row.dtype} {row.bytes_per_param:.2f}" for row in rows[:-1]]
+    frozen = any(row.role == "frozen" for row in report.ledger)
     return Items([*parts, Text(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")],
-                 title="bytes per parameter")
+                 title="bytes per trained parameter" if frozen else "bytes per parameter")
 
 
 def _zero(report: Report) -> RenderableType | None:

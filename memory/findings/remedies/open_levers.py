@@ -43,7 +43,7 @@ from bytescope.memory.records import Report
 
 # Rows of the breakdown that grow with the batch, and those that are state of the parameters.
 _BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
-_STATE_ROWS = ("params", "optimizer", "accumulator", "gradients")
+_STATE_ROWS = ("params", "frozen", "optimizer", "accumulator", "gradients")
 # Policies that keep more than `selective` does, and those that keep no more than `full`.
 _ABOVE_SELECTIVE = ("none", "dots", "minimal")
 _LEAST_KEPT = ("full", "sqrt", "offload", "auto")
