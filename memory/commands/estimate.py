@@ -26,7 +26,8 @@ from bytescope.memory.config_keys import (
     MODEL_VOCAB_SIZE,
 )
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.formulas import adapters, training_state, transformer
+from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import Estimate, Question, check, estimate, question_of, shape_for
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ WORK = {
     "mlp-tokens": "tokens of a rank whose MLP exists at once, 0 for all",
 }
 # Row of the JSON -> its title.
-ROWS = {"params": "parameters", "gradients": "gradients", "optimizer": "optimizer and master copy",
-        "kept": "activations of the layers", "recomputed": "one layer recomputed",
-        "outside": "embedding, head and logits", "total": "total", "host": "in host memory"}
+ROWS = {"params": "parameters", "frozen": "frozen parameters", "gradients": "gradients",
+        "optimizer": "optimizer and master copy", "kept": "activations of the layers",
+        "recomputed": "one layer recomputed", "outside": "embedding, head and logits", "total": "total",
+        "host": "in host memory"}
 
 # (least total in bytes, decimal unit, its bytes, binary unit, its bytes); the first that the total reaches is used.
 UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "MB", 1e6, "MiB", 2**20))
@@ -88,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             ("attention", transformer.ATTENTION, "whether attention scores are kept in memory"),
             ("offload", training_state.OFFLOAD, "what is kept in host memory")):
         parser.add_argument(f"--{flag}", choices=choices, metavar="NAME", help=f"{summary}: {', '.join(choices)}")
+    parser.add_argument("--lora-rank", type=int, metavar="N", help="train low-rank adapters of this rank over frozen "
+                        "weights; 0: the weights")
+    parser.add_argument("--lora-targets", metavar="T,T", help="the matrices that have an adapter (default: all of "
+                        f"{','.join(adapters.TARGETS)})")
+    parser.add_argument("--lora-base", choices=adapters.BASES, metavar="NAME", help="how frozen weights are stored: "
+                        f"{', '.join(adapters.BASES)}")
     parser.add_argument("--fused", action=argparse.BooleanOptionalAction,
                         help="update each layer inside the backward pass")
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
@@ -196,7 +204,27 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
         rest["logit_tokens"] = tokens or None
     if (tokens := _number(args, "mlp-tokens", 0)) is not None:
         rest["mlp_tokens"] = tokens
+    rest["model"] = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
     return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
+
+
+def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:
+    """The adapters that the flags ask for, those of the config where they say nothing; None for none.
+
+    Raises ReportError for what belongs to adapters where there are none.
+    """
+    rank = _number(args, "lora-rank", 0)
+    if rank == 0 or (rank is None and given is None):
+        for flag in ("lora_targets", "lora_base"):
+            if getattr(args, flag) is not None:
+                raise ReportError(f"--{flag.replace('_', '-')}={getattr(args, flag)} without adapters: give "
+                                  "--lora-rank=16 too")
+        return None
+    start = given or Adapters(rank)
+    targets = start.targets
+    if args.lora_targets is not None:
+        targets = tuple(name.strip() for name in args.lora_targets.split(","))
+    return Adapters(rank or start.rank, targets, args.lora_base or start.base)
 
 
 def show(found: Estimate, console: Any = None) -> None:
@@ -208,12 +236,16 @@ def show(found: Estimate, console: Any = None) -> None:
     from bytescope.memory.text.layout import Items, Prose
 
     q, layout = found.question, found.question.layout
+    asked, trained = q.model.adapters, ""
+    if asked:
+        trained = f"; LoRA of rank {asked.rank} on {', '.join(adapters.adapted(q.model))}: " \
+                  f"{adapters.adapter_count(q.model):,} trained, frozen weights in {asked.base}"
     tensor = f"tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
     parts = [
         Items([Text(f"{q.parameters:,.0f} parameters", style="bold"), f"{q.model.layers} layers, width "
                f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens"]),
         Prose(f"{tensor}, ZeRO {layout.zero} over {layout.data}; {q.precision}, {q.optimizer}, {q.attention} "
-              "attention; per device"),
+              f"attention{trained}; per device"),
         _table(found), *(Prose(f"note: {note}", "dim") for note in found.notes)]
     put(Group(*parts), console)
 
@@ -222,12 +254,12 @@ def _table(found: Estimate) -> Any:
     """Bytes by row and policy, in decimal and in binary units."""
     from bytescope.memory.text.table import FigureTable, figure, words
 
-    document = found.to_json()
+    document, q = found.to_json(), found.question
     unit, size_of, binary, binary_size = next(row for least, *row in UNITS if found.total("none") >= least)
     heads = (figure(*about) for policy in found.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
     table = FigureTable(words(style="", least=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
-        if row == "host" and not found.host:
+        if (row == "host" and not found.host) or (row == "frozen" and not q.model.adapters):
             continue
         each = document["per_parameter"].get(row)
         sizes = [document["policies"][policy][row] for policy in found.activations]

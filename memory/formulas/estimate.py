@@ -26,8 +26,8 @@ from bytescope.memory.config_keys import (
     OPTIMIZER_NAME,
     PRECISION_PRESET,
 )
-from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.formulas import adapters, training_state, transformer
 from bytescope.memory.formulas.transformer import Layout, Model
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
@@ -84,7 +84,8 @@ class Activations:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """`state`: bytes on a device by role; `activations` and `hardware_flops` by recomputation policy.
+    """`state`: bytes on a device by role, `frozen` only with adapters; `activations` and `hardware_flops` by
+    recomputation policy.
 
     `host`: bytes of state in host memory, in no total. FLOPs are of one micro-step over all replicas.
     """
@@ -118,8 +119,11 @@ def estimate(question: Question) -> Estimate:
     """The formulas of `transformer` and `training_state`, put together for one device (the first stage's, of a
     pipeline)."""
     q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
-    held = training_state.state_bytes(q.parameters, fused_parameters(q.model), precision=q.precision,
+    held = training_state.state_bytes(trained_parameters(q), fused_parameters(q.model), precision=q.precision,
                                       optimizer=q.optimizer, layout=layout, offload=q.offload, fused=q.fused)
+    state = {role: held[role] for role in training_state.ROLES}
+    if q.model.adapters:
+        state["frozen"] = frozen_bytes(q)
     layers = transformer.layers_in_flight(q.model.layers, layout)
     outside = transformer.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=precision.activation,
                                         logit_tokens=q.logit_tokens)
@@ -136,13 +140,28 @@ def estimate(question: Question) -> Estimate:
     notes = NOTES
     if q.attention == "flash":
         notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
-    return Estimate(q, {role: held[role] for role in training_state.ROLES}, held["host"], activations,
+    return Estimate(q, state, held["host"], activations,
                     transformer.model_flops(q.model, q.sequence, sequences), hardware, notes)
+
+
+def trained_parameters(question: Question) -> float:
+    """Parameters that are trained: all of them, or the adapters'."""
+    model = question.model
+    return adapters.adapter_count(model) if model.adapters else question.parameters
+
+
+def frozen_bytes(question: Question) -> float:
+    """Bytes of the frozen weights on a device, 0 without adapters."""
+    q = question
+    return adapters.frozen_bytes(q.model, q.parameters, transformer.table_count(q.model), q.layout,
+                                 "params" in training_state.ZERO[q.layout.zero])
 
 
 def fused_parameters(model: Model) -> int:
     """Parameters whose gradients exist at once in a fused backward pass, at most: the head's, which waits for its
-    update until the layers have theirs, and one layer's or an untied token table's."""
+    update until the layers have theirs, and one layer's or an untied token table's; of adapters one layer's."""
+    if model.adapters:
+        return adapters.adapter_count(model) // model.layers
     table = model.vocabulary * model.width
     layer = (transformer.parameter_count(model) - table * (1 if model.tied else 2)) // model.layers
     return table + max(layer, 0 if model.tied else table)
@@ -157,7 +176,7 @@ def check(question: Question) -> Question:
     """The question itself.
 
     Raises:
-      ReportError: a size below 1, or one that does not divide what it shards.
+      ReportError: a size below 1, one that does not divide what it shards, adapters without a matrix.
     """
     q, layout, model = question, question.layout, question.model
     sizes = {"params": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
@@ -170,9 +189,23 @@ def check(question: Question) -> Question:
         raise ReportError(f"--kv-heads={model.kv_heads}: give a divisor of the {model.heads} heads")
     if model.kv_heads % layout.tensor:
         raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
+    if model.adapters:
+        _check_adapters(model)
     if layout.sequence and layout.tensor == 1:
         raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
     return question
+
+
+def _check_adapters(model: Model) -> None:
+    asked = model.adapters
+    if not 1 <= asked.rank < 1e9:
+        raise ReportError(f"--lora-rank={asked.rank}: give 1 or more, below 1e9")
+    for name in asked.targets:
+        if name not in adapters.TARGETS:
+            raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, adapters.TARGETS)}")
+    if not adapters.adapted(model):
+        raise ReportError(f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
+                          f"some of {','.join(adapters.matrices(model))}")
 
 
 def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None = None,

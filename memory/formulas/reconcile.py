@@ -35,9 +35,10 @@ PRODUCT_POLICIES = ("dots_no_batch", "offload_dots")
 class Formula:
     """A step by formula: bytes on one device, FLOPs of one call over all devices; None where there is no formula.
 
-    accumulator_bytes: summed gradients, 0 without accumulation. residual_bytes: what all layers keep; host_bytes: what
-    they keep in host memory; state_host_bytes: state that lies there. peak_bytes: all of it on the device, one layer
-    recomputed, embedding, head and logits. notes: why the compiler may differ.
+    frozen_bytes: weights that adapters leave as they are. accumulator_bytes: summed gradients, 0 without accumulation.
+    residual_bytes: what all layers keep; host_bytes: what they keep in host memory; state_host_bytes: state that lies
+    there. peak_bytes: all of it on the device, one layer recomputed, embedding, head and logits. notes: why the
+    compiler may differ.
     """
 
     params_bytes: float
@@ -51,6 +52,7 @@ class Formula:
     hardware_flops: float | None
     notes: tuple[str, ...] = ()
     state_host_bytes: float = 0.0
+    frozen_bytes: float = 0.0
 
 
 class Kept(NamedTuple):
@@ -113,15 +115,17 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
     """
     def sharded(zero: int) -> dict[str, float]:
         layout = dataclasses.replace(asked.layout, zero=zero)
-        return state_bytes(asked.parameters, estimate.fused_parameters(asked.model), precision=asked.precision,
+        return state_bytes(trained, estimate.fused_parameters(asked.model), precision=asked.precision,
                            optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused)
 
-    stage, summed = asked.layout.zero, micro_steps > 1
+    stage, summed, trained = asked.layout.zero, micro_steps > 1, estimate.trained_parameters(asked)
     state = sharded(3 if stage else 0)
     state["gradients"] = sharded(stage)["gradients"]
     like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
-    copy = asked.parameters * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
-    return {"state_host": state.pop("host"), **state, "accumulator": like if summed else 0.0}, copy
+    copy = trained * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
+    whole = dataclasses.replace(asked, layout=dataclasses.replace(asked.layout, zero=3 if stage else 0))
+    return {"state_host": state.pop("host"), **state, "frozen": estimate.frozen_bytes(whole),
+            "accumulator": like if summed else 0.0}, copy
 
 
 def _itemsize(asked: estimate.Question) -> int:
@@ -229,12 +233,13 @@ def lines(formula: Formula, peak_bytes: int, breakdown: Mapping[str, int],
     """A report's figures compared with the formulas': `peak_bytes`, `breakdown` and `host_bytes` are the report's,
     `flops` holds `model_flops` and `hardware_flops` of one call."""
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
-    rows = [("parameters", "params", formula.params_bytes), ("gradients", "gradients", formula.gradients_bytes),
+    rows = [("parameters", "params", formula.params_bytes), ("frozen parameters", "frozen", formula.frozen_bytes),
+            ("gradients", "gradients", formula.gradients_bytes),
             ("optimizer state", "optimizer", formula.optimizer_bytes),
             ("accumulated gradients", "accumulator", formula.accumulator_bytes),
             ("activations kept", "residuals", formula.residual_bytes)]
     out = [Line(title, "bytes", breakdown.get(name, 0), by_formula) for title, name, by_formula in rows
-           if name != "accumulator" or by_formula or breakdown.get(name)]
+           if name not in ("accumulator", "frozen") or by_formula or breakdown.get(name)]
     return [*out, Line("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
             *([Line("host memory", "bytes", host_bytes, host)] if host_bytes or host else []),
             Line("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),

@@ -4,7 +4,8 @@ A backward pass reads certain tensors. Walked from there, a tensor is either kep
 from what it was made from. What the walk ends at is the layer's residuals, the products it passed are the FLOPs of the
 recomputation; a name that is never reached costs nothing, whatever the policy says.
 
-Left out: statistics of norms (two numbers per token), and everything outside the layers.
+Left out: statistics of norms (two numbers per token), what lies inside adapters (their rank, a token), and everything
+outside the layers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from bytescope.memory.formulas import transformer
+from bytescope.memory.formulas.adapters import adapted
 from bytescope.memory.formulas.transformer import Model, Tensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
@@ -81,6 +83,8 @@ LAYER = {
 }
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear.
 UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
+# Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
+OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
 WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
 # What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
@@ -111,7 +115,7 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
     made = {name: row for name, row in {**LAYER, **CORES[attention]}.items() if _exists(name, model)}
     # Without dropout the context is made from the probabilities, with it from what is left of them.
     skip = {"probs"} if model.dropout else set()
-    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in made if name not in UNREAD)]
+    kept, recomputed, todo = set(), set(), ["block_in", *(name for name in made if _is_read(name, model))]
     while todo:
         name = todo.pop()
         if name == "block_in" or name in save:
@@ -120,6 +124,13 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
             recomputed.add(name)
             todo += [other for other in made[name].inputs if not (name == "context" and other in skip)]
     return Walk(frozenset(kept), frozenset(recomputed))
+
+
+def _is_read(name: str, model: Model) -> bool:
+    """Whether some gradient reads a tensor."""
+    if name in UNREAD:
+        return False
+    return not (model.adapters and name in OPERANDS and adapted(model).keys().isdisjoint(OPERANDS[name]))
 
 
 def product_flops(model: Model, sequence: int) -> dict[str, float]:

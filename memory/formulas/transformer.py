@@ -12,10 +12,15 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from bytescope.memory.formulas.adapters import Adapters, adapted, adapter_count, matrices
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder. GPT: `gated=False`, as many key/value heads as heads; Llama: gated, no dropout, untied."""
+    """A decoder. GPT: `gated=False`, as many key/value heads as heads; Llama: gated, no dropout, untied.
+
+    adapters: what is trained in the place of the weights; None: the weights.
+    """
 
     layers: int
     width: int
@@ -27,6 +32,7 @@ class Model:
     gated: bool = False
     dropout: bool = False
     tied: bool = True
+    adapters: Adapters | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +56,16 @@ def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool =
 
 def parameter_count(model: Model) -> int:
     """Matrices and embedding tables. Leaves out norms, biases and learned positions (about 0.1 % together)."""
-    tables = 1 if model.tied else 2
-    return _layer_matrices(model) * model.layers + tables * model.vocabulary * model.width
+    return _layer_matrices(model) * model.layers + table_count(model)
+
+
+def table_count(model: Model) -> int:
+    """Parameters of the embedding tables, an untied head among them."""
+    return (1 if model.tied else 2) * model.vocabulary * model.width
 
 
 def _layer_matrices(model: Model) -> int:
-    attention = model.width * model.head_width * 2 * (model.heads + model.kv_heads)
-    return attention + model.width * model.mlp_width * (3 if model.gated else 2)
+    return sum(rows * columns for rows, columns in matrices(model).values())
 
 
 # ---- activations ---------------------------------------------------------------------------------------------
@@ -67,7 +76,8 @@ class Tensor(NamedTuple):
     name; size: elements per token, a key of `token_sizes`; split: "tensor" is sharded t ways always, "sequence" only
     with sequence parallelism; itemsize: bytes of an element, 0 for the activations' own; core: part of the attention
     core; only: the Model field without which it does not exist; operand: kept for products alone, in their dtype;
-    tiled: exists for one tile of positions at a time where the MLP is in tiles.
+    tiled: exists for one tile of positions at a time where the MLP is in tiles; weights: the matrices for whose
+    gradients alone it is kept, () for what other gradients read too.
     """
 
     name: str
@@ -78,6 +88,7 @@ class Tensor(NamedTuple):
     only: str = ""
     operand: bool = False
     tiled: bool = False
+    weights: tuple[str, ...] = ()
 
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1: with dropout, a GELU MLP of 4h and 16-bit activations this
@@ -85,10 +96,12 @@ class Tensor(NamedTuple):
 # with sequence parallelism all of it by t. Grouped keys (Ainslie et al. 2023, arXiv 2305.13245) and the third matrix
 # of SwiGLU (Shazeer 2020, arXiv 2002.05202) follow from the shapes. Left out: statistics of norms (two numbers a
 # token) and whatever else plain autodiff keeps: 46.4 sbh in the place of 26.3 on the paper's 22B layer, under XLA.
-# The context is an operand too, but a fused core reads it wide in its own gradient.
+# The context is an operand too, but a fused core reads it wide in its own gradient. A frozen matrix has no gradient,
+# and that of its input reads the matrix alone: inputs are kept where one of `weights` has an adapter, which reads them
+# too and keeps r numbers a token besides (Hu et al. 2021, arXiv 2106.09685). Left out: dropout before adapters.
 LAYER = (
     Tensor("attention norm input", "width", "sequence"),
-    Tensor("qkv input", "width", "sequence", operand=True),
+    Tensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
     Tensor("queries", "queries", "tensor"),
     Tensor("keys", "keys", "tensor"),
     Tensor("values", "keys", "tensor"),
@@ -98,11 +111,12 @@ LAYER = (
     Tensor("context", "queries", "tensor"),
     Tensor("attention dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("mlp norm input", "width", "sequence"),
-    Tensor("mlp input", "width", "sequence", operand=True, tiled=True),
+    Tensor("mlp input", "width", "sequence", operand=True, tiled=True, weights=("gate", "up")),
     Tensor("gate", "mlp", "tensor", only="gated", tiled=True),
     Tensor("up", "mlp", "tensor", tiled=True),
-    Tensor("down input", "mlp", "tensor", operand=True, tiled=True),
+    Tensor("down input", "mlp", "tensor", operand=True, tiled=True, weights=("down",)),
     Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
+    Tensor("inside the adapters", "adapters", "sequence", only="adapters"),
 )
 
 # FlashAttention (Dao et al. 2022, arXiv 2205.14135) keeps one float32 per query in the place of the core.
@@ -129,18 +143,26 @@ def token_sizes(model: Model, sequence: int) -> dict[str, int]:
     """Elements per token by kind of tensor, the values of `Tensor.size`."""
     return {"width": model.width, "queries": model.heads * model.head_width, "keys": model.kv_heads * model.head_width,
             "scores": model.heads * sequence, "heads": model.heads, "mlp": model.mlp_width,
-            "vocabulary": model.vocabulary}
+            "vocabulary": model.vocabulary,
+            "adapters": model.adapters.rank * len(adapted(model)) if model.adapters else 0}
 
 
 def tensor_bytes(tensor: Tensor, model: Model, layout: Layout, sequence: int, tokens: float, itemsize: int,
                  operand: float = 0.0) -> float:
     """Bytes of one tensor on a device for `tokens` of sequences of `sequence`; `itemsize`: of the activations,
     `operand`: of those that are kept for products alone, 0 for the same."""
-    if tensor.only and not getattr(model, tensor.only):
+    if not exists(tensor, model):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or layout.sequence else 1
     return token_sizes(model, sequence)[tensor.size] * tokens * (
         tensor.itemsize or (tensor.operand and operand) or itemsize) / split
+
+
+def exists(tensor: Tensor, model: Model) -> bool:
+    """Whether a layer of this model keeps a tensor: it makes it, and some gradient reads it."""
+    if tensor.only and not getattr(model, tensor.only):
+        return False
+    return model.adapters is None or not tensor.weights or not adapted(model).keys().isdisjoint(tensor.weights)
 
 
 def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[Tensor, ...]:
@@ -218,8 +240,14 @@ def model_flops(model: Model, sequence: int, sequences: int) -> float:
     6 a matrix parameter and token, 12 a s for each head's width: for GPT the
     72 B L s h^2 (1 + s/(6h) + v/(12hL)) of Korthikanti et al. 2022, appendix A. The masked half of the scores is
     counted. Leaves out norms, softmax, activation functions, the embedding look-up and the optimizer.
+
+    A frozen matrix has no gradient of its own: 4 a parameter and token, and 6 of an adapter's.
     """
-    return 3 * (_layers_forward(model, sequence, sequences) + _head_forward(model, sequence, sequences))
+    forward = _layers_forward(model, sequence, sequences) + _head_forward(model, sequence, sequences)
+    frozen = 0.0
+    if model.adapters:
+        frozen = 2.0 * (_layer_matrices(model) * model.layers + model.width * model.vocabulary) * sequence * sequences
+    return 3 * forward - frozen
 
 
 def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, tiled: bool = False) -> float:
@@ -251,8 +279,8 @@ def _core_forward(model: Model, sequence: int, sequences: int) -> float:
 
 
 def _layers_forward(model: Model, sequence: int, sequences: int) -> float:
-    matrices = 2.0 * _layer_matrices(model) * model.layers * sequences * sequence
-    return matrices + _core_forward(model, sequence, sequences)
+    products = 2.0 * (_layer_matrices(model) * model.layers + adapter_count(model)) * sequences * sequence
+    return products + _core_forward(model, sequence, sequences)
 
 
 def _head_forward(model: Model, sequence: int, sequences: int) -> float:

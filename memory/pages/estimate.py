@@ -13,14 +13,16 @@ from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.devices.limits import described_limit
-from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.formulas import adapters, training_state, transformer
+from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import ASPECT, NOTES, Question, shape_for
 from bytescope.memory.pages.frame import page
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
 SHAPE = {"layers": "layers", "width": "width", "heads": "heads", "kv_heads": "kv-heads", "head_width": "head-width",
          "mlp_width": "mlp-width", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout"}
-REST = {"sequence": "sequence", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
+REST = {"lora_rank": "lora-rank", "lora_targets": "lora-targets", "lora_base": "lora-base",
+        "sequence": "sequence", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
         "attention": "attention", "precision": "precision", "optimizer": "optimizer", "offload": "offload",
         "fused": "fused", "tensor": "tensor", "sequence_parallel": "sequence-parallel", "data": "data", "zero": "zero"}
 
@@ -41,8 +43,10 @@ def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, 
         "logits": transformer.LOGITS._asdict(),
         "precisions": {name: row._asdict() for name, row in training_state.PRECISIONS.items()},
         "optimizers": {name: row._asdict() for name, row in training_state.OPTIMIZERS.items()},
-        "offloads": training_state.OFFLOAD, "parts": training_state.ROLES, "recompute": transformer.RECOMPUTE,
-        "attention": transformer.ATTENTION, "shape_flags": SHAPE, "flags": REST, "cards": cards(),
+        "targets": adapters.TARGETS, "bases": {name: row._asdict() for name, row in adapters.BASES.items()},
+        "table_bytes": adapters.TABLE_BYTES, "offloads": training_state.OFFLOAD, "parts": training_state.ROLES,
+        "recompute": transformer.RECOMPUTE, "attention": transformer.ATTENTION, "shape_flags": SHAPE, "flags": REST,
+        "cards": cards(),
         "models": {name: inputs(asked) for name, asked in presets.items()},
         "defaults": inputs(Question(1e9, shape_for(1e9))),
     }
@@ -58,10 +62,12 @@ def cards() -> dict[str, dict[str, Any]]:
 def inputs(question: Question) -> dict[str, Any]:
     """Input of the page -> value."""
     q, layout, model = question, question.layout, question.model
+    lora = model.adapters or Adapters(0)
     return {
         "parameters": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
         "kv_heads": model.kv_heads, "head_width": model.head_width, "mlp_width": model.mlp_width,
         "vocabulary": model.vocabulary, "gated": model.gated, "tied": model.tied, "dropout": model.dropout,
+        "lora_rank": lora.rank, "lora_targets": ",".join(lora.targets), "lora_base": lora.base,
         "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0,
         "mlp_tokens": q.mlp_tokens, "offload": q.offload, "fused": q.fused, "attention": q.attention,
         "recompute": "none", "precision": q.precision, "optimizer": q.optimizer, "tensor": layout.tensor,

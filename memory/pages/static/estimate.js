@@ -5,8 +5,9 @@
   const { root, address, count, exact, make, flags } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
-  const ROWS = [["params", "parameters", "params"], ["gradients", "gradients", "gradients"],
-    ["optimizer", "optimizer and master copy", "optimizer"], ["kept", "activations of the layers", "residuals"],
+  const ROWS = [["params", "parameters", "params"], ["frozen", "frozen parameters", "frozen"],
+    ["gradients", "gradients", "gradients"], ["optimizer", "optimizer and master copy", "optimizer"],
+    ["kept", "activations of the layers", "residuals"],
     ["recomputed", "one layer recomputed", "workspace"], ["outside", "embedding, head and logits", "logits_loss"]];
   const SUFFIX = { k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
   const fixed = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
@@ -14,10 +15,27 @@
   const sum = (values) => values.reduce((total, value) => total + value, 0);
 
   // ---- the formulas ---------------------------------------------------------------------------------
-  const tokenSizes = (q) => ({ width: q.width, queries: q.heads * q.head_width, keys: q.kv_heads * q.head_width,
+  const matrices = (q) => {
+    const queries = q.heads * q.head_width, keys = q.kv_heads * q.head_width;
+    const found = { q: [q.width, queries], k: [q.width, keys], v: [q.width, keys], o: [queries, q.width],
+      up: [q.width, q.mlp_width], down: [q.mlp_width, q.width] };
+    return q.gated ? { ...found, gate: found.up } : found;
+  };
+  const adapted = (q) => Object.keys(matrices(q)).filter((name) => q.lora_rank && targetsOf(q).includes(name));
+  const targetsOf = (q) => q.lora_targets.split(",");
+  const adapterCount = (q) => q.lora_rank * q.layers * sum(adapted(q).map((name) => sum(matrices(q)[name])));
+  const tableCount = (q) => (q.tied ? 1 : 2) * q.vocabulary * q.width;
+  const frozenBytes = (q) => {
+    const row = data.bases[q.lora_base], tables = Math.min(tableCount(q), q.parameters);
+    const columns = q.layers * sum(Object.values(matrices(q)).map((shape) => shape[1]));
+    const size = row.element * (q.parameters - tables) + row.column * columns + data.table_bytes * tables;
+    return size / (q.tensor * (data.zero[q.zero].includes("params") ? q.data : 1));
+  };
+  const tokenSizes = (q) => ({ adapters: q.lora_rank * adapted(q).length, width: q.width, queries: q.heads * q.head_width, keys: q.kv_heads * q.head_width,
     scores: q.heads * q.sequence, heads: q.heads, mlp: q.mlp_width, vocabulary: q.vocabulary });
   const tensorBytes = (tensor, q, tokens) => {
-    if (tensor.only && !q[tensor.only]) return 0;
+    if (tensor.only && !q[tensor.only === "adapters" ? "lora_rank" : tensor.only]) return 0;
+    if (q.lora_rank && tensor.weights.length && !tensor.weights.some((name) => adapted(q).includes(name))) return 0;
     const row = data.precisions[q.precision];
     const split = tensor.split === "tensor" || q.sequence_parallel ? q.tensor : 1;
     return tokenSizes(q)[tensor.size] * tokens * (tensor.itemsize || (tensor.operand && row.operand) || row.activation)
@@ -43,7 +61,8 @@
       moments: kind.states * (kind.itemsize || row.state) }, out = { host: 0 };
     if (q.fused) {
       const one = q.vocabulary * q.width;
-      whole.gradients *= (one + Math.max(layerMatrices(q), q.tied ? 0 : one)) / q.parameters;
+      whole.gradients *= q.lora_rank ? 1 / q.layers
+        : (one + Math.max(layerMatrices(q), q.tied ? 0 : one)) / q.parameters;
     }
     const wide = whole.master ? "master" : "params";
     const away = data.offloads[q.offload].filter((part) => !(q.fused && part === "gradients"))
@@ -57,30 +76,33 @@
     }
     return out;
   };
-  const layerMatrices = (q) => q.width * q.head_width * 2 * (q.heads + q.kv_heads)
-    + q.width * q.mlp_width * (q.gated ? 3 : 2);
+  const layerMatrices = (q) => sum(Object.values(matrices(q)).map(([rows, columns]) => rows * columns));
   const flops = (q) => {
     const sequences = q.batch * q.data, tokens = sequences * q.sequence;
     const core = 4 * q.layers * tokens * q.sequence * q.heads * q.head_width;
-    const layers = 2 * layerMatrices(q) * q.layers * tokens + core;
-    const model = 3 * (layers + 2 * q.width * q.vocabulary * tokens);
+    const layers = 2 * (layerMatrices(q) * q.layers + adapterCount(q)) * tokens + core;
+    const frozen = q.lora_rank ? 2 * (layerMatrices(q) * q.layers + q.width * q.vocabulary) * tokens : 0;
+    const model = 3 * (layers + 2 * q.width * q.vocabulary * tokens) - frozen;
     const tiles = q.mlp_tokens ? 2 * q.width * q.mlp_width * (q.gated ? 2 : 1) * q.layers * tokens : 0;
     return { model, none: model + tiles, selective: model + (q.attention === "flash" ? 0 : core) + tiles,
       full: model + layers };
   };
   const estimate = (q) => {
     const { host, ...state } = perParameter(q), all = flops(q), policies = {};
+    const trained = (q.lora_rank ? adapterCount(q) : q.parameters) / q.parameters;
+    for (const role of Object.keys(state)) state[role] *= trained;
+    if (q.lora_rank) state.frozen = frozenBytes(q) / q.parameters;
     for (const policy of Object.keys(data.recompute)) {
       const kept = layerBytes(policy, q), out = {};
       for (const role of Object.keys(state)) out[role] = state[role] * q.parameters;
       Object.assign(out, { kept: q.layers * kept, recomputed: layerBytes("none", q) - kept + tileBytes(q),
         outside: outsideBytes(q) });
       out.total = sum(Object.values(out));
-      policies[policy] = { ...out, host: host * q.parameters, hardware_flops: all[policy] };
+      policies[policy] = { ...out, host: host * trained * q.parameters, hardware_flops: all[policy] };
     }
     return { per_parameter: state, policies, model_flops: all.model };
   };
-  const parameterCount = (q) => layerMatrices(q) * q.layers + (q.tied ? 1 : 2) * q.vocabulary * q.width;
+  const parameterCount = (q) => layerMatrices(q) * q.layers + tableCount(q);
   const shapeFor = (parameters) => {
     const step = data.aspect, exact = (parameters * step / 12) ** (1 / 3);
     const width = Math.max(step, step * Math.floor(exact / step + 0.5)), heads = Math.max(1, Math.floor(width / 128));
@@ -101,17 +123,18 @@
   const read = (name) => {
     const node = $(name);
     if (node.type === "checkbox") return node.checked;
-    return COUNTS.includes(name) ? parse(node.value) : node.value;
+    return COUNTS.includes(name) ? parse(node.value) : node.value.replace(/\s/g, "");
   };
   const WHOLE = COUNTS.filter((name) => !["parameters", "memory"].includes(name));
-  const least = (name) => (["logit_tokens", "mlp_tokens", "zero"].includes(name) ? 0 : 1);
+  const least = (name) => (["logit_tokens", "mlp_tokens", "zero", "lora_rank"].includes(name) ? 0 : 1);
   const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
     WHOLE.filter((name) => q[name] % 1), q.heads % q.kv_heads ? ["kv_heads"] : [],
-    q.kv_heads % q.tensor ? ["tensor"] : []);
+    q.kv_heads % q.tensor ? ["tensor"] : [], q.lora_rank && !(adapted(q).length
+      && targetsOf(q).every((name) => data.targets.includes(name))) ? ["lora_targets"] : []);
   const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
     offload: Object.keys(data.offloads), precision: Object.keys(data.precisions),
-    optimizer: Object.keys(data.optimizers) };
-  const summaries = { recompute: data.recompute, precision: data.precisions, optimizer: data.optimizers };
+    optimizer: Object.keys(data.optimizers), lora_base: Object.keys(data.bases) };
+  const summaries = { recompute: data.recompute, precision: data.precisions, optimizer: data.optimizers, lora_base: data.bases };
   for (const [name, values] of Object.entries(options)) {
     for (const value of values) {
       const option = make("option", value.replaceAll("_", " ")), about = summaries[name] && summaries[name][value];
@@ -164,6 +187,7 @@
     }
     for (const [name, word] of Object.entries(data.flags)) {
       if (name === "sequence_parallel" && q.tensor === 1) continue;  // there is nothing to share
+      if (["lora_targets", "lora_base"].includes(name) && !q.lora_rank) continue;
       if (q[name] !== known[name]) words.push(flag(word, q[name]));
     }
     return words.join(" ");
@@ -174,7 +198,8 @@
     const policies = Object.keys(data.recompute), head = make("tr"), body = [];
     head.append(make("th", ""), make("th", "bytes per parameter"));
     for (const policy of policies) head.append(make("th", policy, policy === chosen ? "chosen" : ""));
-    for (const [role, title, hue] of [...ROWS, ["total", "total", ""], ["host", "in host memory", ""]]) {
+    const rows = ROWS.filter(([role]) => role in found.policies[chosen]);
+    for (const [role, title, hue] of [...rows, ["total", "total", ""], ["host", "in host memory", ""]]) {
       if (role === "host" && !found.policies[chosen].host) continue;
       const row = make("tr", undefined, role === "total" ? "total" : ""), name = make("th"), dot = make("i", "", "dot");
       if (hue) { dot.style.background = `var(--c-${hue})`; name.append(dot); }
@@ -200,13 +225,14 @@
   };
   const bars = (found, q) => {
     const policies = Object.keys(data.recompute), x = policies.map((_, i) => i);
+    const rows = ROWS.filter(([role]) => role in found.policies[q.recompute]);
     charts.xy("bars", {
       horizontal: true,
       x: { title: "on one device", suffix: " GB", zero: true },
       y: { type: "names", names: policies },
-      series: ROWS.map(([role, title, hue]) => ({ kind: "bar", name: title, color: `var(--c-${hue})`, x,
+      series: rows.map(([role, title, hue]) => ({ kind: "bar", name: title, color: `var(--c-${hue})`, x,
         y: policies.map((policy) => found.policies[policy][role] / 1e9),
-        tips: (i) => [policies[i], ...ROWS.map(([other, name, color]) => ({ name, color: `var(--c-${color})`,
+        tips: (i) => [policies[i], ...rows.map(([other, name, color]) => ({ name, color: `var(--c-${color})`,
           value: gb(found.policies[policies[i]][other]), strong: other === role })),
         { name: "total", value: gb(found.policies[policies[i]].total) }] })),
       limits: [{ x: q.memory, text: `${q.memory} GB` }],
@@ -231,7 +257,7 @@
     $("verdict").className = "verdict " + (fits ? "fits" : "exceeds");
     $("verdict").textContent = fits ? `✓ fits ${q.memory} GB` : `✕ exceeds ${q.memory} GB`;
     const figures = [[`total, ${q.recompute === "none" ? "no" : q.recompute} recomputation`, chosen.total],
-      ["state", chosen.params + chosen.gradients + chosen.optimizer],
+      ["state", chosen.params + (chosen.frozen || 0) + chosen.gradients + chosen.optimizer],
       ["activations", chosen.kept + chosen.recomputed + chosen.outside]];
     const boxes = [...figures.map(([name, bytes]) => [name, gb(bytes), gib(bytes)]), ...speed(found, q)];
     $("total").replaceChildren(...boxes.map(([name, text, note]) => {

@@ -15,6 +15,7 @@ from bytescope.memory.commands.estimate import parse_count
 from bytescope.memory.devices import limits, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.formulas import transformer
+from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import Question, check, estimate, question_of, shape_for
 from bytescope.memory.formulas.transformer import Layout, Model
 from bytescope.memory.pages import estimate as estimate_page
@@ -166,6 +167,8 @@ def test_the_page_is_one_file_and_says_what_it_was_asked():
     assert {name if name != "data" else "data_ranks" for name in estimate_page.inputs(DROPOUT)} <= ids
 
 
+QLORA = dataclasses.replace(LLAMA_8B, model=dataclasses.replace(
+    LLAMA_8B.model, adapters=Adapters(16, ("q", "v", "up"), "int8")), fused=True, layout=Layout(data=2, zero=3))
 LEVERS = dataclasses.replace(LLAMA_8B, precision="fp8", mlp_tokens=1000, offload="both", fused=True)
 
 
@@ -195,7 +198,7 @@ def test_a_config_says_its_levers(capsys):
     assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
 
 
-@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS], ids=["llama", "gpt", "levers"])
+@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS, QLORA], ids=["llama", "gpt", "levers", "qlora"])
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
     assert same(found, question) and list(found["policies"]) == list(transformer.RECOMPUTE)
@@ -235,7 +238,8 @@ const seen = [], note = () => seen.push([document.getElementById("command").text
 note();
 settle("data_ranks", 4); settle("sequence", 512); settle("logit_tokens", 0); settle("fused", true); note();
 settle("model", "gpt2_xl"); settle("card", "h200"); settle("tensor", 5); settle("sequence_parallel", true); note();
-settle("layers", 7); settle("tied", false); settle("gated", true); settle("head_width", 32); settle("dropout", true);
+settle("layers", 7); settle("lora_rank", 8); settle("lora_base", "nf4"); settle("lora_targets", "q, o");
+settle("tied", false); settle("gated", true); settle("head_width", 32); settle("dropout", true);
 settle("offload", "both"); settle("mlp_tokens", 100); settle("precision", "fp8"); settle("zero", 1); note();
 settle("parameters", "13b"); settle("memory", 7); note();
 document.title = JSON.stringify(seen);"""
@@ -274,5 +278,7 @@ def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
 
 
 def test_what_cannot_be_is_marked_and_not_computed(tmp_path):
-    _, document = computed(tmp_path, DROPOUT, script=TYPE + 'type("tensor", "3"); type("batch", "-1");')
-    assert 'data-wrong="batch tensor"' in document and "batch, tensor: not possible" in document
+    _, document = computed(tmp_path, DROPOUT, script=TYPE + 'type("tensor", "3"); type("batch", "-1"); '
+                           'type("lora_rank", "2"); type("lora_targets", "q,x");')
+    assert 'data-wrong="batch tensor lora_targets"' in document
+    assert "batch, tensor, lora targets: not possible" in document

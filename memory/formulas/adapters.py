@@ -1,0 +1,83 @@
+"""LoRA by formula: the adapters of a model, and the bytes of the weights that they leave frozen. Plain arithmetic.
+
+Low-rank adapters after Hu et al. 2021 (arXiv 2106.09685), frozen weights in 4 bits after Dettmers et al. 2023 (QLoRA,
+arXiv 2305.14314). What a layer keeps for adapters is in `transformer.LAYER`. Left out: adapters of embedding tables,
+and the weights as they are computed with, which are decoded one layer at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from bytescope.memory.formulas.transformer import Layout, Model
+
+# What may have an adapter, by the names of the trainer's `lora.targets`.
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class Base(NamedTuple):
+    """How frozen matrices are stored. element: bytes of one, scales of blocks included; column: bytes of an output."""
+
+    summary: str
+    element: float
+    column: float = 0.0
+
+
+# Section 3 of QLoRA: codes of 4 bits in blocks of 64, whose scales are quantized to 8 bits in blocks of 256, each with
+# a float32: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is left
+# out. Tables and norms stay in 16 bits.
+BASES = {
+    "bf16": Base("16 bits", 2.0),
+    "nf4": Base("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
+    "int8": Base("8 bits, a float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339)", 1.0, 4.0),
+}
+TABLE_BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters over frozen weights: all that is trained.
+
+    rank: r of the paper. targets: of TARGETS; one that the model does not have counts for nothing. base: of BASES.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = TARGETS
+    base: str = "bf16"
+
+
+def matrices(model: Model) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the matrices of a layer, by the names of TARGETS."""
+    queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
+    found = {"q": (model.width, queries), "k": (model.width, keys), "v": (model.width, keys),
+             "o": (queries, model.width), "gate": (model.width, model.mlp_width), "up": (model.width, model.mlp_width),
+             "down": (model.mlp_width, model.width)}
+    return {name: shape for name, shape in found.items() if model.gated or name != "gate"}
+
+
+def adapted(model: Model) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of a layer's matrices that have an adapter."""
+    targets = model.adapters.targets if model.adapters else ()
+    return {name: shape for name, shape in matrices(model).items() if name in targets}
+
+
+def adapter_count(model: Model) -> int:
+    """Parameters of all adapters, r (inputs + outputs) of each matrix that has one; 0 without (section 4.1)."""
+    rank = model.adapters.rank if model.adapters else 0
+    return rank * model.layers * sum(inputs + outputs for inputs, outputs in adapted(model).values())
+
+
+def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool) -> float:
+    """Bytes of the frozen weights on a device, 0 without adapters.
+
+    parameters: of the model, `tables` of them in embedding tables; sharded: whether the ranks of `layout.data` share
+    parameters.
+    """
+    if model.adapters is None:
+        return 0.0
+    base = BASES[model.adapters.base]
+    columns = model.layers * sum(outputs for _, outputs in matrices(model).values())
+    size = base.element * max(parameters - tables, 0) + base.column * columns + TABLE_BYTES * min(tables, parameters)
+    return size / (layout.tensor * layout.pipeline * (layout.data if sharded else 1))

@@ -1,0 +1,140 @@
+"""LoRA by formula: counts and bytes of the papers, a layer by hand, and the command."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bytescope.memory.__main__ import main
+from bytescope.memory.formulas import adapters, rematerialized, training_state, transformer
+from bytescope.memory.formulas.adapters import Adapters
+from bytescope.memory.formulas.estimate import Question, estimate
+from bytescope.memory.formulas.transformer import Layout, Model, gpt
+
+pytestmark = pytest.mark.quick
+
+LLAMA_8B = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
+# Touvron et al. 2023 (arXiv 2302.13971), table 2, and the MLP's width of the released weights.
+LLAMA_65B = Model(80, 8192, 64, 64, 128, 22016, 32000, gated=True, tied=False)
+ALONE = Layout()
+GPT3 = gpt(96, 12288, 96, 50257, dropout=False)
+
+
+def with_adapters(model, rank, targets=adapters.TARGETS, base="bf16"):
+    return dataclasses.replace(model, adapters=Adapters(rank, targets, base))
+
+
+def frozen(model, base, layout=ALONE, sharded=False):
+    model = with_adapters(model, 8, base=base)
+    count = transformer.parameter_count(model)
+    return adapters.frozen_bytes(model, count, transformer.table_count(model), layout, sharded)
+
+
+@pytest.mark.parametrize("rank, millions", [(1, 4.7), (8, 37.7)])
+def test_adapters_of_gpt_3_are_those_of_the_paper(rank, millions):
+    """Hu et al. 2021, table 4: 4.7M and 37.7M trained parameters, of queries and values."""
+    assert adapters.adapter_count(with_adapters(GPT3, rank, ("q", "v"))) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_gpt_3_takes_a_third_of_the_memory():
+    """Hu et al. 2021, section 4.2: 1.2 TB becomes 350 GB, and a checkpoint of rank 4 has 35 MB."""
+    count = 175e9
+    whole = training_state.state_bytes_per_parameter("pure_bf16", "adamw")
+    assert (whole["params"] + whole["optimizer"]) * count == 1.05e12  # the rest of 1.2 TB are activations
+    model = with_adapters(GPT3, 4, ("q", "v"))
+    found = estimate(Question(count, model, precision="pure_bf16"))
+    assert found.state["frozen"] == 350e9
+    assert sum(found.state.values()) / 350e9 == pytest.approx(1, abs=0.001)
+    assert 2 * adapters.adapter_count(model) / 2**20 == pytest.approx(35, abs=1.1)
+
+
+def test_bits_of_nf4_are_those_of_the_paper():
+    """Dettmers et al. 2023, section 3: double quantization leaves 0.127 bits a parameter for constants."""
+    assert 8 * adapters.BASES["nf4"].element - 4 == pytest.approx(0.127, abs=0.0005)
+
+
+def test_65b_fits_a_card_of_48_gb():
+    """Dettmers et al. 2023, abstract and section 1: more than 780 GB in 16 bits become less than 48 GB."""
+    whole = training_state.state_bytes_per_parameter("bf16_params", "adamw")
+    assert sum(whole.values()) * 65e9 == 780e9
+    asked = Question(transformer.parameter_count(LLAMA_65B), with_adapters(LLAMA_65B, 64, base="nf4"), sequence=512,
+                     precision="pure_bf16", attention="flash")
+    found = estimate(asked)
+    assert found.total("full") < 48e9 < estimate(dataclasses.replace(
+        asked, model=with_adapters(LLAMA_65B, 64, base="int8"))).total("full")
+
+
+def test_frozen_llama_8b_by_hand():
+    matrices = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    tables, outputs = 2 * 2 * 128256 * 4096, 32 * (4096 + 1024 + 1024 + 4096 + 14336 + 14336 + 4096)
+    assert frozen(LLAMA_8B, "bf16") == 2 * matrices + tables
+    assert frozen(LLAMA_8B, "int8") == matrices + 4 * outputs + tables
+    assert frozen(LLAMA_8B, "nf4") == matrices // 2 + matrices // 64 + 4 * (matrices // 64 // 256) + tables
+    assert frozen(LLAMA_8B, "nf4", Layout(tensor=2, data=4), True) == frozen(LLAMA_8B, "nf4") / 8
+    assert frozen(LLAMA_8B, "nf4", Layout(data=4)) == frozen(LLAMA_8B, "nf4")
+
+
+def test_what_a_layer_keeps_for_adapters_by_hand():
+    """Inputs of frozen matrices go, those of adapted ones stay, each with r numbers a token."""
+    def kept(model, policy="none"):
+        return transformer.layer_bytes(model, Layout(), 10, 1, attention="flash", recompute=policy)
+
+    plain, every = kept(LLAMA_8B), kept(with_adapters(LLAMA_8B, 16))
+    assert every == plain + 10 * 2 * 16 * 7
+    queries = kept(with_adapters(LLAMA_8B, 16, ("q", "v")))
+    assert queries == plain - 10 * 2 * (4096 + 14336) + 10 * 2 * 16 * 2  # inputs of gate and up, and of down
+    assert kept(with_adapters(LLAMA_8B, 16), "full") == kept(LLAMA_8B, "full")
+    assert kept(with_adapters(gpt(4, 64, 4, 100), 3)) - kept(gpt(4, 64, 4, 100)) == 10 * 2 * 3 * 6  # without a gate
+
+
+def test_what_a_policy_of_names_keeps():
+    def walked(model, save=("attn_norm", "mlp_norm", "act")):
+        return rematerialized.walk(model, "flash", save)
+
+    assert walked(LLAMA_8B).kept == walked(with_adapters(LLAMA_8B, 16)).kept >= {"attn_norm", "mlp_norm", "act"}
+    queries = walked(with_adapters(LLAMA_8B, 16, ("q",)))
+    assert "act" not in queries.kept | queries.recomputed and "attn_norm" in queries.kept
+
+
+def test_frozen_matrices_take_four_flops_and_adapters_six():
+    model, tokens = with_adapters(LLAMA_8B, 16), 2048
+    weights = transformer.parameter_count(LLAMA_8B) - 128256 * 4096  # looking a token up multiplies nothing
+    added = 6 * adapters.adapter_count(model) * tokens
+    assert transformer.model_flops(LLAMA_8B, tokens, 1) - transformer.model_flops(model, tokens, 1) \
+        == 2 * weights * tokens - added
+    assert transformer.hardware_flops(model, tokens, 1, "full") - transformer.model_flops(model, tokens, 1) \
+        == transformer.hardware_flops(LLAMA_8B, tokens, 1, "full") - transformer.model_flops(LLAMA_8B, tokens, 1) \
+        + added / 3
+
+
+def test_only_adapters_have_gradients_and_moments():
+    asked = Question(8e9, with_adapters(LLAMA_8B, 16, base="nf4"), precision="bf16", offload="none")
+    found, count = estimate(asked), adapters.adapter_count(asked.model)
+    assert {role: found.state[role] / count for role in training_state.ROLES} == {
+        "params": 4, "gradients": 4, "optimizer": 8}
+    fused = estimate(dataclasses.replace(asked, fused=True))
+    assert fused.state["gradients"] == 4 * count / 32
+    assert "frozen" not in estimate(dataclasses.replace(asked, model=LLAMA_8B)).state
+
+
+def test_the_command(capsys, tmp_path):
+    path = tmp_path / "a.json"
+    assert main(["estimate", "llama_8b", "--lora-rank=16", "--lora-base=nf4", f"--json={path}"]) == 0
+    out = capsys.readouterr().out
+    assert "41,943,040 trained" in " ".join(out.split()) and "frozen parameters" in out
+    assert max(map(len, out.splitlines())) <= 100
+    row = json.loads(path.read_text())["policies"]["full"]
+    assert row["frozen"] == frozen(LLAMA_8B, "nf4") and row["params"] == 4 * 41943040
+    main(["estimate", "llama_8b", "--lora-rank=0"])
+    assert "frozen" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--lora-rank=16", "--lora-targets=q,w"], "--lora-targets: 'w'"), (["--lora-rank=-1"], "--lora-rank=-1: give 0"),
+    (["--lora-targets=q"], "give --lora-rank=16 too"), (["--lora-base=nf4"], "give --lora-rank=16 too"),
+    (["--lora-rank=4", "--lora-targets=gate"], "no layer of this model has such a matrix: give some of q,k,v,o,up"),
+    (["--lora-rank=4", "--lora-base=nf5"], "choose one of bf16, nf4, int8")])
+def test_mistakes_are_one_line(capsys, arguments, words):
+    assert main(["estimate", "--params=7b", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
