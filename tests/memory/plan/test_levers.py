@@ -115,8 +115,8 @@ def test_the_staircase_on_the_terminal(levels):
 
 def test_bars_are_whole_numbers_that_add_up():
     thirds = dict.fromkeys(ROWS[:3], 10)
-    assert levers_text.bar(thirds, 30, 10).plain == "PPPOOOOAAA"
-    assert levers_text.bar(thirds, 15, 10).plain == "PPPPPPPOO▶"
+    assert levers_text.bar(thirds, 30, 10).plain == "PPPFFFFOOO"
+    assert levers_text.bar(thirds, 15, 10).plain == "PPPPPPPFF▶"
 
 
 # ---- the page ---------------------------------------------------------------------------------------
