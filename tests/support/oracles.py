@@ -36,6 +36,7 @@ ORACLES = {
     "xprof": (_plugin("xprof"), "xprof is not installed: pip install 'bytescope[test]'"),
     "notebook": (lambda: all(_plugin(name)() for name in ("nbclient", "ipykernel")),
                  "nbclient or ipykernel is not installed: pip install 'bytescope[test]'"),
+    "datasets": (_plugin("datasets"), "datasets is not installed: pip install 'bytescope[test]'"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py

@@ -1,6 +1,7 @@
 """Data of a run: `config.data` in; batches of int32 token windows out, on the host and then on the devices.
 
-Start with `source.py`: from a source to numbered windows and batches. `corpus.py` finds documents and what is held out,
-`tokenizer.py` makes token ids of them, `shards.py` maps prepared token files, which `prepare.py` (`bytescope prepare`)
-writes; `long_texts.py` keeps the ids of long documents those of the whole. `feed.py` puts batches on the devices.
+Start with `source.py`: from a source to numbered windows and batches. `corpus.py` finds its files: text documents
+(`documents.py`), records (`records.py`, with documents in them: `record_texts.py`) or prepared token files
+(`shards.py`), which `prepare.py` (`bytescope prepare`) writes. `tokenizer.py` makes token ids, `long_texts.py` those of documents too
+long for one call. `feed.py` puts batches on the devices.
 """

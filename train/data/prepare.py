@@ -16,7 +16,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError, exit_code_of
-from bytescope.train.data.corpus import INDEX, ShardFiles, Text, find, texts
+from bytescope.train.data.corpus import INDEX, ShardFiles, find
+from bytescope.train.data.documents import Text
+from bytescope.train.data.record_texts import RecordTexts
+from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
@@ -25,7 +28,7 @@ from bytescope.train.errors import UserError
 PARTIAL = ".prepare"  # the folder inside the new one in which everything is written
 
 
-def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
+def write_shards(text: Text | RecordTexts, tokenizer: Tokenizer, out: Path, shard_tokens: int,
                  advance: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
     """Tokenizes `text` into shards of `shard_tokens` tokens in `out`, piece by piece. Returns what index.json holds.
 
@@ -48,7 +51,7 @@ def write_shards(text: Text, tokenizer: Tokenizer, out: Path, shard_tokens: int,
     try:
         shards = []
         for split, part in zip(SPLITS, text.split(), strict=True):
-            arrays = tokenize(counted(texts(part.documents)), tokenizer)
+            arrays = tokenize(counted(part.stream()), tokenizer)
             shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
         if {shard["split"] for shard in shards} != set(SPLITS):
             raise UserError(f"{text.title!r} holds too little text to train on one part and hold out another: give "
@@ -126,11 +129,16 @@ def make_parser() -> argparse.ArgumentParser:
                      "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/",
                      formatter_class=argparse.RawDescriptionHelpFormatter,
                      description="Make token shards of text; bytescope train maps them into memory.")
-    parser.add_argument("--source", required=True, metavar="PATH", help="stdlib, or a text file, folder or glob")
+    parser.add_argument("--source", required=True, metavar="PATH",
+                        help="stdlib, or a file, folder or glob of text or records")
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
     parser.add_argument("--special-tokens", choices=SPECIAL_TOKENS, default="text",
                         help="written in a text: text (default), encoded as any other, or parse")
+    parser.add_argument("--field", default="text", metavar="NAME",
+                        help="of .jsonl and .parquet: what holds the document (default text)")
+    parser.add_argument("--skip-bad", type=int, default=0, metavar="N",
+                        help="malformed records that are left out (default 0); one more is refused")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                         help="tokens per shard (default 100000000)")
     return parser
@@ -142,6 +150,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
         raise UserError(f"--shard-tokens={args.shard_tokens}: give 1 or more, or leave it out for 100000000")
+    if args.skip_bad < 0:
+        raise UserError(f"--skip-bad={args.skip_bad}: give 0 or more")
     return args
 
 
@@ -149,6 +159,8 @@ def _prepare(args: argparse.Namespace) -> None:
     text = find(args.source, "--source")
     if isinstance(text, ShardFiles):
         raise UserError(f"--source={args.source!r} holds token shards already: give text, or train on these shards")
+    if isinstance(text, RecordFiles):
+        text = RecordTexts(text, args.field, args.skip_bad)
     source = Path(os.path.expanduser(args.source))
     if args.source != "stdlib" and source.is_dir() and args.out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
@@ -156,7 +168,7 @@ def _prepare(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokenizing", total=sum(d.stop - d.start for d in text.documents))
+        task = progress.add_task("tokenizing", total=text.bytes)
         index = write_shards(text, tokenizer, args.out, args.shard_tokens,
                              lambda size: progress.advance(task, size))
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}

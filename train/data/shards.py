@@ -5,7 +5,6 @@ header), the tokenizer.json if one was used, and `index.json`, which names them 
 an index, .bin and .npy files are taken as they are.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -15,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from bytescope.memory.report_json import one_line, parse
-from bytescope.train.data.corpus import HELD_OUT, INDEX, ShardFiles
+from bytescope.train.data.corpus import HELD_OUT_NAME, INDEX, ShardFiles
+from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
 from bytescope.train.errors import UserError
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 SPLITS = ("train", "heldout")
-# A word of its own: `latest.bin` is not a test set.
-HELD_OUT_NAME = re.compile(r"(?<![a-z])(val|valid|validation|eval|evaluation|held_?out|test)(?![a-z])")
 INDEX_KEYS = {"dtype": str, "vocab_size": int, "tokenizer": str, "tokenizer_hash": str, "shards": list}
 SHARD_KEYS = {"file": str, "tokens": int, "split": str}
 SCAN_TOKENS = 1 << 24
@@ -45,7 +43,7 @@ class Shards:
     found: ShardFiles
     shards: tuple[Shard, ...]
     index: dict[str, Any]
-    skipped = 0
+    skipped = malformed = copies = 0
 
     @property
     def title(self) -> str:

@@ -15,7 +15,10 @@ import grain
 import numpy as np
 
 from bytescope.train.batch import IGNORE
-from bytescope.train.data.corpus import ShardFiles, Text, find
+from bytescope.train.data.corpus import ShardFiles, find
+from bytescope.train.data.documents import Text
+from bytescope.train.data.record_texts import RecordTexts
+from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.shards import Shards, open_shards
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, load_tokenizer
@@ -94,14 +97,16 @@ def open_data(config: DataConfig) -> Data:
 
     Raises UserError, one line with the remedy, if something is missing, damaged, not text, or too small.
     """
-    source = _find(config.source, config.dtype, "data.source")
+    source = _find(config, "source")
     sources = [source]
     if config.eval_source:
-        sources.append(_find(config.eval_source, config.dtype, "data.eval_source"))
+        sources.append(_find(config, "eval_source"))
         parts = source.training_part(), sources[1].held_out_part()
         if common := parts[0].paths & parts[1].paths:
             raise UserError(f"data.eval_source={config.eval_source!r} holds {min(common).name}, which the "
                             "run trains on: hold out other files, or leave data.eval_source empty")
+        if isinstance(parts[0], Text | RecordTexts) and type(parts[0]) is type(parts[1]):
+            parts = parts[0].without(parts[1]), parts[1]
     else:
         parts = source.split()
     tokenizer = _choose_tokenizer(config, sources)
@@ -119,7 +124,7 @@ def open_data(config: DataConfig) -> Data:
         digest.update(part.identity(arrays))
         windows.append(TokenSource(arrays, config.seq_len, vocab_size, keep_tail=held_out))
     train, heldout = windows
-    _refuse_too_little(config, train, heldout)
+    _refuse_too_little(config, train, heldout, parts[0].copies)
     description = _describe(config, parts, train, heldout, tokenizer)
     return Data(train, heldout, vocab_size, digest.hexdigest(), description, tokenizer)
 
@@ -194,12 +199,14 @@ def _to_batch(windows: np.ndarray) -> Batch:
     return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
 
 
-def _find(source: str, dtype: str, key: str) -> Text | Shards:
-    found = find(source, key)
-    return open_shards(found, dtype) if isinstance(found, ShardFiles) else found
+def _find(config: DataConfig, key: str) -> Text | RecordTexts | Shards:
+    found = find(getattr(config, key), f"data.{key}")
+    if isinstance(found, RecordFiles):
+        return RecordTexts(found, config.field, config.skip_bad)
+    return open_shards(found, config.dtype) if isinstance(found, ShardFiles) else found
 
 
-def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | Shards]) -> Tokenizer:
+def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | RecordTexts | Shards]) -> Tokenizer:
     """Returns the tokenizer that prepared shards were made with, if there are any, else the one of this name."""
     recorded = [found.recorded_tokenizer for found in sources if found.recorded_tokenizer]
     asked = config.tokenizer != ByteTokenizer.name or not recorded
@@ -212,9 +219,10 @@ def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | Shards]) -> T
     return tokenizer
 
 
-def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource) -> None:
+def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource, copies: int) -> None:
     if not len(train):
-        raise UserError(f"data.source={config.source!r} holds {train.tokens:,} tokens to train on, a window "
+        besides = f" besides {copies:,} copies of what is held out" if copies else ""
+        raise UserError(f"data.source={config.source!r} holds {train.tokens:,} tokens to train on{besides}, a window "
                         f"needs data.seq_len + 1 = {config.seq_len + 1:,}: give more text or lower data.seq_len")
     if not len(heldout):
         raise UserError(f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
@@ -225,11 +233,22 @@ def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSourc
     titles = [part.title for part in parts]
     held_out_of = f" of {titles[1]}" if titles[1] != titles[0] else ""
     notes = [f"{tokenizer.name}, vocabulary {train.vocab_size:,}"]
-    if tokenizer.separator is None and any(isinstance(part, Text) for part in parts):
+    if tokenizer.separator is None and any(isinstance(part, Text | RecordTexts) for part in parts):
         notes.append("no separator between documents (the tokenizer has no end-of-text token)")
     if config.special_tokens == "parse":
         notes.append("special tokens written in the text are parsed")
     if skipped := sum({part.title: part.skipped for part in parts}.values()):
         notes.append(f"{skipped:,} binary {'file' if skipped == 1 else 'files'} left out")
+    notes += left_out(sum({part.title: part.malformed for part in parts}.values()), sum(part.copies for part in parts))
     return (f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
             f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}")
+
+
+def left_out(malformed: int, copies: int) -> list[str]:
+    """What was left out of records or documents, in words."""
+    notes = []
+    if malformed:
+        notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")
+    if copies:
+        notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of what is held out left out")
+    return notes

@@ -20,10 +20,11 @@ from bytescope.train.run.lock import LOCK, take
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
 FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens", "batch.mode",
         "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer", "data.dtype",
+        "data.field", "data.skip_bad", "data.chat_template",
         "init.folder", "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
 # Keys that may differ between processes: paths on machines of their own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
-         "init.folder")
+         "data.chat_template", "init.folder")
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 # What a start that is killed before it has claimed its directory leaves there.

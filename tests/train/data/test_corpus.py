@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescope.train.data import corpus
-from bytescope.train.data.corpus import Document, ShardFiles, Text, find, texts
+from bytescope.train.data import documents
+from bytescope.train.data.corpus import ShardFiles, find
+from bytescope.train.data.documents import Document, Text, texts
 from bytescope.train.errors import UserError
 from support.text_data import write
 
@@ -75,7 +76,7 @@ def test_held_out_files_do_not_move_when_others_are_added(tmp_path):
 
 @given(st.sets(st.text("abcdefgh", min_size=1), min_size=2, max_size=8))
 def test_few_files_still_have_both_parts(stems):
-    text = Text("t", tuple(Document(Path(stem), stem, 0, 1) for stem in sorted(stems)))
+    text = Text("t", tuple(Document(Path(stem), stem, 0, size) for size, stem in enumerate(sorted(stems), 1)))
     train, heldout = text.split()
     assert train.documents and heldout.documents
     assert sorted(names(train) + names(heldout)) == sorted(stems)
@@ -87,7 +88,7 @@ def test_pieces_and_parts_add_up_to_the_file(tmp_path_factory, text, piece_bytes
     path = tmp_path_factory.mktemp("corpus") / "one.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PIECE_BYTES", piece_bytes)
+        patch.setattr(documents, "PIECE_BYTES", piece_bytes)
         found = find(str(path))
         assert content(found) == text.encode()
         train, heldout = found.split()
@@ -107,7 +108,7 @@ def test_single_file_holds_out_its_end_from_a_line_start(tmp_path):
 def test_what_is_not_utf8_is_named_with_its_place(tmp_path, monkeypatch):
     path = write(tmp_path, {"latin.txt": b"abcd\n" * 10 + b"caf\xe9 au lait"}) / "latin.txt"
     for piece_bytes in (3, 7, 1 << 20):
-        monkeypatch.setattr(corpus, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(documents, "PIECE_BYTES", piece_bytes)
         with pytest.raises(UserError, match=r"latin.txt is not UTF-8 text \(byte 53\): convert it, or name"):
             content(find(str(path)))
 
@@ -166,7 +167,7 @@ def test_an_empty_name_is_not_the_current_folder():
 def test_names_need_not_be_utf8(tmp_path):
     """Names of files are bytes; a text is held out by them whatever they are."""
     for number in range(4):
-        Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff%d.txt" % number)).write_text("text\n")
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff%d.txt" % number)).write_text(f"text {number}\n")
     train, held_out = find(str(tmp_path)).split()
     assert len(train.documents) == 3 and len(held_out.documents) == 1
     assert train.identity([]) != held_out.identity([])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from bytescope.train.data import corpus, long_texts, tokenizer
-from bytescope.train.data.corpus import find, texts
+from bytescope.train.data import documents, long_texts, tokenizer
+from bytescope.train.data.corpus import find
+from bytescope.train.data.documents import texts
 from bytescope.train.data.prepare import main
 from bytescope.train.data.source import open_data
 from bytescope.train.data.tokenizer import load_tokenizer, tokenize
@@ -76,7 +77,7 @@ def made(tmp_path_factory):
 def small(monkeypatch):
     monkeypatch.setattr(long_texts, "OVERLAP", 150)
     monkeypatch.setattr(long_texts, "AGREED", 12)
-    monkeypatch.setattr(corpus, "PIECE_BYTES", 400)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 400)
 
 
 def ids(tokenizer, *documents):

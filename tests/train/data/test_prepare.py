@@ -81,7 +81,7 @@ def test_a_large_vocabulary_takes_four_bytes(text, tmp_path):
 def test_the_whole_text_is_never_held(text, tmp_path, monkeypatch):
     waiting = []
     write(text, {"99.txt": "some more text\n" * 20_000})
-    monkeypatch.setattr("bytescope.train.data.corpus.PIECE_BYTES", 5000)
+    monkeypatch.setattr("bytescope.train.data.documents.PIECE_BYTES", 5000)
     monkeypatch.setattr("bytescope.train.data.tokenizer.GROUP_CHARS", 9000)
     many = prepare.load_tokenizer("bytes").encode_many
     monkeypatch.setattr("bytescope.train.data.tokenizer.ByteTokenizer.encode_many",
@@ -268,5 +268,5 @@ def test_help_is_short_and_needs_no_jax(tmp_path):
         [sys.executable, "-c", "import sys; from bytescope.train.data.prepare import main\ntry: main(['--help'])\n"
          "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)"],
         capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 24
+    assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 26
     assert done.stderr == ""

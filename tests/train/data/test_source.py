@@ -210,7 +210,7 @@ def test_fingerprint_follows_the_content(tmp_path):
 
 
 def test_tokenizer_json_and_its_missing_separator(tmp_path):
-    write(tmp_path / "text", {f"{i}.txt": "def x return y " * 5 for i in range(10)})
+    write(tmp_path / "text", {f"{i}.txt": f"def x return z{i} " * 5 for i in range(10)})
     save_tokenizer(tmp_path / "with.json")
     save_tokenizer(tmp_path / "without.json", special=())
     told, untold = (open_data(config(source=str(tmp_path / "text"), tokenizer=str(tmp_path / name)))

@@ -1,0 +1,195 @@
+"""Text documents: how they are read, and which are held out.
+
+Names decide what is held out, never chance, so it is the same in every run and on every machine; and no copy of a
+document that is held out is trained on.
+"""
+
+import codecs
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from bytescope.train.data.records import HELD_OUT
+from bytescope.train.data.tokenizer import Tokenizer, tokenize
+from bytescope.train.errors import UserError
+
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """The bytes [start, stop) of a UTF-8 file; `name` is its path within the source, with forward slashes."""
+
+    path: Path
+    name: str
+    start: int
+    stop: int
+    errors: str = "strict"
+
+    def pieces(self) -> Iterator[str]:
+        """Yields the text in pieces of about `PIECE_BYTES`, cut after line ends where there are any.
+
+        Raises UserError if the file cannot be read or is not UTF-8.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")(self.errors)
+        position, undecoded, text = self.start, 0, ""
+        try:
+            with reading(self.path) as file:
+                file.seek(position)
+                while position < self.stop:
+                    chunk = file.read(min(PIECE_BYTES, self.stop - position))
+                    if not chunk:
+                        raise UserError(f"{self.path} ends at byte {position:,}, before {self.stop:,}: "
+                                        "it changed while it was read; start again")
+                    undecoded = len(decoder.getstate()[0])
+                    text += decoder.decode(chunk, final=position + len(chunk) == self.stop)
+                    position += len(chunk)
+                    cut = text.rfind("\n") + 1 if position < self.stop else len(text)
+                    # A very long line is cut anywhere.
+                    cut = cut or (len(text) if len(text) >= PIECE_BYTES else 0)
+                    if cut:
+                        yield text[:cut]
+                        text = text[cut:]
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.path} is not UTF-8 text (byte {position - undecoded + error.start:,}): convert it, "
+                "or name the text files with a glob such as 'folder/**/*.txt'"
+            ) from None
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """The open file. Raises UserError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): repair it or leave it out") from None
+
+
+def texts(documents: Iterable[Document]) -> Iterator[str | None]:
+    """Yields the pieces of every document in order, and None where a document ends."""
+    for document in documents:
+        yield from document.pieces()
+        yield None
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text documents in the order in which they are read.
+
+    title: the source in messages. skipped: number of binary files left out. version: of Python, for its standard
+    library, else "". copies: of held-out documents, which this part leaves out.
+    """
+
+    title: str
+    documents: tuple[Document, ...]
+    skipped: int = 0
+    version: str = ""
+    copies: int = 0
+
+    recorded_tokenizer = None
+    malformed = 0
+
+    @property
+    def paths(self) -> set[Path]:
+        """The resolved paths of the files."""
+        return {document.path.resolve() for document in self.documents}
+
+    @property
+    def bytes(self) -> int:
+        """The size of all documents."""
+        return sum(document.stop - document.start for document in self.documents)
+
+    def stream(self) -> Iterator[str | None]:
+        """Yields the pieces of every document in order, and None where a document ends."""
+        return texts(self.documents)
+
+    def split(self) -> tuple["Text", "Text"]:
+        """Returns what trains and what is held out: by file, or the last part of a single file."""
+        if len(self.documents) == 1:
+            document = self.documents[0]
+            cut = _cut(document)
+            ends = replace(document, stop=cut), replace(document, start=cut)
+            # A part without text must not count as a document: that would end with a separator.
+            return tuple(replace(self, documents=(end,) if end.start < end.stop else ()) for end in ends)
+        marks = {document.name: _mark(document.name) for document in self.documents}
+        chosen = {name for name, mark in marks.items() if mark % HELD_OUT == 0}
+        if not 0 < len(chosen) < len(marks):  # of few files the hash may choose none, or all
+            chosen = {min(marks, key=marks.__getitem__)}
+        train, held_out = (tuple(d for d in self.documents if (d.name in chosen) == side) for side in (False, True))
+        held_out = replace(self, documents=held_out)
+        return replace(self, documents=train).without(held_out), held_out
+
+    def without(self, other: "Text") -> "Text":
+        """Returns this text without copies of documents of the other."""
+        kept = _without_copies(self.documents, other.documents)
+        return replace(self, documents=kept, copies=len(self.documents) - len(kept))
+
+    def training_part(self) -> "Text":
+        """Returns what trains where the held-out data come from another source: everything."""
+        return self
+
+    held_out_part = training_part
+
+    def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
+        """Returns all tokens as one array of the smallest unsigned integer that holds them."""
+        dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+        return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
+
+    def vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Returns the largest token id that can occur, plus 1."""
+        return tokenizer.vocab_size
+
+    def identity(self, arrays: list[np.ndarray]) -> bytes:
+        """Returns a hash of names, sizes and contents; `arrays`: the tokens, as `arrays` has them."""
+        digest = blake2b(repr([self.version, *((d.name, d.start, d.stop) for d in self.documents)]).encode())
+        for array in arrays:
+            digest.update(array)
+        return digest.digest()
+
+    def count(self) -> str:
+        """Returns the number of documents in words, such as "2 documents"."""
+        n = len(self.documents)
+        return f"{n:,} document" if n == 1 else f"{n:,} documents"
+
+
+def _without_copies(documents: tuple[Document, ...], of: tuple[Document, ...]) -> tuple[Document, ...]:
+    """The documents without those that have the content of one in `of`; only files of the same size are read."""
+    sizes = {d.stop - d.start for d in documents} & {d.stop - d.start for d in of}
+    contents = {_content(d) for d in of if d.stop - d.start in sizes}
+    return tuple(d for d in documents if d.stop - d.start not in sizes or _content(d) not in contents)
+
+
+def _content(document: Document) -> bytes:
+    digest = blake2b(digest_size=16)
+    with reading(document.path) as file:
+        while chunk := file.read(PIECE_BYTES):
+            digest.update(chunk)
+    return digest.digest()
+
+
+def _mark(name: str) -> int:
+    """Returns a number that depends on the name alone, so that adding a file changes nothing for the others."""
+    # Names need not be UTF-8.
+    return int.from_bytes(blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
+
+
+def _cut(document: Document) -> int:
+    """Returns the byte at which the held-out end of a single file starts, after a line end if one is near."""
+    nominal = document.stop - max((document.stop - document.start) // HELD_OUT, 1)
+    before = min(nominal - document.start, 3)  # a character of UTF-8 has at most three more bytes
+    with reading(document.path) as file:
+        file.seek(nominal - before)
+        around = file.read(before + min(PIECE_BYTES, document.stop - nominal))
+    line_end = around.find(b"\n", before) + 1 - before
+    if 0 < line_end <= (len(around) - before) // 2:
+        return nominal + line_end
+    while before and around[before] & 0xC0 == 0x80:  # never inside a character: step back over 10xxxxxx
+        nominal, before = nominal - 1, before - 1
+    return nominal

@@ -1,0 +1,234 @@
+"""Records: the rows of .jsonl, .jsonl.gz and .parquet files, and of the folders that `datasets` saves.
+
+`RecordFiles` names the files; `read` gives their records one after the other, as dictionaries with their place.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescope.memory.report_json import one_line
+from bytescope.train.errors import UserError
+
+# What `datasets.save_to_disk` writes: of one data set, and of several by split.
+STATE, SPLITS = "state.json", "dataset_dict.json"
+HELD_OUT_SPLITS = ("validation", "test")  # the first of these that there is, is held out
+LONGEST_LINE = 1 << 26  # bytes: a longer one is no record
+ROWS = 256  # of a table, made records at a time
+# One record in so many is held out.
+HELD_OUT = 20
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """A file of records; `name`: its path within the source. held_out: whether its name says so."""
+
+    path: Path
+    name: str
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class RecordFiles:
+    """The files of a source in the order in which they are read."""
+
+    title: str
+    files: tuple[RecordFile, ...]
+
+    @property
+    def paths(self) -> set[Path]:
+        """The resolved paths of the files."""
+        return {file.path.resolve() for file in self.files}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record. `place`: its file and line, or row, in messages. held_out: that of its file."""
+
+    place: str
+    values: dict[str, Any]
+    held_out: bool
+
+
+class Malformed(ValueError):
+    """A record that cannot be used; says why."""
+
+
+@dataclass
+class Skipped:
+    """Counts the records that are left out as malformed, of which `allowed` may be."""
+
+    allowed: int
+    count: int = 0
+
+    def add(self, place: str, why: object) -> None:
+        """Leaves one out. Raises UserError if it is one too many."""
+        self.count += 1
+        if self.count > self.allowed:
+            already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
+            raise UserError(f"{place}: {one_line(why)}{already}; mend it, or allow some with data.skip_bad=N")
+
+
+def is_record_file(path: Path) -> bool:
+    """Whether the name of `path` is that of a file of records."""
+    return path.name.lower().endswith(tuple(READERS))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `datasets` saved a data set in this folder."""
+    return (folder / SPLITS).is_file() or ((folder / STATE).is_file() and (folder / "dataset_info.json").is_file())
+
+
+def find_saved(title: str, folder: Path) -> RecordFiles:
+    """The files of a folder that `datasets` saved; of several splits train, and one of HELD_OUT_SPLITS as held out.
+
+    Raises UserError if the folder is damaged, or has no split to train on.
+    """
+    if not (folder / SPLITS).is_file():
+        return RecordFiles(title, _saved_files(folder, ""))
+    splits = _listed(folder / SPLITS, lambda content: [str(name) for name in content["splits"]])
+    if "train" not in splits:
+        raise UserError(f"{folder} has the splits {', '.join(splits)}, and none named train: give the folder of one")
+    held_out = next((name for name in HELD_OUT_SPLITS if name in splits), None)
+    files = _saved_files(folder / "train", "train/")
+    if held_out:
+        files += tuple(replace(f, held_out=True) for f in _saved_files(folder / held_out, f"{held_out}/"))
+    return RecordFiles(title, files)
+
+
+def _saved_files(folder: Path, prefix: str) -> tuple[RecordFile, ...]:
+    names = _listed(folder / STATE, lambda content: [str(file["filename"]) for file in content["_data_files"]])
+    return tuple(RecordFile(folder / name, prefix + name) for name in names)
+
+
+def _listed(path: Path, names_in: Callable[[Any], list[str]]) -> list[str]:
+    try:
+        names = names_in(json.loads(path.read_bytes()))
+        if wrong := [name for name in names if Path(name).name != name]:  # nothing outside of the folder
+            raise ValueError(f"the name {wrong[0]!r}")
+        if not names:
+            raise ValueError("no names")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} cannot be used ({one_line(error)}): save the data set again") from None
+    return names
+
+
+def read(files: RecordFiles, fields: Sequence[str], skipped: Skipped) -> Iterator[Record]:
+    """Yields the records of all files in order; of tables only those of `fields` that they have.
+
+    Raises UserError, naming file and line, for a file that cannot be read, and for one malformed record too many.
+    """
+    for file in files.files:
+        suffix = next(suffix for suffix in READERS if file.path.name.lower().endswith(suffix))
+        for place, values in READERS[suffix](file.path, fields, skipped):
+            yield Record(place, values, file.held_out)
+
+
+def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    try:
+        with (gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")) as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                place = f"{path} line {number:,}"
+                if len(line) > LONGEST_LINE:
+                    raise UserError(f"{place} is longer than {LONGEST_LINE >> 20} MiB: write one record a line")
+                if not (line := line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip():
+                    continue
+                try:
+                    values = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+                    if not isinstance(values, dict):
+                        raise Malformed("the line is not an object such as {\"text\": ...}")
+                except (ValueError, RecursionError) as error:
+                    skipped.add(place, error if isinstance(error, Malformed) else f"not a line of JSON ({error})")
+                    continue
+                yield place, values
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"{path} cannot be read behind line {number:,} ({reason}): copy it again") from None
+
+
+def _parquet(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
+    with _tables(path) as arrow, arrow.parquet.ParquetFile(path) as file:
+        columns = _columns(path, file.schema_arrow.names, fields)
+        yield from _rows(path, file.iter_batches(batch_size=ROWS, columns=columns))
+
+
+def _arrow(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
+    with _tables(path) as arrow, arrow.memory_map(str(path)) as file:
+        reader = arrow.ipc.open_stream(file)
+        columns = _columns(path, reader.schema.names, fields)
+        yield from _rows(path, (batch.slice(start, ROWS) for whole in reader for batch in [whole.select(columns)]
+                                for start in range(0, batch.num_rows, ROWS)))
+
+
+def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:
+    found = [name for name in names if name in fields]
+    if not found:
+        raise UserError(f"{path} has the columns {', '.join(names[:20])}, and none named {' or '.join(fields)}")
+    return found
+
+
+def _rows(path: Path, batches: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist():
+            number += 1
+            yield f"{path} row {number:,}", {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def _tables(path: Path) -> Iterator[Any]:
+    """pyarrow, whose errors become UserError. Raises UserError if it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path} is read by pyarrow, which is not installed: pip install 'bytescope[data]'") from None
+    try:
+        yield pyarrow
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
+
+
+# How the name of a file ends -> its reader.
+READERS = {".jsonl": _lines, ".jsonl.gz": _lines, ".parquet": _parquet, ".arrow": _arrow}
+
+
+def text_of(value: Any, what: str) -> str:
+    """`value` as text that can be written as UTF-8. Raises Malformed if it is not; `what` names it."""
+    if not isinstance(value, str):
+        raise Malformed(f"{what} is {'missing' if value is None else type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise Malformed(f"{what} holds half a surrogate pair") from None
+    return value
+
+
+def mark(content: str) -> int:
+    """A number of 64 bits that depends on the content alone: copies are held out together, or not at all."""
+    return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "big")
+
+
+def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
+    """Which records are held out, bool [n]: those of files whose names say so, else one in `HELD_OUT` by content.
+
+    marks: uint64 [n], of the contents. named: bool [n].
+    """
+    if named.any() and not named.all():
+        return named
+    chosen = marks % HELD_OUT == 0
+    if len(marks) and (chosen.all() or not chosen.any()):  # of few records the hash may choose none, or all
+        chosen = marks == marks.min()
+    return chosen
