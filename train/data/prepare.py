@@ -39,6 +39,7 @@ def write_shards(text: Text | RecordTexts, tokenizer: Tokenizer, out: Path, shar
     partial = out / PARTIAL
     _take_back(out)
     _refuse_used(out)
+    parts = text.split()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     dtype = next(name for name, kind in DTYPES.items() if tokenizer.vocab_size - 1 <= np.iinfo(kind).max)
@@ -50,7 +51,7 @@ def write_shards(text: Text | RecordTexts, tokenizer: Tokenizer, out: Path, shar
 
     try:
         shards = []
-        for split, part in zip(SPLITS, text.split(), strict=True):
+        for split, part in zip(SPLITS, parts, strict=True):
             arrays = tokenize(counted(part.stream()), tokenizer)
             shards += _write_split(partial, split, DTYPES[dtype], arrays, shard_tokens)
         if {shard["split"] for shard in shards} != set(SPLITS):
