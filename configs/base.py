@@ -34,6 +34,8 @@ def _model() -> ConfigDict:
     model.mlp = LLAMA["mlp"]  # swiglu | gelu
     model.position = LLAMA["position"]  # position encoding: rope | learned | none
     model.bias = LLAMA["bias"]  # biases in attention, MLP and layernorm
+    model.qkv_bias = False  # biases of queries, keys and values alone, as in Qwen2; bias has them too
+    model.qk_norm = False  # RMSNorm of each head's queries and keys before their rotation, as in Qwen3
     model.tie_embeddings = LLAMA["tie_embeddings"]  # the output head shares the token table
     model.norm_eps = 1e-5  # added to the variance in norms
     model.rope_theta = 10_000.0  # base of the rotary frequencies

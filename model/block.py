@@ -30,11 +30,15 @@ class Attention(nnx.Module):
         # Branches that add to the residual stream start smaller with depth, as in GPT-2.
         self.w_o = param(rngs.params(), (H, K, D), ("heads", "d_head", "d_model"), dtype,
                          std=std / math.sqrt(2 * config.n_layers), contracted=True)
-        if config.bias:
+        if config.bias or config.qkv_bias:
             self.b_q = param(None, (H, K), ("heads", "d_head"), dtype)
             self.b_k = param(None, (G, K), ("kv_heads", "d_head"), dtype)
             self.b_v = param(None, (G, K), ("kv_heads", "d_head"), dtype)
+        if config.bias:
             self.b_o = param(None, (D,), ("d_model",), dtype)
+        if config.qk_norm:
+            self.norm_q = Norm(config, precision, place, "d_head", ("batch", "length", "heads", None))
+            self.norm_k = Norm(config, precision, place, "d_head", ("batch", "length", "kv_heads", None))
 
     def project(self, x_BLD: jax.Array) -> list[jax.Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K], in the compute dtype and before rotation."""
@@ -43,7 +47,7 @@ class Attention(nnx.Module):
         for which, y_BLHK in zip(weights, self._enter(x_BLD, weights)):
             heads = "heads" if which == "q" else "kv_heads"
             with jax.named_scope(which):
-                if self.config.bias:
+                if self.config.bias or self.config.qkv_bias:
                     y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
                 out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
         return out
@@ -53,10 +57,13 @@ class Attention(nnx.Module):
                      matmul=self.precision.matmul, name="attn_norm")
 
     def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values as the attention core reads them: as `project` has them, rotated."""
+        """Queries, keys and values as the attention core reads them: as `project` has them, normed and rotated."""
         config = self.config
         with jax.named_scope("qkv"):
             q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD)
+        if config.qk_norm:
+            with jax.named_scope("qk_norm"):
+                q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
         if config.position == "rope":
             with jax.named_scope("rope"):
                 frequency = rope_frequencies(config.d_head, config.rope_theta, config.rope_scaling)

@@ -34,6 +34,8 @@ class ModelConfig:
     # (factor, low_frequency_factor, high_frequency_factor, original_positions); () for none.
     rope_scaling: tuple[float, ...]
     bias: bool
+    qkv_bias: bool
+    qk_norm: bool
     tie_embeddings: bool
     init_std: float
     scan: bool

@@ -1,4 +1,4 @@
-"""Norms over the model width, and how devices sum the gradients of their vectors."""
+"""Norms over the model width or that of a head, and how devices sum the gradients of their vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -6,73 +6,87 @@ from flax import nnx
 
 from bytescope.model.config import ModelConfig
 from bytescope.model.layers import STREAM, param, read
-from bytescope.model.placement import Placement
+from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
 
 
-def _scale(x_BLD: jax.Array, scale_D: jax.Array, place: Placement) -> jax.Array:
-    del place
-    return x_BLD * scale_D[None, None, :]
+def _along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """`vector` [width] with the rank of `x` [..., width]."""
+    return vector[(None,) * (x.ndim - 1) + (slice(None),)]
 
 
-def _scaled_forward(x_BLD, scale_D, place):
-    return _scale(x_BLD, scale_D, place), (x_BLD, scale_D)
+def _scale(x: jax.Array, scale: jax.Array, place: Placement, axes: Axes) -> jax.Array:
+    del place, axes
+    return x * _along_last(scale, x)
 
 
-def _scaled_backward(place, residuals, d_BLD):
-    x_BLD, scale_D = residuals
-    return d_BLD * scale_D[None, None, :], _sum_tokens(place, d_BLD * x_BLD)
+def _scaled_forward(x, scale, place, axes):
+    return _scale(x, scale, place, axes), (x, scale)
 
 
-def _shift(x_BLD: jax.Array, bias_D: jax.Array, place: Placement) -> jax.Array:
-    del place
-    return x_BLD + bias_D[None, None, :]
+def _scaled_backward(place, axes, residuals, dy):
+    x, scale = residuals
+    return dy * _along_last(scale, x), _sum_others(place, axes, dy * x)
 
 
-def _shifted_forward(x_BLD, bias_D, place):
-    return _shift(x_BLD, bias_D, place), None
+def _shift(x: jax.Array, bias: jax.Array, place: Placement, axes: Axes) -> jax.Array:
+    del place, axes
+    return x + _along_last(bias, x)
 
 
-def _shifted_backward(place, residuals, d_BLD):
+def _shifted_forward(x, bias, place, axes):
+    return _shift(x, bias, place, axes), None
+
+
+def _shifted_backward(place, axes, residuals, dy):
     del residuals
-    return d_BLD, _sum_tokens(place, d_BLD)
+    return dy, _sum_others(place, axes, dy)
 
 
-# The same, but the gradient of the vector is summed over a device's own tokens and then narrowed to `place.reduce`:
-# left to the partitioner, devices would sum in the wide dtype.
-_scaled = jax.custom_vjp(_scale, nondiff_argnums=(2,))
-_shifted = jax.custom_vjp(_shift, nondiff_argnums=(2,))
+# The same, but the gradient of the vector is summed over a device's own tokens and heads and then narrowed to
+# `place.reduce`: left to the partitioner, devices would sum in the wide dtype.
+_scaled = jax.custom_vjp(_scale, nondiff_argnums=(2, 3))
+_shifted = jax.custom_vjp(_shift, nondiff_argnums=(2, 3))
 _scaled.defvjp(_scaled_forward, _scaled_backward)
 _shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
-def _sum_tokens(place: Placement, d_BLD: jax.Array) -> jax.Array:
-    """Sum over all tokens, [D], of a tensor sharded like the residual stream; devices send it in `place.reduce`."""
-    own = place.own(lambda d_BLD: (place.reduced(d_BLD.sum((0, 1))),), (STREAM,), ((None,),), sums=(STREAM[:2],))
-    return own(d_BLD)[0].astype(d_BLD.dtype)
+def _sum_others(place: Placement, axes: Axes, dy: jax.Array) -> jax.Array:
+    """Sum over all dimensions but the last of a tensor sharded by the logical `axes`; devices send it in
+    `place.reduce`."""
+    others = tuple(range(dy.ndim - 1))
+    own = place.own(lambda dy: (place.reduced(dy.sum(others)),), (axes,), ((None,),), sums=(axes[:-1],))
+    return own(dy)[0].astype(dy.dtype)
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`."""
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`.
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement):
-        self.center, self.eps = NORMS[config.norm], config.norm_eps
+    Args:
+      width: the field of `config` that is the last dimension. Over the width of a head it is RMSNorm always.
+      axes: the logical axes of what is normed.
+    """
+
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, width: str = "d_model",
+                 axes: Axes = STREAM):
+        self.center, self.eps, self.axes = NORMS[config.norm] and width == "d_model", config.norm_eps, axes
         self.precision, self.place = precision, place
-        self.scale = param(None, (config.d_model,), ("d_model",), precision.param, fill=1.0)
-        self.bias = (param(None, (config.d_model,), ("d_model",), precision.param)
-                     if self.center and config.bias else None)
+        size = getattr(config, width)
+        self.scale = param(None, (size,), (width,), precision.param, fill=1.0)
+        self.bias = param(None, (size,), (width,), precision.param) if self.center and config.bias else None
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [..., width] normed, in the compute dtype."""
         with jax.named_scope("norm"):
-            y_BLD = x_BLD.astype(self.precision.norm)
+            y = x.astype(self.precision.norm)
             if self.center:
-                y_BLD = y_BLD - y_BLD.mean(-1, keepdims=True)
-            y_BLD = y_BLD * jax.lax.rsqrt(jnp.square(y_BLD).mean(-1, keepdims=True) + self.eps)
-            scale, shift = (_scaled, _shifted) if self.place.narrows(y_BLD.dtype) else (_scale, _shift)
-            y_BLD = scale(y_BLD, read(self.scale, y_BLD.dtype, self.place), self.place)
+                y = y - y.mean(-1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+            scale, shift = (_scaled, _shifted) if self.place.narrows(y.dtype) else (_scale, _shift)
+            y = scale(y, read(self.scale, y.dtype, self.place), self.place, self.axes)
             if self.bias is not None:
-                y_BLD = shift(y_BLD, read(self.bias, y_BLD.dtype, self.place), self.place)
-            return self.place(y_BLD.astype(self.precision.compute), ("batch", "stream", None))
+                y = shift(y, read(self.bias, y.dtype, self.place), self.place, self.axes)
+            return self.place(y.astype(self.precision.compute), self.axes)
 
 
 NORMS = {"rmsnorm": False, "layernorm": True}  # kind -> whether the mean is subtracted

@@ -246,7 +246,8 @@ def question_of(config: Mapping[str, Any]) -> Question:
     m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
     vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
     model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
-                  gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"])
+                  gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
+                  qk_norm=m["qk_norm"])
     shards = max(config[MESH_FSDP], 1) * max(config[MESH_CONTEXT], 1)
     shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
     ranks = shards if shared else copies

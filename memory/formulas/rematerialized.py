@@ -81,8 +81,10 @@ LAYER = {
     "mlp_out": MadeFrom(("act",), "mlp"),
     "mlp_out_mask": MadeFrom(),
 }
-# Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear.
+# Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
+# reads its input: tensor -> the Model field with which it is normed.
 UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
+NORMED = {"q": "qk_norm", "k": "qk_norm"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
@@ -90,8 +92,8 @@ WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
 # What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
 SAVED = {
     "full": (),
-    "selective": ("attn_norm", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm", "gate",
-                  "up", "act", "mlp_out_mask"),
+    "selective": ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm",
+                  "gate", "up", "act", "mlp_out_mask"),
     "minimal": ("q", "k", "v", "context", "lse", "attn_out", "gate", "up"),
 }
 # Names inside an MLP in tiles: none of them is kept.
@@ -129,7 +131,7 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
 def _is_read(name: str, model: Model) -> bool:
     """Whether some gradient reads a tensor."""
     if name in UNREAD:
-        return False
+        return name in NORMED and getattr(model, NORMED[name])
     return not (model.adapters and name in OPERANDS and adapted(model).keys().isdisjoint(OPERANDS[name]))
 
 

@@ -33,6 +33,7 @@ class Model:
     dropout: bool = False
     tied: bool = True
     adapters: Adapters | None = None
+    qk_norm: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Tensor(NamedTuple):
 LAYER = (
     Tensor("attention norm input", "width", "sequence"),
     Tensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
+    Tensor("queries before their norm", "queries", "tensor", only="qk_norm"),
+    Tensor("keys before their norm", "keys", "tensor", only="qk_norm"),
     Tensor("queries", "queries", "tensor"),
     Tensor("keys", "keys", "tensor"),
     Tensor("values", "keys", "tensor"),

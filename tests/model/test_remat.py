@@ -141,12 +141,15 @@ def names_of(found):
     return {name for name, _, _ in found}
 
 
-@pytest.mark.parametrize(("policy", "names"), [
-    ("full", {"x"}), ("selective", {"x", "attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_norm", "gate", "up",
-                                    "act"}),
-    ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up"})])
-def test_exactly_the_named_tensors_are_kept(capsys, policy, names):
-    assert names_of(block_residuals(capsys, **{"remat.policy": policy})) == names
+SELECTIVE = {"x", "attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_norm", "gate", "up", "act"}
+
+
+@pytest.mark.parametrize(("policy", "names", "fields"), [
+    ("full", {"x"}, {}), ("selective", SELECTIVE, {}),
+    ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up"}, {}),
+    ("selective", SELECTIVE | {"q", "k"}, {"model.qk_norm": True})])
+def test_exactly_the_named_tensors_are_kept(capsys, policy, names, fields):
+    assert names_of(block_residuals(capsys, **{"remat.policy": policy, **fields})) == names
 
 
 def test_none_keeps_more_than_any_and_full_the_least(capsys):

@@ -1,0 +1,137 @@
+"""The fields that other people's models need: each against plain formulas, on every kernel, policy and mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bytescope.train.run.startup import parameters_by_component
+from support.toy import fixed_batches, small_program
+
+# Those of Qwen2 and of Qwen3 at once.
+FAMILIES = {
+    "qwen": {"model.qkv_bias": True, "model.qk_norm": True},
+}
+SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
+
+
+def rms(x, scale, eps):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def turned(x_BLHK, base):
+    """Rotary positions by complex numbers: component i and i + K/2 are one number."""
+    L, K = x_BLHK.shape[1], x_BLHK.shape[3]
+    angle_LK = np.arange(L)[:, None] * base ** (-np.arange(0, K, 2) / K)
+    z = (x_BLHK[..., : K // 2] + 1j * x_BLHK[..., K // 2:]) * np.exp(1j * angle_LK)[None, :, None]
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def plain_attention(p, x, m):
+    q, k, v = (jnp.einsum("bld,dhk->blhk", x, p[f"w_{name}"]) + p.get(f"b_{name}", 0.0) for name in "qkv")
+    if m.qk_norm:
+        q, k = rms(q, p["norm_q"]["scale"], m.norm_eps), rms(k, p["norm_k"]["scale"], m.norm_eps)
+    q, k = turned(q, m.rope_theta), turned(k, m.rope_theta)
+    k, v = (jnp.repeat(y, m.n_heads // m.n_kv_heads, 2) for y in (k, v))
+    scores = jnp.einsum("blhk,bshk->bhls", q, k) / np.sqrt(m.d_head)
+    scores = jnp.where(np.tri(x.shape[1], dtype=bool), scores, -np.inf)
+    return jnp.einsum("bhls,bshk,hkd->bld", jax.nn.softmax(scores, -1), v, p["w_o"])
+
+
+def plain_logits(params, tokens, m):
+    """The whole model, a layer after the other, by the formulas of its papers."""
+    x = params["w_token"][tokens]
+    for layer in range(m.n_layers):
+        p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
+        x = x + plain_attention(p["attention"], rms(x, p["norm_attention"]["scale"], m.norm_eps), m)
+        y = rms(x, p["norm_mlp"]["scale"], m.norm_eps)
+        x = x + (jax.nn.silu(y @ p["mlp"]["w_gate"]) * (y @ p["mlp"]["w_up"])) @ p["mlp"]["w_down"]
+    return rms(x, params["final_norm"]["scale"], m.norm_eps) @ params["w_head"]
+
+
+def plain_loss(params, batch, m):
+    logits = plain_logits(params, batch["inputs"], m)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+    return ((jax.nn.logsumexp(logits, -1) - chosen) * (batch["targets"] >= 0)).sum()
+
+
+@functools.cache
+def values(family):
+    """Parameters of which none is zero or like another, so that none is without effect."""
+    rng = np.random.default_rng(5)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.float32(0.3 * rng.standard_normal(leaf.shape) + (path[-1].key == "scale")),
+        small_program({**SHAPE, **FAMILIES[family]}).state.params)
+
+
+def by_layer(tree):
+    """The blocks of a tree, stacked, as a tree for each layer."""
+    return {**tree, "blocks": {layer: jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree["blocks"])
+                               for layer in range(SHAPE["model.n_layers"])}}
+
+
+def batch_of(program):
+    rows = program.batch.global_rows
+    return {name: jnp.asarray(array) for name, array in next(fixed_batches(rows, 16, 64, 1)).items()}
+
+
+def found(family, overrides, devices=1):
+    """(loss, gradients) of one batch, by the program's own forward and backward pass."""
+    program = small_program({**SHAPE, **FAMILIES[family], **overrides}, devices)
+    params = values(family) if program.model.scan else by_layer(values(family))
+    params = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), params, program.state.params)
+    return jax.jit(jax.value_and_grad(program.parts.loss))(params, batch_of(program), None)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """(loss, gradients) by the plain formulas, of a family."""
+    @functools.cache
+    def of(family):
+        program = small_program({**SHAPE, **FAMILIES[family]})
+        with jax.numpy_rank_promotion("allow"):
+            run = jax.jit(jax.value_and_grad(plain_loss), static_argnums=2)
+            return run(values(family), batch_of(program), program.model)
+
+    return of
+
+
+def assert_same(one, other, rtol=2e-5):
+    np.testing.assert_allclose(one[0], other[0], rtol=rtol)
+    for (path, a), b in zip(jax.tree.leaves_with_path(one[1]), jax.tree.leaves(other[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=10 * rtol, atol=rtol * np.abs(b).max(),
+                                   err_msg=jax.tree_util.keystr(path))
+
+
+WAYS = {
+    "naive": {"loss.kind": "full"},
+    "chunked": {"model.attention": "chunked", "model.attention_chunk": 8, "remat.policy": "full"},
+    "unrolled": {"model.scan": False, "remat.policy": "selective"},
+    # The scale of a head's norm is summed over tokens and heads, wherever these are.
+    "sharded": {"mesh.tensor": 2, "mesh.fsdp": 2, "mesh.context": 2, "mesh.sequence_parallel": True, "batch.micro": 2,
+                "remat.policy": "selective"},
+}
+
+
+@pytest.mark.parametrize(("family", "way"), [
+    ("qwen", "naive"), ("qwen", "chunked"), ("qwen", "unrolled"), ("qwen", "sharded")])
+def test_loss_and_gradients_are_those_of_the_plain_formulas(family, way, plain):
+    (loss, grads), (wanted, wanted_grads) = found(family, WAYS[way], 8 if way == "sharded" else 1), plain(family)
+    assert_same((loss, grads), (wanted, by_layer(wanted_grads) if way == "unrolled" else wanted_grads))
+
+
+def test_gradients_of_head_norms_are_summed_in_the_dtype_that_devices_send(plain):
+    """Each device sums its own tokens and heads, in float32, and narrows what it sends."""
+    narrow = found("qwen", {"mesh.tensor": 2, "batch.micro": 1, "precision.preset": "bf16_grads"}, 8)[1]
+    for name in ("norm_q", "norm_k"):
+        one, wanted = (tree["blocks"]["attention"][name]["scale"] for tree in (narrow, plain("qwen")[1]))
+        np.testing.assert_array_equal(one, one.astype(jnp.bfloat16).astype(jnp.float32))
+        assert np.linalg.norm(one - wanted) < 0.15 * np.linalg.norm(wanted)  # what computing in bfloat16 costs here
+
+
+def test_new_parameters_are_counted_where_they_belong():
+    counts = [parameters_by_component(small_program(fields).state.params) for fields in ({}, FAMILIES["qwen"])]
+    more = {name: counts[1][name] - counts[0][name] for name in counts[1] if counts[1][name] != counts[0][name]}
+    assert more == {"norms": 3 * 2 * 8, "attention": 3 * (4 + 2 + 2) * 8}
