@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -85,16 +85,26 @@ def checkpoint_leaves(folder: Folder, model: ModelConfig) -> dict[str, Leaf]:
       UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
     """
     family = describe(folder.config, str(folder.path / "config.json")).family
-    name_of = _naming(folder, family)
-    sizes, found = sizes_of(model), {}
-    for path, shape in parameters_of(model).items():
+    name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
+    found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path])
+             for path, (row, name) in rows_by_path(family, shapes).items()}
+    _refuse_surplus(folder, family, found, name_of)
+    return found
+
+
+def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, str]]:
+    """Our dotted path -> its row of a family, and the tensor's name with the number of the layer.
+
+    Raises:
+      UserError: the family has no tensor for one of them.
+    """
+    found = {}
+    for path in paths:
         row = family.rows.get(re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path))
         if row is None:
-            raise UserError(f"{folder.path}: {family.architecture} has no tensor for our parameter {path}: set the key "
-                            "of config.model that adds it as the family has it")
-        layer = path.split(".")[1] if path.startswith("blocks.") else ""
-        found[path] = _leaf(folder, name_of(row.tensor.replace(LAYER, layer)), row, sizes, shape)
-    _refuse_surplus(folder, family, found, name_of)
+            raise UserError(f"{family.architecture} has no tensor for our parameter {path}: set the key of "
+                            "config.model that adds it as that family has it")
+        found[path] = (row, row.tensor.replace(LAYER, path.split(".")[1]) if path.startswith("blocks.") else row.tensor)
     return found
 
 
@@ -113,7 +123,7 @@ def parameters_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _naming(folder: Folder, family: Family):
+def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
     """The name on disk of a tensor of the table: a model that was saved without its head has no base in front."""
     based = any(name.startswith(family.base) for name in folder.tensors)
 
@@ -143,7 +153,8 @@ def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, .
     return Leaf(folder, tensor, pattern, sizes, shape, axis, before)
 
 
-def _refuse_surplus(folder: Folder, family: Family, found: dict[str, Leaf], name_of) -> None:
+def _refuse_surplus(folder: Folder, family: Family, found: dict[str, Leaf],
+                    name_of: Callable[[str], str]) -> None:
     """Raises UserError for a tensor that is no parameter of ours; a head that is stored beside the table that it is
     tied to has to equal it."""
     used = {leaf.tensor.name for leaf in found.values()}

@@ -18,12 +18,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from bytescope.model import ModelConfig
+from bytescope.train.run.runtime import return_freed_memory
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
 
-PIECE = 8 * 2**20  # bytes on disk that are read at once
+PIECE = 4 * 2**20  # bytes on disk that are read at once
+TRIMMED = 64 * 2**20  # bytes read after which freed memory goes back to the system
 SMALL = 2**20  # bytes of a shard that is assembled in host memory and sent whole
 
 
@@ -45,10 +47,13 @@ def load_params(folder: Folder, model: ModelConfig, shapes: Any,
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
-        for target in job.write():
-            done += target
+        for number in job.write():
+            if done // TRIMMED != (done + number) // TRIMMED:
+                return_freed_memory()
+            done += number
             tell(done, total)
     folders.close()
+    return_freed_memory()
     return tree.unflatten([target.array() for target in targets])
 
 
@@ -82,7 +87,7 @@ class _Shard:
         if self.small:
             self.buffer = np.zeros(shape, dtype)
         else:
-            self.buffers = [jnp.zeros(shape, dtype, device=device) for device in devices]
+            self.buffers = [_zeros(shape, dtype, device) for device in devices]
 
     def write(self, piece: np.ndarray, starts: Sequence[int]) -> None:
         """Writes a piece where it begins, counted within the shard."""
@@ -90,9 +95,12 @@ class _Shard:
         if self.small:
             self.buffer[tuple(slice(start, start + size) for start, size in zip(starts, piece.shape))] = piece
             return
+        # As it lies in memory, so that nothing is copied here; the device puts its axes in order.
+        lying = sorted(range(piece.ndim), key=lambda axis: -piece.strides[axis])
+        order = tuple(lying.index(axis) for axis in range(piece.ndim))
         for number, device in enumerate(self.devices):
-            sent = jax.device_put(piece, device)
-            self.buffers[number] = _written(self.buffers[number], sent, np.asarray(starts, np.int32))
+            sent = jax.device_put(piece.transpose(lying), device)
+            self.buffers[number] = _written(self.buffers[number], sent, np.asarray(starts, np.int32), order)
         jax.block_until_ready(self.buffers)  # else pieces in flight would pile up
 
     def copies(self) -> list[jax.Array]:
@@ -102,10 +110,15 @@ class _Shard:
         return self.buffers
 
 
-@partial(jax.jit, donate_argnums=0)
-def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array) -> jax.Array:
-    """`whole` with `piece`, cast, at `starts` int32 [ndim]; in place."""
-    return jax.lax.dynamic_update_slice(whole, piece.astype(whole.dtype), tuple(starts))
+def _zeros(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
+    """Zeros made on their device; `jnp.zeros` would make them on the first and copy."""
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=SingleDeviceSharding(device))()
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """`whole` with `piece`, its axes in this order and cast, at `starts` int32 [ndim]; in place."""
+    return jax.lax.dynamic_update_slice(whole, piece.transpose(order).astype(whole.dtype), tuple(starts))
 
 
 @dataclasses.dataclass(frozen=True)
