@@ -114,6 +114,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with processes.together(), disk_explained(), Stop(processes.interrupt) as stop:
         from bytescope.memory.devices.targets import parse as parse_target
+        from bytescope.memory.plan.trainer import called
         from bytescope.memory.seconds import rates
         from bytescope.memory.text.console import make_console
         from bytescope.train import loop
@@ -122,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
 
         if args.rates is not None:
             rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
-        workdir = args.workdir or Path(processes.from_first(str(new_workdir(Path(args.config).stem))))
+        workdir = args.workdir or Path(processes.from_first(str(new_workdir(called(args.config)))))
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
                  processes=processes, asked=asked, command=Command.of(args), stop=stop)
         processes.close()

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.memory.errors import MOST_NEAR, did_you_mean, nearest, one_of
+from bytescope.memory.plan.trainer import WEIGHTS
 from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 SHIPPED = Path(base.__file__).parent
-HF = "hf:"  # begins the name of a config that is made from a folder of weights
 
 
 def _parse_bool(text: str) -> bool:
@@ -58,7 +58,8 @@ def find_file(name: str) -> Path:
         if os.path.isfile(path):  # a name too long for the system is no file, either
             return path
     if os.path.isdir(own):
-        raise UserError(f"config {name!r} is a folder: give a file in it")
+        weights = f", or hf:{name} for the weights there" if os.path.isfile(own / "config.json") else ""
+        raise UserError(f"config {name!r} is a folder: give a file in it{weights}")
     names = [path.stem for path in shipped()]
     hint = did_you_mean(own.stem, names)
     raise UserError(f"no config file {name!r}: {hint}{' ' if hint else ''}shipped: {', '.join(names)}")
@@ -116,8 +117,9 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """
     from bytescope.train.weights import finetune
 
-    if name.startswith(HF):
-        config = finetune.config_of(name.removeprefix(HF))
+    given = {key for key, _ in overrides}
+    if name.startswith(WEIGHTS):
+        config = finetune.config_of(name.removeprefix(WEIGHTS), given)
     else:
         path = find_file(name)
         config = _made_by(path)
@@ -125,7 +127,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     for key, text in overrides:
         override(config, key, text)
     if config.init.folder:
-        finetune.check_agreement(config, {key for key, _ in overrides})
+        finetune.check_agreement(config, given)
     return config
 
 

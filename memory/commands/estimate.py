@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path, write
@@ -277,8 +276,9 @@ def _write(args: argparse.Namespace, found: Estimate, trainer: Trainer) -> None:
         write(args.json, json.dumps(found.to_json(), indent=1) + "\n")
     if args.html:
         from bytescope.memory.pages import estimate as estimate_page
+        from bytescope.memory.plan.trainer import called
 
-        name = Path(args.config).stem if args.config else f"{found.question.parameters:,.0f} parameters"
+        name = called(args.config) if args.config else f"{found.question.parameters:,.0f} parameters"
         write(args.html, estimate_page.render(found.question, name, _presets(trainer)))
 
 

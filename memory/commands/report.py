@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory import user_program
@@ -122,10 +121,11 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
     """What a trainer's program is called in its report; `settled`: what the trainer made of its config."""
     from bytescope.memory.costs import flops
     from bytescope.memory.plan.rows import policy_words
+    from bytescope.memory.plan.trainer import called
     from bytescope.memory.plan.worker import tokens_of
 
     return Subject(
-        name=Path(name).stem, changes=tuple(f"{key}={value}" for key, value in overrides), batch=settled["batch"],
+        name=called(name), changes=tuple(f"{key}={value}" for key, value in overrides), batch=settled["batch"],
         policy=policy_words(settled["segments"]), tokens=tokens_of(program), calls=program.calls_per_update,
         model_flops=flops.count(jaxpr).model_flops if jaxpr is not None else 0)
 

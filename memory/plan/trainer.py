@@ -6,6 +6,7 @@ compare, levers, fit, front, names and report for its own configs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,19 @@ from bytescope.memory.attribution.runtime_overheads import LoopOverhead
 from bytescope.memory.devices.targets import Target
 
 Overrides = Sequence[tuple[str, str]]
+# Begins the name of a config that a trainer makes from a folder of weights.
+WEIGHTS = "hf:"
+
+
+def called(config: str) -> str:
+    """What reports and run directories call a config: a file's stem; of `hf:FOLDER` the folder's name, and of a
+    snapshot in Hugging Face's cache, whose own is a digest, the model's."""
+    if not config.startswith(WEIGHTS):
+        return Path(config).stem
+    folder = Path(os.path.abspath(os.path.expanduser(config.removeprefix(WEIGHTS))))
+    if folder.parent.name == "snapshots":
+        return folder.parents[1].name.rpartition("--")[2]
+    return folder.name
 
 
 class Trainer(Protocol):

@@ -1,8 +1,8 @@
 """The table of architectures: whose config.json our model can be, and where each of its parameters lies on disk.
 
-A row says what a family's config.json means for `config.model` (`fields`, `fixed`), which of its settings our model
-computes (`needs`), and for each parameter of ours the tensor that has it (`rows`). A parameter that a model lacks, such
-as a bias, is a row that is not read. To add a family: a row, in train/README.md's three lines.
+A row says what a family's config.json means for `config.model` (`fixed`, `activation`, `fields`), which of its settings
+our model computes (`needs`), and for each parameter of ours the tensor that has it (`rows`). To add a family: a row, in
+train/README.md's three lines.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 
 # Where our leaf and their tensor have the number of the layer.
 LAYER = "{n}"
+REQUIRED = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,32 +29,58 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Field:
+    """Where config.json has one of our keys.
+
+    key: theirs, "" for none. default: the value where it is absent, a row of hf_config.FORMULAS, or REQUIRED. null: the
+    value of a key that is there and null, by default the same.
+    """
+
+    key: str
+    default: Any = REQUIRED
+    null: Any = REQUIRED
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """One architecture.
 
     architecture: the class of transformers, which config.json names. base: what checkpoints of the model without its
-    head leave out in front of every name. rows: our leaf -> tensor. fields: key of `config.model` -> (their key, value
-    where it is absent or null, None where it may not be); `fixed`: keys that all of the family share; `needs`: their
-    key -> values that our model computes, the first where it is absent; `ignored`: patterns of tensors without
-    parameters in them.
+    head leave out in front of every name. rows: our leaf -> tensor. fields: key of `config.model` -> where it stands.
+    activation: (their key, its values -> our `model.mlp`, the first where it is absent); `a|b` is the first of two keys
+    that is there. fixed: keys that all of the family share. needs: their key -> values that our model computes, the
+    first where it is absent. dropouts: their rates, all to be equal, and the value of an absent one; dropout: whether
+    ours, which is applied in more places, is the same. ignored: patterns of tensors without parameters in them. window:
+    a row of hf_config.WINDOWS. rope: a row of hf_config.ROPES.
     """
 
     architecture: str
     base: str
     rows: Mapping[str, Row]
-    fields: Mapping[str, tuple[str, Any]]
+    fields: Mapping[str, Field]
+    activation: tuple[str, Mapping[str, str]]
     fixed: Mapping[str, Any]
-    needs: Mapping[str, tuple[Any, ...]]
+    needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    dropouts: tuple[tuple[str, ...], float] = (("attention_dropout",), 0.0)
+    dropout: bool = False
     ignored: tuple[str, ...] = ()
-    window: str = "none"  # a row of hf_config.WINDOWS: which layers see a sliding window
+    window: str = "none"
+    rope: str = "one"
 
 
 _LAYERS = f"model.layers.{LAYER}."
+
+
+def _of_layers(before: str, rows: tuple[tuple[Any, ...], ...]) -> dict[str, Row]:
+    """Rows of a block: (our leaf, tensor, pattern, and of a shared tensor part and parts)."""
+    return {f"blocks.{LAYER}.{ours}": Row(before + theirs, *layout) for ours, theirs, *layout in rows}
+
+
 LLAMA_ROWS = {
     "w_token": Row("model.embed_tokens.weight", "v d -> v d"),
     "w_head": Row("lm_head.weight", "v d -> d v"),
     "final_norm.scale": Row("model.norm.weight", "d -> d"),
-    **{f"blocks.{LAYER}.{ours}": Row(_LAYERS + theirs, pattern) for ours, theirs, pattern in (
+    **_of_layers(_LAYERS, (
         ("norm_attention.scale", "input_layernorm.weight", "d -> d"),
         ("attention.w_q", "self_attn.q_proj.weight", "(h k) d -> d h k"),
         ("attention.w_k", "self_attn.k_proj.weight", "(g k) d -> d g k"),
@@ -63,29 +90,45 @@ LLAMA_ROWS = {
         ("mlp.w_gate", "mlp.gate_proj.weight", "f d -> d f"),
         ("mlp.w_up", "mlp.up_proj.weight", "f d -> d f"),
         ("mlp.w_down", "mlp.down_proj.weight", "d f -> f d"),
-    )},
+    )),
 }
-SIZES = {"d_model": ("hidden_size", None), "n_layers": ("num_hidden_layers", None),
-         "n_heads": ("num_attention_heads", None), "d_ff": ("intermediate_size", None),
-         "vocab_size": ("vocab_size", None)}
-# None for what depends on other keys: as many key-value heads as heads, heads that divide the width.
-LLAMA_FIELDS = {**SIZES, "n_kv_heads": ("num_key_value_heads", "n_heads"), "d_head": ("head_dim", "d_model/n_heads"),
-                "max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6),
-                "rope_theta": ("rope_theta", 10_000.0), "tie_embeddings": ("tie_word_embeddings", False),
-                "init_std": ("initializer_range", 0.02), "dropout": ("attention_dropout", 0.0)}
-LLAMA_FIXED = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
-SILU = ("silu", "swish")
+QKV_BIASES = _of_layers(_LAYERS, (
+    ("attention.b_q", "self_attn.q_proj.bias", "(h k) -> h k"),
+    ("attention.b_k", "self_attn.k_proj.bias", "(g k) -> g k"),
+    ("attention.b_v", "self_attn.v_proj.bias", "(g k) -> g k"),
+))
+QK_NORMS = _of_layers(_LAYERS, (
+    ("attention.norm_q.scale", "self_attn.q_norm.weight", "k -> k"),
+    ("attention.norm_k.scale", "self_attn.k_norm.weight", "k -> k"),
+))
+# The norm before the MLP has another name where branches have norms behind them, too.
+POST_NORMS = _of_layers(_LAYERS, (
+    ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
+    ("norm_mlp.scale", "pre_feedforward_layernorm.weight", "d -> d"),
+    ("post_norm_mlp.scale", "post_feedforward_layernorm.weight", "d -> d"),
+))
+
+# Of a model that has none of what only some have; a family's own keys come on top.
+PLAIN = {"bias": False}
+LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
+LLAMA_FIELDS = {
+    "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
+    "n_kv_heads": Field("num_key_value_heads", "n_heads"), "d_head": Field("head_dim", "d_model/n_heads"),
+    "d_ff": Field("intermediate_size"), "vocab_size": Field("vocab_size"),
+    "max_seq_len": Field("max_position_embeddings", 2048), "norm_eps": Field("rms_norm_eps", 1e-6),
+    "tie_embeddings": Field("tie_word_embeddings", False), "init_std": Field("initializer_range", 0.02)}
+SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+BUFFERS = (r".*\.rotary_emb\.inv_freq",)
 
 _QKV = ("h k", "g k", "g k")
-_H = f"transformer.h.{LAYER}."
 GPT2_ROWS = {
     "w_token": Row("transformer.wte.weight", "v d -> v d"),
     "w_position": Row("transformer.wpe.weight", "p d -> p d"),
     "w_head": Row("lm_head.weight", "v d -> d v"),
     "final_norm.scale": Row("transformer.ln_f.weight", "d -> d"),
     "final_norm.bias": Row("transformer.ln_f.bias", "d -> d"),
-    **{f"blocks.{LAYER}.{ours}": Row(_H + theirs, pattern, *part) for ours, theirs, pattern, *part in (
+    **_of_layers(f"transformer.h.{LAYER}.", (
         ("norm_attention.scale", "ln_1.weight", "d -> d"),
         ("norm_attention.bias", "ln_1.bias", "d -> d"),
         ("attention.w_q", "attn.c_attn.weight", "d (h k) -> d h k", 0, _QKV),
@@ -102,26 +145,30 @@ GPT2_ROWS = {
         ("mlp.b_up", "mlp.c_fc.bias", "f -> f"),
         ("mlp.w_down", "mlp.c_proj.weight", "f d -> f d"),
         ("mlp.b_down", "mlp.c_proj.bias", "d -> d"),
-    )},
+    )),
 }
-GPT2_FIELDS = {"d_model": ("n_embd", None), "n_layers": ("n_layer", None), "n_heads": ("n_head", None),
-               "d_ff": ("n_inner", "4*d_model"), "vocab_size": ("vocab_size", None),
-               "n_kv_heads": ("", "n_heads"), "d_head": ("", "d_model/n_heads"), "max_seq_len": ("n_positions", None),
-               "norm_eps": ("layer_norm_epsilon", 1e-5), "tie_embeddings": ("tie_word_embeddings", True),
-               "init_std": ("initializer_range", 0.02), "dropout": ("attn_pdrop", 0.1)}
+GPT2_FIELDS = {
+    "d_model": Field("n_embd"), "n_layers": Field("n_layer"), "n_heads": Field("n_head"),
+    "n_kv_heads": Field("", "n_heads"), "d_head": Field("", "d_model/n_heads"), "d_ff": Field("n_inner", "4*d_model"),
+    "vocab_size": Field("vocab_size"), "max_seq_len": Field("n_positions"),
+    "norm_eps": Field("layer_norm_epsilon", 1e-5), "tie_embeddings": Field("tie_word_embeddings", True),
+    "init_std": Field("initializer_range", 0.02)}
 
 # model_type of config.json -> family.
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "model.", LLAMA_ROWS, LLAMA_FIELDS, LLAMA_FIXED,
-                    {"hidden_act": SILU, **NO_BIAS}, (r".*\.rotary_emb\.inv_freq",)),
-    "mistral": Family("MistralForCausalLM", "model.", LLAMA_ROWS,
-                      {**LLAMA_FIELDS, "n_kv_heads": ("num_key_value_heads", 8),
-                       "max_seq_len": ("max_position_embeddings", 131072)}, LLAMA_FIXED,
-                      {"hidden_act": SILU, **NO_BIAS}, (r".*\.rotary_emb\.inv_freq",), window="all"),
-    "gpt2": Family("GPT2LMHeadModel", "transformer.", GPT2_ROWS, GPT2_FIELDS,
-                   {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True},
-                   {"activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-                    "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-                    "add_cross_attention": (False,)},
-                   (r".*\.attn\.bias", r".*\.attn\.masked_bias")),
+    "gpt2": Family(
+        "GPT2LMHeadModel", "transformer.", GPT2_ROWS, GPT2_FIELDS,
+        ("activation_function", {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}),
+        {**PLAIN, "norm": "layernorm", "position": "learned", "bias": True},
+        needs={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+               "add_cross_attention": (False,)},
+        dropouts=(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1), dropout=True,
+        ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias")),
+    "llama": Family("LlamaForCausalLM", "model.", LLAMA_ROWS, LLAMA_FIELDS, SILU, LLAMA, needs=NO_BIAS,
+                    ignored=BUFFERS),
+    "mistral": Family(
+        "MistralForCausalLM", "model.", LLAMA_ROWS,
+        {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
+         "max_seq_len": Field("max_position_embeddings", 131072)},
+        SILU, LLAMA, needs=NO_BIAS, ignored=BUFFERS, window="all"),
 }

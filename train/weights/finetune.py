@@ -31,14 +31,16 @@ MAY_DIFFER = ("norm_eps", "rope_theta", "rope_scaling", "dropout", "max_seq_len"
 OWN = ("init_std", "dropout")
 
 
-def config_of(folder: str) -> ConfigDict:
+def config_of(folder: str, given: Collection[str] = ()) -> ConfigDict:
     """The config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings to train it further.
+
+    given: dotted keys of the command line, which win.
 
     Raises:
       UserError: the folder has no config.json of a model that can be read.
     """
     path = os.path.expanduser(folder)
-    described = describe(read_config(path), str(Path(path) / CONFIG))
+    described = describe(read_config(path), str(Path(path) / CONFIG), given)
     config = base.get_config()
     for group, values in SETTINGS.items():
         config[group].update(values)
@@ -57,7 +59,7 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
     """
     folder = config.init.folder
     where = str(Path(folder) / CONFIG)
-    described = describe(read_config(folder), where)
+    described = describe(read_config(folder), where, given)
     for key, theirs in described.keys.items():
         ours = config.model[key]
         may = key in MAY_DIFFER and f"model.{key}" in given

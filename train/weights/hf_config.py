@@ -6,16 +6,17 @@ Both spellings are read: `rope_theta` with `rope_scaling`, and since transformer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from bytescope.memory.errors import remedy_for
 from bytescope.memory.report_json import one_line
 from bytescope.train.errors import UserError
-from bytescope.train.weights.families import FAMILIES, Family
+from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 
 # No published model comes near; whatever is larger is a mistake, and not worth the arithmetic.
-LARGEST = 2**28
+LARGEST, MOST_LAYERS = 2**28, 2**12
 # Keys whose presence asks for something else than a dense decoder: (key, what it asks for).
 OTHERS = (
     ("quantization_config", "quantized weights: give the folder of the bf16 weights"),
@@ -27,6 +28,7 @@ OTHERS = (
     ("n_routed_experts", "experts, which our model does not have"),
     ("kv_lora_rank", "latent attention, which our model does not have"),
     ("alibi", "ALiBi positions, which our model does not have"),
+    ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
 
 
@@ -40,12 +42,8 @@ class Described:
     window: int | None = None
 
 
-def describe(raw: Mapping[str, Any], where: str) -> Described:
-    """What the object of a config.json asks for.
-
-    Raises:
-      UserError: something that our model does not compute, or a value of another type; `where` names the file.
-    """
+def family_of(raw: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json. Raises UserError for one that is not in the table; `where` names the file."""
     for key, why in OTHERS:
         if raw.get(key):
             raise UserError(f"{where}: {key} asks for {why}")
@@ -53,16 +51,29 @@ def describe(raw: Mapping[str, Any], where: str) -> Described:
     if not isinstance(name, str) or name not in FAMILIES:
         remedy = remedy_for(name if isinstance(name, str) else "", FAMILIES)
         raise UserError(f"{where}: model_type={_shown(name)} is not a family that can be read: {remedy}")
-    family = FAMILIES[name]
-    reader = _Reader(raw, where)
+    return FAMILIES[name]
+
+
+def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Described:
+    """What the object of a config.json asks for.
+
+    given: dotted keys of ours that the command line sets, for which its own value does not count.
+
+    Raises:
+      UserError: something that our model does not compute, or a value of another type; `where` names the file.
+    """
+    family, reader = family_of(raw, where), _Reader(raw, where)
     for key, values in family.needs.items():
         reader.need(key, values)
     keys = dict(family.fixed)
-    for ours, (theirs, default) in family.fields.items():
-        keys[ours] = reader.field(ours, theirs, default, keys)
-    keys["dropout"] = reader.dropout(name)
+    keys["mlp"] = reader.activation(*family.activation)
+    for ours, field in family.fields.items():
+        keys[ours] = reader.field(ours, field, keys)
+    if keys["n_layers"] > MOST_LAYERS:
+        raise UserError(f"{where}: {keys['n_layers']:,} layers: give at most {MOST_LAYERS:,}")
+    keys["dropout"] = 0.0 if "model.dropout" in given else reader.dropout(family)
     if family.fixed["position"] == "rope":
-        keys["rope_theta"], keys["rope_scaling"] = reader.rope(keys["rope_theta"])
+        keys |= ROPES[family.rope](reader)
     window = WINDOWS[family.window](reader, keys)
     if window is not None:
         keys["max_seq_len"] = min(keys["max_seq_len"], window)
@@ -81,23 +92,36 @@ class _Reader:
         return UserError(f"{self.where}: {key}={_shown(self.raw.get(key))}: {remedy}")
 
     def need(self, key: str, values: tuple[Any, ...]) -> None:
-        """Raises UserError unless a key has one of these values, or is absent."""
+        """Raises UserError unless a key has one of these values, is null, or absent."""
         value = self.raw.get(key)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
             raise self.wrong(key, f"our model computes {' or '.join(map(str, values))} alone")
 
-    def field(self, ours: str, theirs: str, default: Any, keys: Mapping[str, Any]) -> Any:
-        """The value of one of our keys; `default` may be a formula in those before it."""
-        value = self.raw.get(theirs)
+    def activation(self, names: str, ours: Mapping[str, str]) -> str:
+        """Our kind of MLP for their activation, which the first of `names` that is there has."""
+        name = next((name for name in names.split("|") if self.raw.get(name) is not None), None)
+        value = next(iter(ours)) if name is None else self.raw[name]
+        if not isinstance(value, str) or value not in ours:
+            raise self.wrong(name or names, f"our model computes {' or '.join(ours)} there")
+        return ours[value]
+
+    def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
+        """The value of one of our keys; a formula takes those before it."""
+        value, default = self.raw.get(field.key), field.default
         if value is None:
-            if default is None:
-                raise UserError(f"{self.where}: key {theirs} is missing: it is needed for model.{ours}")
-            return FORMULAS[default](keys) if isinstance(default, str) else default
-        if isinstance(default, bool):
+            if field.key in self.raw and field.null is not REQUIRED:
+                default = field.null
+            if default is REQUIRED:
+                raise UserError(f"{self.where}: key {field.key} is missing: it is needed for model.{ours}")
+            value = FORMULAS[default](keys) if isinstance(default, str) else default
+        elif isinstance(default, bool):
             if not isinstance(value, bool):
-                raise self.wrong(theirs, "true or false expected")
-            return value
-        return self.number(theirs, value) if isinstance(default, float) else self.count(theirs, value)
+                raise self.wrong(field.key, "true or false expected")
+        elif isinstance(default, float):
+            value = self.number(field.key, value)
+        else:
+            value = self.count(field.key, value)
+        return TRANSFORMS[ours](value) if ours in TRANSFORMS else value
 
     def count(self, key: str, value: Any) -> int:
         """A whole number above 0."""
@@ -105,31 +129,32 @@ class _Reader:
             raise self.wrong(key, f"a whole number from 1 to {LARGEST:,} expected")
         return value
 
-    def number(self, key: str, value: Any) -> float:
-        """A finite number, 0 or more."""
-        if type(value) not in (int, float) or not 0 <= value <= 1e30:
-            raise self.wrong(key, "a number expected, 0 or more")
+    def number(self, key: str, value: Any, least: float = 0.0) -> float:
+        """A finite number, `least` or more."""
+        if type(value) not in (int, float) or not least <= value <= 1e30:
+            raise UserError(f"{self.where}: {key}={_shown(value)}: a number expected, {least:g} or more")
         return float(value)
 
-    def dropout(self, family: str) -> float:
+    def dropout(self, family: Family) -> float:
         """The one rate of our model, for the embedding, the probabilities and both branches."""
-        names = ("embd_pdrop", "attn_pdrop", "resid_pdrop") if family == "gpt2" else ("attention_dropout",)
-        rates = {name: self.number(name, self.raw.get(name, 0.1 if family == "gpt2" else 0.0) or 0.0)
-                 for name in names}
-        if len(set(rates.values())) == 1 and (family == "gpt2" or not any(rates.values())):
+        names, absent = family.dropouts
+        rates = {name: self.number(name, absent if (value := self.raw.get(name)) is None else value) for name in names}
+        if len(set(rates.values())) == 1 and (family.dropout or not any(rates.values())):
             return rates[names[0]]
-        raise self.wrong(next(name for name in names if rates[name]), "our model has one rate, for the embedding, the "
-                         "attention probabilities and both branches; set it to 0 in that file")
+        wrong = next(name for name in names if rates[name])
+        raise self.wrong(wrong, "our one rate is for the embedding, the attention probabilities and both branches; "
+                         "choose it with --config.model.dropout, such as 0")
 
-    def rope(self, theta: float) -> tuple[float, tuple[float, ...]]:
-        """(base, scaling) of the rotary positions, from either spelling."""
-        found = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(found, Mapping):
-            raise self.wrong("rope_scaling", "an object expected")
+    def rope(self, found: Any, theta: float) -> tuple[float, tuple[float, ...]]:
+        """(base, scaling) of rotary positions, of an object of either spelling or null; `theta`: the base where it has
+        none."""
+        if not isinstance(found, Mapping | None):
+            raise UserError(f"{self.where}: rotary positions {_shown(found)}: an object expected")
+        found = found or {}
         kind = found.get("rope_type", found.get("type", "default"))
-        theta = self.number("rope_theta", found.get("rope_theta", theta))
-        partial = found.get("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0))
-        if partial not in (1, 1.0, None):
+        theta = self.number("rope_theta", found.get("rope_theta", theta), 1.0)
+        partial = found.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+        if partial is not None and partial != 1:
             raise UserError(f"{self.where}: partial_rotary_factor={_shown(partial)}: our model rotates whole heads")
         if kind == "default":
             return theta, ()
@@ -137,26 +162,90 @@ class _Reader:
             raise UserError(f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes default "
                             "and llama3 alone")
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return theta, tuple(self.number(name, found.get(name)) for name in names)
+        return theta, tuple(self.number(name, found.get(name), 1e-6) for name in names)
 
 
-FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+def _rope(reader: _Reader) -> dict[str, Any]:
+    """One base for all layers."""
+    raw = reader.raw
+    theta = 10_000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
+    theta, scaling = reader.rope(raw.get("rope_parameters") or raw.get("rope_scaling"), theta)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _ropes(reader: _Reader) -> dict[str, Any]:
+    """Gemma 3: layers with a sliding window rotate with a base of their own."""
+    raw, every = reader.raw, _global_every(reader)
+    both = raw.get("rope_parameters") or {}
+    if not isinstance(both, Mapping):
+        raise reader.wrong("rope_parameters", "an object expected")
+    theta, scaling = reader.rope(both.get("full_attention", raw.get("rope_scaling")), raw.get("rope_theta", 1e6))
+    local, none = reader.rope(both.get("sliding_attention"), raw.get("rope_local_base_freq", 1e4))
+    if none:
+        raise reader.wrong("rope_parameters", "our model scales the positions of layers that see everything alone")
+    return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local, "global_every": every}
+
+
+# How a family says what its rotary positions are.
+ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {"one": _rope, "two": _ropes}
+
+FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "n_heads": lambda keys: keys["n_heads"],
     "d_model/n_heads": lambda keys: max(keys["d_model"] // keys["n_heads"], 1),
     "4*d_model": lambda keys: 4 * keys["d_model"],
+    "sqrt(d_model)": lambda keys: math.sqrt(keys["d_model"]),
 }
+# Our key -> our value of theirs.
+TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: value**-0.5}
 
 
-def _all(reader: _Reader, keys: Mapping[str, Any]) -> int | None:
-    """Mistral: every layer, unless the key is null."""
-    del keys
+def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
+    """For each layer whether it sees a sliding window; `default`: by its number, where the key is absent."""
+    layers, found = reader.raw["num_hidden_layers"], reader.raw.get("layer_types")
+    if found is None:
+        return [default(layer) for layer in range(layers)]
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(found, list) or len(found) != layers or any(kind not in kinds for kind in found):
+        raise reader.wrong("layer_types", f"{layers} times {' or '.join(kinds)} expected")
+    return [kind == kinds[1] for kind in found]
+
+
+def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
+    """The window, if a layer has one."""
     window = reader.raw.get("sliding_window", 4096)
-    return None if window is None else reader.count("sliding_window", window)
+    return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 
 
-# How a family says which layers see a sliding window.
+def _last_layers(reader: _Reader) -> int | None:
+    """Qwen: the layers from max_window_layers on, where use_sliding_window says so."""
+    reader.need("use_sliding_window", (False, True))
+    if not reader.raw.get("use_sliding_window"):
+        return None
+    value = reader.raw.get("max_window_layers", 28)
+    first = 0 if value == 0 else reader.count("max_window_layers", value)
+    return _some(reader, lambda layer: layer >= first)
+
+
+def _global_every(reader: _Reader) -> int:
+    """Gemma 3: each n-th layer sees everything."""
+    pattern = reader.raw.get("sliding_window_pattern")
+    every = 6 if pattern is None else reader.count("sliding_window_pattern", pattern)
+    slide = _layer_types(reader, lambda layer: (layer + 1) % every != 0)
+    if False in slide and reader.raw.get("layer_types") is not None:
+        every = slide.index(False) + 1
+    if slide != [(layer + 1) % every != 0 for layer in range(len(slide))]:
+        raise reader.wrong("layer_types", "our model has each n-th layer of full_attention")
+    return every
+
+
+# Which layers of a family see a sliding window: the positions that it has, or None.
 WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
-    "none": lambda reader, keys: None, "all": _all}
+    "none": lambda reader, keys: None,
+    "all": lambda reader, keys: _some(reader, lambda layer: True),
+    "last layers": lambda reader, keys: _last_layers(reader),
+    "every second": lambda reader, keys: _some(reader, lambda layer: layer % 2 == 0),
+    "but each n-th": lambda reader, keys: _some(reader, lambda layer: (layer + 1) % keys["global_every"] != 0),
+}
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.weights.families import LAYER, Family, Row
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.header import Tensor
-from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.hf_config import family_of
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of, spans_of
 
 # The format's name of a dtype that parameters may have -> NumPy's.
@@ -84,7 +84,7 @@ def checkpoint_leaves(folder: Folder, model: ModelConfig) -> dict[str, Leaf]:
     Raises:
       UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
     """
-    family = describe(folder.config, str(folder.path / "config.json")).family
+    family = family_of(folder.config, str(folder.path / "config.json"))
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
     found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path])
              for path, (row, name) in rows_by_path(family, shapes).items()}
