@@ -101,15 +101,9 @@ QK_NORMS = _of_layers(_LAYERS, (
     ("attention.norm_q.scale", "self_attn.q_norm.weight", "k -> k"),
     ("attention.norm_k.scale", "self_attn.k_norm.weight", "k -> k"),
 ))
-# The norm before the MLP has another name where branches have norms behind them, too.
-POST_NORMS = _of_layers(_LAYERS, (
-    ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
-    ("norm_mlp.scale", "pre_feedforward_layernorm.weight", "d -> d"),
-    ("post_norm_mlp.scale", "post_feedforward_layernorm.weight", "d -> d"),
-))
 
 # Of a model that has none of what only some have; a family's own keys come on top.
-PLAIN = {"bias": False}
+PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False}
 LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
 LLAMA_FIELDS = {
     "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
@@ -117,6 +111,8 @@ LLAMA_FIELDS = {
     "d_ff": Field("intermediate_size"), "vocab_size": Field("vocab_size"),
     "max_seq_len": Field("max_position_embeddings", 2048), "norm_eps": Field("rms_norm_eps", 1e-6),
     "tie_embeddings": Field("tie_word_embeddings", False), "init_std": Field("initializer_range", 0.02)}
+QWEN_FIELDS = {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 32, "n_heads"),
+               "max_seq_len": Field("max_position_embeddings", 32768)}
 SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
 BUFFERS = (r".*\.rotary_emb\.inv_freq",)
@@ -171,4 +167,10 @@ FAMILIES: Mapping[str, Family] = {
         {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
          "max_seq_len": Field("max_position_embeddings", 131072)},
         SILU, LLAMA, needs=NO_BIAS, ignored=BUFFERS, window="all"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", "model.", {**LLAMA_ROWS, **QKV_BIASES}, QWEN_FIELDS, SILU, {**LLAMA, "qkv_bias": True},
+        ignored=BUFFERS, window="last layers"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", "model.", {**LLAMA_ROWS, **QK_NORMS}, {**QWEN_FIELDS, "d_head": Field("head_dim", 128)},
+        SILU, {**LLAMA, "qk_norm": True}, needs=NO_BIAS, ignored=BUFFERS, window="last layers"),
 }
