@@ -46,6 +46,8 @@ def _model() -> ConfigDict:
     model.dropout = 0.0  # rate on the embedding, on attention probabilities and on both residual branches
     model.attention = "auto"  # kernel: auto | naive | chunked | cudnn; auto chooses by device and length
     model.attention_chunk = 512  # positions per block of the chunked kernel
+    model.attention_scale = 0.0  # factor of the products of queries and keys; 0: 1 / sqrt(d_head)
+    model.attention_softcap = 0.0  # bounds scores s by c: c tanh(s / c), as in Gemma 2; 0: no bound
     model.mlp_chunk = 0  # positions per device whose MLP exists at once, always recomputed; 0: all
     return model
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.config import ModelConfig
 from bytescope.model.layers import ACTIVATIONS, MLPS, dropout, enter, fold, leave, param, read, rope_frequencies, rotate
@@ -78,7 +78,8 @@ class Attention(nnx.Module):
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do so inside.
             if ring := self.place.ring:
-                context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, ring=ring, chunk=config.attention_chunk)
+                context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, ring=ring, chunk=config.attention_chunk,
+                                              scoring=scoring_of(config))
             else:
                 context_BLHK = KERNELS[config.attention].run(
                     q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0), place=self.place)

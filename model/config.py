@@ -43,6 +43,8 @@ class ModelConfig:
     dropout: float
     attention: str
     attention_chunk: int
+    attention_scale: float
+    attention_softcap: float
     mlp_chunk: int
 
     @classmethod

@@ -231,6 +231,11 @@ def rotate(x_BLHK: jax.Array, positions_L: jax.Array, frequency: jax.Array) -> j
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)
 
 
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """`x` bent to lie within -cap and cap, by cap tanh(x / cap) (Bello et al. 2016, arXiv 1611.09940); `x` for 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def dropout(x: jax.Array, key_B: jax.Array | None, rate: float, mask_name: str) -> jax.Array:
     """Inverted dropout of `x` [B, ...] with one key per sequence; `x` itself without keys or at rate 0.
 

@@ -254,8 +254,8 @@ def question_of(config: Mapping[str, Any]) -> Question:
     tensor = max(config[MESH_TENSOR], 1)
     layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
                     zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0)
-    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences in float32.
-    short = config[PRECISION_PRESET] == "fp32" and config[DATA_SEQ_LEN] <= 1024
+    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
+    short = (config[PRECISION_PRESET] == "fp32" or m["attention_softcap"]) and config[DATA_SEQ_LEN] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
     offload = OFFLOADS[config[OFFLOAD_OPTIMIZER], config[OFFLOAD_PARAMS]]
     return Question(transformer.parameter_count(model), model, layout, config[DATA_SEQ_LEN], config[BATCH_MICRO],

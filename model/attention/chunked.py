@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bytescope.model.attention.scoring import Scoring
 from bytescope.model.names import tag
 
 Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
@@ -26,6 +27,7 @@ Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
 Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 # (query block, key block) -> which of their scores count, [c, c] booleans.
 Mask = Callable[[jax.Array, jax.Array], jax.Array]
+PLAIN = Scoring()
 
 
 def blocks(x: jax.Array, chunk: int, spans: int = 1, axis: int = -2) -> jax.Array:
@@ -60,10 +62,10 @@ def causal(chunk: int) -> Mask:
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
-def _scores(q_BGRcK, k_BGcK, allowed):
-    """Scaled scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` [c, c] or None for all."""
+def _scores(q_BGRcK, k_BGcK, allowed, scoring):
+    """Scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` [c, c] or None for all."""
     scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
-    scores = scores * q_BGRcK.shape[-1] ** -0.5
+    scores = scoring(scores, q_BGRcK.shape[-1])
     return scores if allowed is None else jnp.where(allowed[None, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
@@ -86,7 +88,7 @@ def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
 
-def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None):
+def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None, scoring: Scoring = PLAIN):
     """`sums` (see `start`) with the keys and values of `pairs` added; without `mask` every score counts."""
     q, pairs = _bound(q, pairs, sums[1])
 
@@ -94,7 +96,7 @@ def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = 
         i, j = ij
         out, peak, total = sums
         k, v = read(j)
-        scores = _scores(q[i], k, None if mask is None else mask(i, j))
+        scores = _scores(q[i], k, None if mask is None else mask(i, j), scoring)
         old_peak = peak[i]
         new_peak = jnp.maximum(old_peak, scores.max(-1))
         probs = jnp.exp(scores - new_peak[..., None])
@@ -117,7 +119,8 @@ def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Arra
     return jnp.einsum("blhk,blhk->blh", d_context_BLHK, context_BLHK, preferred_element_type=jnp.float32)
 
 
-def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None):
+def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None,
+                  scoring: Scoring = PLAIN):
     """`sums` (dq, d_keys), float32, with the gradients of `pairs` added.
 
     Args:
@@ -132,41 +135,44 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
         dq, d_keys = sums
         k, v = read(j)
         with jax.named_scope("kernel_recompute"):
-            probs = jnp.exp(_scores(q[i], k, None if mask is None else mask(i, j)) - lse[i][..., None])
+            scores = _scores(q[i], k, None if mask is None else mask(i, j), scoring)
+            probs = jnp.exp(scores - lse[i][..., None])
         d_probs = one("bgrlk,bgsk->bgrls", d_out[i], v)
-        d_scores = (probs * (d_probs - delta[i][..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        d_scores = probs * (d_probs - delta[i][..., None]) * scoring.slope(scores, q.shape[-1])
+        d_scores = d_scores.astype(q.dtype)
         d_block = (one("bgrls,bgrlk->bgsk", d_scores, q[i]), one("bgrls,bgrlk->bgsk", probs.astype(q.dtype), d_out[i]))
         return (dq.at[i].add(one("bgrls,bgsk->bgrlk", d_scores, k)), write(d_keys, j, d_block)), None
 
     return jax.lax.scan(pair, sums, pairs)[0]
 
 
-def _forward(q_BLHK, k_BLGK, v_BLGK, chunk):
+def _forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring):
     B, L, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     q = blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
     k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
-    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk))
+    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk), scoring)
     context, lse = finish(sums, q_BLHK.dtype)
     return positions(context, L).reshape(B, L, H, K), lse
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, chunk: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, chunk: int,
+                      scoring: Scoring = PLAIN) -> jax.Array:
     """Causal attention [B, L, H, K] in blocks of `chunk` positions; scores and sums in float32.
 
     Residuals of the gradient: the arguments, the result and the log-denominators, named `context` and `lse`.
     """
-    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, chunk)[0], "context")
+    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring)[0], "context")
 
 
-def _attention_forward(q_BLHK, k_BLGK, v_BLGK, chunk):
-    context_BLHK, lse = _forward(q_BLHK, k_BLGK, v_BLGK, chunk)
+def _attention_forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring):
+    context_BLHK, lse = _forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring)
     context_BLHK, lse = tag(context_BLHK, "context"), tag(lse, "lse")
     return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse)
 
 
-def _attention_backward(chunk, residuals, d_context_BLHK):
+def _attention_backward(chunk, scoring, residuals, d_context_BLHK):
     q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse = residuals
     B, L, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -180,7 +186,7 @@ def _attention_backward(chunk, residuals, d_context_BLHK):
         return tuple(d.at[j].add(new) for d, new in zip(d_keys, d_block))
 
     dq, (dk, dv) = add_gradients((dq, (dk, dv)), q, lambda j: (k[j], v[j]), write, d_out, lse, delta,
-                                 triangle(q.shape[0]), causal(chunk))
+                                 triangle(q.shape[0]), causal(chunk), scoring)
     return tuple(positions(d, L).reshape(x.shape).astype(x.dtype)
                  for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK)))
 

@@ -2,7 +2,7 @@
 
     run(q_BLHK, k_BLGK, v_BLGK, *, config, key_B, place) -> context_BLHK
 
-Queries and keys arrive rotated; the scale 1/sqrt(K) is the kernel's. Each kernel tags its own
+Queries and keys arrive rotated; the scores' scale and cap are the kernel's. Each kernel tags its own
 result `context`, since one with a custom gradient must name the residual where it is kept.
 """
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bytescope.model.attention.chunked import chunked_attention
+from bytescope.model.attention.scoring import Scoring
 from bytescope.model.config import ModelConfig
 from bytescope.model.layers import dropout
 from bytescope.model.names import tag
@@ -52,6 +53,11 @@ def _softmax_backward(residuals, d_probs_BGRLS):
 causal_softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
+def scoring_of(config: ModelConfig) -> Scoring:
+    """How the kernels make scores."""
+    return Scoring(config.attention_scale, config.attention_softcap)
+
+
 def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
     """The whole matrix of scores at once, [B, G, R, L, S] float32: memory quadratic in the sequence length."""
     B, L, H, K = q_BLHK.shape
@@ -61,7 +67,7 @@ def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placemen
     q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
     k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
     scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
-    probs_BGRLS = causal_softmax(scores_BGRLS * K ** -0.5, jnp.zeros((0,), v_BSGK.dtype))
+    probs_BGRLS = causal_softmax(scoring_of(config)(scores_BGRLS, K), jnp.zeros((0,), v_BSGK.dtype))
     if key_B is not None and config.dropout:
         probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
     context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)
@@ -71,13 +77,15 @@ def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placemen
 def chunked(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
     """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
     del key_B
-    return chunked_attention(q_BLHK, k_BSGK, v_BSGK, min(config.attention_chunk, q_BLHK.shape[1]))
+    return chunked_attention(q_BLHK, k_BSGK, v_BSGK, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config))
 
 
 def cudnn(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
     """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
-    del config, key_B
-    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    del key_B
+    # Without a scale of the config none is given: 1/sqrt(K) is its own.
+    scale = {"scale": config.attention_scale} if config.attention_scale else {}
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", **scale)
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
     return tag(place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK), "context")
 
@@ -97,6 +105,8 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
                 "or use chunked")
     if config.d_head % 8 or config.d_head > 128:
         return f"it needs a head width that is a multiple of 8 up to 128, not model.d_head={config.d_head}; use chunked"
+    if config.attention_softcap:
+        return f"it has no cap of the scores (model.attention_softcap={config.attention_softcap}); use chunked"
     return _needs_no_dropout(config, precision, platform)
 
 

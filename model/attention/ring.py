@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from bytescope.model.attention.chunked import (
+    PLAIN,
     Mask,
     add_gradients,
     add_pairs,
@@ -36,6 +37,7 @@ from bytescope.model.attention.chunked import (
     start,
     triangle,
 )
+from bytescope.model.attention.scoring import Scoring
 from bytescope.model.names import tag
 from bytescope.model.placement import Ring, row_major
 
@@ -138,7 +140,7 @@ class _Rank:
         return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
 
 
-def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk):
+def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk, scoring):
     """Context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -148,14 +150,14 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk):
 
     def visit(sums, kv, hops):
         for pairs, mask in rank.passing(hops):
-            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask)
+            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask, scoring)
         return sums
 
     def step(carry, hops):
         kv, sums = carry
         return (rank.send(kv), visit(sums, kv, hops)), None
 
-    sums = add_pairs(rank.varying(start(q)), q, lambda j: kv[:, j], *rank.own)
+    sums = add_pairs(rank.varying(start(q)), q, lambda j: kv[:, j], *rank.own, scoring)
     if C > 1:
         # The last step stands outside the loop: its keys go nowhere, so C-1 hops in all.
         (kv, sums), _ = jax.lax.scan(step, (rank.send(kv), sums), jnp.arange(1, C - 1))
@@ -165,7 +167,7 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk):
     return rank.positions(context).reshape(B, length, H, K), jnp.moveaxis(lse_BLGR, 1, 3)
 
 
-def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk):
+def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk, scoring):
     """Gradients of one rank's queries, keys and values."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -178,7 +180,7 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLH
 
     def add(dq, d_kv, kv, pairs, mask):
         return add_gradients((dq, d_kv), q, lambda j: kv[:, j], lambda d_kv, j, new: d_kv.at[:, j].add(jnp.stack(new)),
-                             d_out, lse, delta, pairs, mask)
+                             d_out, lse, delta, pairs, mask, scoring)
 
     def visit(dq, d_kv, kv, hops):
         """One step: `d_kv` is what these keys had gathered one hop ago. The sums, and `kv` ready to leave."""
@@ -206,30 +208,30 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLH
 
 # ---- all ranks, on globally shaped arrays -----------------------------------------------------------------
 
-def _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
+def _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring):
     x = ring.activation
     with jax.named_scope("ring"):
-        return jax.shard_map(partial(_forward_rank, ring=ring, chunk=chunk), mesh=ring.mesh, in_specs=(x, x, x),
-                             out_specs=(x, ring.rows))(q_BLHK, k_BLGK, v_BLGK)
+        return jax.shard_map(partial(_forward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
+                             in_specs=(x, x, x), out_specs=(x, ring.rows))(q_BLHK, k_BLGK, v_BLGK)
 
 
 # The gradient is defined around shard_map, not inside: the named residuals are then plain values of the program, where
 # every checkpoint policy sees them, and shard_map is never transposed.
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
-    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk)[0], "context")
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring):
+    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring)[0], "context")
 
 
-def _attention_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk):
-    context_BLHK, lse_BGRL = _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk)
+def _attention_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring):
+    context_BLHK, lse_BGRL = _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring)
     context_BLHK, lse_BGRL = tag(context_BLHK, "context"), tag(lse_BGRL, "lse")
     return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL)
 
 
-def _attention_backward(ring, chunk, residuals, d_context_BLHK):
+def _attention_backward(ring, chunk, scoring, residuals, d_context_BLHK):
     x = ring.activation
     with jax.named_scope("ring"):
-        return jax.shard_map(partial(_backward_rank, ring=ring, chunk=chunk), mesh=ring.mesh,
+        return jax.shard_map(partial(_backward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
                              in_specs=(x, x, x, x, ring.rows, x), out_specs=(x, x, x))(*residuals, d_context_BLHK)
 
 
@@ -245,7 +247,8 @@ def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
             raise ValueError(f"{name}={size} is not divisible by {over}: make it a multiple of {parts}")
 
 
-def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, ring: Ring, chunk: int) -> jax.Array:
+def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, ring: Ring, chunk: int,
+                   scoring: Scoring = PLAIN) -> jax.Array:
     """Causal attention [B, L, H, K] of a sequence in `zigzag` order, sharded over `ring.axis`.
 
     Every device walks its pairs of chunks in blocks of at most `chunk` positions; scores and sums in float32. Residuals
@@ -256,4 +259,4 @@ def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, r
     """
     B, L, _, _ = q_BLHK.shape
     _check(ring, B, L, k_BLGK.shape[2])
-    return _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk)
+    return _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring)

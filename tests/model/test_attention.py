@@ -88,10 +88,21 @@ def test_masked_blocks_cost_nothing():
     ("cpu", "fp32", 256, {}, "naive"), ("cpu", "bf16", 4096, {}, "chunked"),
     ("cpu", "fp32", 4096, {"dropout": 0.1}, "naive"), ("gpu", "bf16", 256, {}, "cudnn"),
     ("cuda", "bf16", 4096, {}, "cudnn"), ("gpu", "fp32", 4096, {}, "chunked"),
-    ("gpu", "bf16", 4096, {"d_head": 256}, "chunked"), ("tpu", "bf16", 8192, {}, "chunked")])
+    ("gpu", "bf16", 4096, {"d_head": 256}, "chunked"), ("tpu", "bf16", 8192, {}, "chunked"),
+    ("gpu", "bf16", 4096, {"attention_softcap": 50.0}, "chunked"),
+    ("gpu", "bf16", 256, {"attention_softcap": 50.0}, "naive")])
 def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length, changes, kernel):
     chosen, why = choose_kernel(config(**changes), PRECISIONS[preset], platform, length)
     assert chosen == kernel and why.startswith("auto: ")
+
+
+def test_cudnn_is_told_the_scale(monkeypatch):
+    """Nothing without one of the config: 1/sqrt(K) is its own."""
+    seen = []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **given: seen.append(given.get("scale")) or q)
+    for scale in (0.0, 0.25):
+        KERNELS["cudnn"].run(*inputs(4)[:3], config=config(attention_scale=scale), key_B=None, place=HERE)
+    assert seen == [None, 0.25]
 
 
 @pytest.mark.parametrize(("platform", "preset", "changes", "message"), [
@@ -99,6 +110,7 @@ def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length,
     ("gpu", "fp32", {"attention": "cudnn"}, "16-bit"),
     ("gpu", "bf16", {"attention": "cudnn", "d_head": 12}, "d_head=12"),
     ("gpu", "bf16", {"attention": "cudnn", "dropout": 0.1}, "dropout"),
+    ("gpu", "bf16", {"attention": "cudnn", "attention_softcap": 50.0}, "attention_softcap=50.0.; use chunked"),
     ("cpu", "fp32", {"attention": "chunked", "dropout": 0.1}, "dropout=0.1"),
     ("cpu", "fp32", {"attention": "flash"}, "choose one of auto, naive, chunked, cudnn")])
 def test_a_kernel_that_cannot_run_is_refused_with_a_remedy(platform, preset, changes, message):

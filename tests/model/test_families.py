@@ -13,12 +13,17 @@ from support.toy import fixed_batches, small_program
 # Those of Qwen2 and of Qwen3 at once.
 FAMILIES = {
     "qwen": {"model.qkv_bias": True, "model.qk_norm": True},
+    "gemma2": {"model.attention_scale": 0.25, "model.attention_softcap": 1.5},
 }
 SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
 
 
 def rms(x, scale, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def bent(x, cap):
+    return cap * (1 - 2 / (jnp.exp(2 * x / cap) + 1)) if cap else x
 
 
 def turned(x_BLHK, base):
@@ -35,7 +40,8 @@ def plain_attention(p, x, m):
         q, k = rms(q, p["norm_q"]["scale"], m.norm_eps), rms(k, p["norm_k"]["scale"], m.norm_eps)
     q, k = turned(q, m.rope_theta), turned(k, m.rope_theta)
     k, v = (jnp.repeat(y, m.n_heads // m.n_kv_heads, 2) for y in (k, v))
-    scores = jnp.einsum("blhk,bshk->bhls", q, k) / np.sqrt(m.d_head)
+    scores = jnp.einsum("blhk,bshk->bhls", q, k) * (m.attention_scale or 1 / np.sqrt(m.d_head))
+    scores = bent(scores, m.attention_softcap)
     scores = jnp.where(np.tri(x.shape[1], dtype=bool), scores, -np.inf)
     return jnp.einsum("bhls,bshk,hkd->bld", jax.nn.softmax(scores, -1), v, p["w_o"])
 
@@ -116,7 +122,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("family", "way"), [
-    ("qwen", "naive"), ("qwen", "chunked"), ("qwen", "unrolled"), ("qwen", "sharded")])
+    ("qwen", "naive"), ("qwen", "chunked"), ("qwen", "unrolled"), ("qwen", "sharded"),
+    ("gemma2", "naive"), ("gemma2", "chunked"), ("gemma2", "sharded")])
 def test_loss_and_gradients_are_those_of_the_plain_formulas(family, way, plain):
     (loss, grads), (wanted, wanted_grads) = found(family, WAYS[way], 8 if way == "sharded" else 1), plain(family)
     assert_same((loss, grads), (wanted, by_layer(wanted_grads) if way == "unrolled" else wanted_grads))
