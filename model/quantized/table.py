@@ -1,0 +1,147 @@
+"""How frozen weights of the blocks are stored: one row per `lora.base`, and the arrays that a weight becomes."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from bytescope.model.placement import Axes, Placement
+from bytescope.model.quantized import absmax, int8, nf4
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A weight of a product: its shape and logical axes, and how many of its first dimensions are contracted."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    inputs: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers that go into the product, and that come out of it."""
+        return math.prod(self.shape[: self.inputs]), math.prod(self.outputs)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The dimensions that are not contracted."""
+        return self.shape[self.inputs:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """An array that is stored: contracted dimensions are one, and have the logical axis of the first of them."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One row of the table. Names of arrays are keys of the dicts.
+
+    block: inputs that share a scale; 0 for all. parts: what a weight is stored as.
+    encode: weights [outputs, inputs], of some outputs -> codes and scales of these outputs, on the host.
+    finish: codes and scales of all outputs -> the arrays, in the shapes of `parts`.
+    on_device: weights [inputs, outputs] -> the arrays, output dimensions flattened.
+    decode: the arrays -> float32 weights [inputs, ...], output dimensions as they are.
+    """
+
+    summary: str
+    block: int
+    parts: Callable[[Matrix], dict[str, Part]]
+    encode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    finish: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
+    on_device: Callable[[jax.Array], dict[str, jax.Array]]
+    decode: Callable[[Mapping[str, jax.Array]], jax.Array]
+
+
+def _nf4_parts(matrix: Matrix) -> dict[str, Part]:
+    (inputs, outputs), axes = matrix.sizes, (matrix.axes[0], *matrix.axes[matrix.inputs:])
+    scales = inputs // nf4.BLOCK
+    return {"codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes),
+            "scales": Part((scales, *matrix.outputs), jnp.uint8, axes),
+            "scale_blocks": Part((absmax.blocks_of(scales * outputs),), jnp.float32, (None,)),
+            "scale_mean": Part((), jnp.float32, ())}
+
+
+def _nf4_finish(codes_OP: np.ndarray, scale_OB: np.ndarray) -> dict[str, np.ndarray]:
+    scales, largest, mean = absmax.encode(scale_OB)
+    return {"codes": codes_OP.T, "scales": scales.T, "scale_blocks": largest, "scale_mean": mean}
+
+
+def _nf4_on_device(w_IO: jax.Array) -> dict[str, jax.Array]:
+    codes, scale = nf4.encode_on_device(w_IO)
+    return {"codes": codes, **dict(zip(("scales", "scale_blocks", "scale_mean"), absmax.encode_on_device(scale)))}
+
+
+def _nf4_decode(parts: Mapping[str, jax.Array]) -> jax.Array:
+    scale = absmax.decode(parts["scales"], parts["scale_blocks"], parts["scale_mean"])
+    # Decoded once: fused with the rest, each scale would be decoded for all of its 64 weights.
+    return nf4.decode(parts["codes"], jax.lax.optimization_barrier(scale))
+
+
+def _int8_parts(matrix: Matrix) -> dict[str, Part]:
+    axes = (matrix.axes[0], *matrix.axes[matrix.inputs:])
+    return {"codes": Part((matrix.sizes[0], *matrix.outputs), jnp.int8, axes),
+            "scales": Part(matrix.outputs, jnp.float32, axes[1:])}
+
+
+# What `lora.base` may be -> how it is stored; None: wide.
+BASES: Mapping[str, Format | None] = {
+    "bf16": None,
+    "nf4": Format("4-bit NormalFloat, scales of blocks of 64 in 8 bits", nf4.BLOCK, _nf4_parts, nf4.encode, _nf4_finish,
+                  _nf4_on_device, _nf4_decode),
+    "int8": Format("8 bits, one scale per output", 0, _int8_parts, int8.encode,
+                   lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
+                   lambda w_IO: dict(zip(("codes", "scales"), int8.encode_on_device(w_IO))),
+                   lambda parts: int8.decode(parts["codes"], parts["scales"])),
+}
+
+
+def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
+    """Raises ValueError where the inputs of a weight `name`, shared by so many devices, are not whole blocks."""
+    block, inputs = BASES[base].block or 1, matrix.sizes[0]
+    if inputs % (block * shards):
+        over, what = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
+        raise ValueError(f"lora.base={base}: the {inputs} inputs of {name} are not whole blocks of {block}{over}: "
+                         f"change {what}, or set lora.base=int8")
+
+
+def parts_of(base: str, matrix: Matrix) -> dict[str, Part]:
+    """The arrays that a weight is stored as. Raises ValueError for inputs that are not whole blocks."""
+    check_blocks(base, "x".join(map(str, matrix.shape)), matrix)
+    return BASES[base].parts(matrix)
+
+
+def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a weight on the host.
+
+    Args:
+      pieces: the weight, flattened to [inputs, outputs], a few outputs at a time, in order; of any float dtype. Beyond
+        a piece and what its quantization takes, nothing wide is held.
+    """
+    row = BASES[base]
+    codes, scales = zip(*(row.encode(piece_IO.T) for piece_IO in pieces))
+    found = row.finish(np.concatenate(codes), np.concatenate(scales))
+    return {name: found[name].reshape(part.shape) for name, part in row.parts(matrix).items()}
+
+
+def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax.Array]:
+    """The arrays of a weight that is on a device; the same numbers on every mesh."""
+    found = BASES[base].on_device(w.reshape(matrix.sizes))
+    return {name: found[name].reshape(part.shape) for name, part in BASES[base].parts(matrix).items()}
+
+
+def dequantize(base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike,
+               place: Placement) -> jax.Array:
+    """The weight in `dtype` and its own shape. Devices that share it in storage alone (ZeRO-3) exchange the codes."""
+    row = BASES[base]
+    whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
+    return row.decode(whole).astype(dtype).reshape(matrix.shape)
