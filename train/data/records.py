@@ -232,3 +232,13 @@ def choose_held_out(marks: np.ndarray, named: np.ndarray) -> np.ndarray:
     if len(marks) and (chosen.all() or not chosen.any()):  # of few records the hash may choose none, or all
         chosen = marks == marks.min()
     return chosen
+
+
+def left_out(malformed: int, copies: int) -> list[str]:
+    """What was left out of records or documents, in words."""
+    notes = []
+    if malformed:
+        notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")
+    if copies:
+        notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of what is held out left out")
+    return notes

@@ -1,8 +1,9 @@
-"""Batches of token windows: the n-th sequence of a run depends on the seed and on n alone.
+"""Batches of token windows, or of rows of examples: the n-th sequence of a run depends on the seed and on n alone.
 
-The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one
-token. Epoch e visits every window once, in an order drawn from (seed, e). So the state of the reader is one
-integer, the sequences consumed. The number of processes and the way a batch is split change nothing.
+The documents of a source are one long stream of tokens, cut into windows of seq_len + 1 that overlap by one token;
+examples (`data.format`) come in rows (train/data/examples). Epoch e visits every window or row once, in an order drawn
+from (seed, e). So the state of the reader is one integer, the sequences consumed. The number of processes and the way a
+batch is split change nothing.
 """
 
 from bisect import bisect_right
@@ -17,8 +18,10 @@ import numpy as np
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.corpus import ShardFiles, find
 from bytescope.train.data.documents import Text
+from bytescope.train.data.examples.opened import open_examples
+from bytescope.train.data.examples.packing import ExampleSource
 from bytescope.train.data.record_texts import RecordTexts
-from bytescope.train.data.records import RecordFiles
+from bytescope.train.data.records import RecordFiles, left_out
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.shards import Shards, open_shards
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, load_tokenizer
@@ -71,13 +74,19 @@ class TokenSource:
         end = len(self) if stop is None else min(stop, len(self))
         return np.stack([self[int(i)] if i < end else padding for i in numbers])
 
+    def batch(self, numbers: Iterable[int], stop: int | None = None) -> Batch:
+        """Returns the windows of these numbers as inputs and targets, int32 [n, seq_len] each."""
+        windows = self.windows(numbers, stop)
+        # Padding has no loss, but as an input it must still be a row of the embedding.
+        return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
+
 
 @dataclass(frozen=True)
 class Data:
     """The data of a run. `fingerprint` identifies the content; `description` is one line for people."""
 
-    train: TokenSource
-    heldout: TokenSource
+    train: TokenSource | ExampleSource
+    heldout: TokenSource | ExampleSource
     vocab_size: int  # the largest token id that can occur + 1
     fingerprint: str
     description: str
@@ -97,6 +106,10 @@ def open_data(config: DataConfig) -> Data:
 
     Raises UserError, one line with the remedy, if something is missing, damaged, not text, or too small.
     """
+    if config.format != "text":
+        tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens)
+        train, heldout, fingerprint, description = open_examples(config, tokenizer)
+        return Data(train, heldout, tokenizer.vocab_size, fingerprint, description, tokenizer)
     source = _find(config, "source")
     sources = [source]
     if config.eval_source:
@@ -145,8 +158,9 @@ def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None =
       row_slices: the rows of it that this process reads, in order; None for all.
       position: sequences consumed so far, by all processes together.
 
-    Each item is {"inputs", "targets"}, both int32 [rows here, seq_len]. Raises ValueError for a negative
-    position or no rows; UserError, from the iterator, for a damaged shard.
+    Each item is {"inputs", "targets"}, both int32 [rows here, seq_len]; of packed examples also "segments": 1, 2, ...
+    in a row, and 0 for the padding at its end. Raises ValueError for a negative position or no rows; UserError, from
+    the iterator, for a damaged shard.
     """
     if position < 0:
         raise ValueError(f"position={position} is negative: count the sequences consumed")
@@ -157,7 +171,7 @@ def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None =
     # There is no remainder, but to keep one grain would round the endless length up, past what len() may return.
     numbers = sequences.batch(rows, drop_remainder=True)
     return iter(
-        numbers.map(lambda batch: _to_batch(source.windows(batch[mine])))
+        numbers.map(lambda batch: source.batch(batch[mine]))
         .to_iter_dataset(_read_options(config.workers, config.prefetch))
     )
 
@@ -175,7 +189,7 @@ def heldout_batches(data: Data, *, rows: int, sequences: int | None = None,
     steps = -(-count // rows)
     numbers = grain.MapDataset.range(steps).map(lambda step: step * rows + mine)
     return iter(
-        numbers.map(lambda batch: _to_batch(source.windows(batch, count)))
+        numbers.map(lambda batch: source.batch(batch, count))
         .to_iter_dataset(_read_options(workers=1, prefetch=2))
     )
 
@@ -192,11 +206,6 @@ def _read_options(workers: int, prefetch: int) -> grain.ReadOptions:
     # A thread reads a whole batch, so threads beyond the batches read ahead would be idle. Without threads the caller
     # reads.
     return grain.ReadOptions(num_threads=min(workers, prefetch), prefetch_buffer_size=prefetch)
-
-
-def _to_batch(windows: np.ndarray) -> Batch:
-    # Padding has no loss, but as an input it must still be a row of the embedding.
-    return {"inputs": np.maximum(windows[:, :-1], 0), "targets": np.ascontiguousarray(windows[:, 1:])}
 
 
 def _find(config: DataConfig, key: str) -> Text | RecordTexts | Shards:
@@ -242,13 +251,3 @@ def _describe(config: DataConfig, parts, train: TokenSource, heldout: TokenSourc
     notes += left_out(sum({part.title: part.malformed for part in parts}.values()), sum(part.copies for part in parts))
     return (f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "
             f"held out {parts[1].count()}{held_out_of}, {heldout.tokens:,} tokens; {'; '.join(notes)}")
-
-
-def left_out(malformed: int, copies: int) -> list[str]:
-    """What was left out of records or documents, in words."""
-    notes = []
-    if malformed:
-        notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")
-    if copies:
-        notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of what is held out left out")
-    return notes

@@ -1,12 +1,14 @@
 """Text to token ids and back: plain bytes, or a Hugging Face `tokenizer.json`.
 
 A tokenizer has `name`, `identity` (what the data's fingerprint keeps), `vocab_size`, `separator` (the id that
-ends a document, or None), `encode`, `encode_many`, `encode_spans` and `decode`.
+ends a document, or None), `special` (text of each special token -> its id), `around` (the ids that it puts before and
+behind a text by itself, which are left out here), `encode`, `encode_many`, `encode_spans` and `decode`.
 """
 
+import copy
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, takewhile
 from pathlib import Path
@@ -19,9 +21,9 @@ from bytescope.train.errors import UserError
 
 # Names of the token that ends a text in published tokenizers. A token that begins one separates documents as well, so
 # those come last.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 SEPARATORS = (
-    "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]",
-    "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]",
+    *ENDS, "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]",
 )  # fmt: skip
 
 # Characters tokenized at a time: enough to keep every core of the tokenizer busy, few enough to stream.
@@ -35,6 +37,8 @@ class ByteTokenizer:
     vocab_size = 256
     separator: int | None = 0
     special_tokens = "text"
+    special: Mapping[str, int] = {}
+    around: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     cuts_anywhere = True  # the ids of a text are those of its parts
 
     def encode(self, text: str) -> np.ndarray:
@@ -92,7 +96,7 @@ class JsonTokenizer:
     def __init__(self, path: Path, setting: str, special_tokens: str = "text"):
         """Reads the file. Raises UserError if it cannot be read or the tokenizers package is missing."""
         try:
-            from tokenizers import Tokenizer
+            from tokenizers import Tokenizer, processors
         except ImportError:
             raise UserError(f"{setting} needs the tokenizers package: pip install tokenizers") from None
         with _refused(f"{setting} cannot be read as a tokenizer.json"):
@@ -113,6 +117,45 @@ class JsonTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.separator = next((vocabulary[token] for token in SEPARATORS if token in vocabulary), None)
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        self.around = self._around()
+        # What it puts around a text is left out, and no processor may cut the blanks off the places of tokens.
+        self._tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        try:
+            encoding = self._tokenizer.encode("a")
+        except Exception:  # it has no token for this letter, nor one for what it does not know
+            return (), ()
+        plain = [i for i, mask in enumerate(encoding.special_tokens_mask) if not mask] or [0]
+        return tuple(encoding.ids[:plain[0]]), tuple(encoding.ids[plain[-1] + 1:])
+
+    def parsing(self) -> "JsonTokenizer":
+        """The same tokenizer, to which special tokens written in a text are these tokens."""
+        return self.varied(self.content())
+
+    def varied(self, content: str) -> "JsonTokenizer":
+        """This tokenizer with other `content` of its file, which parses special tokens."""
+        from tokenizers import Tokenizer
+
+        made = copy.copy(self)
+        with _refused(f"{self.path} cannot be read as a tokenizer.json"):
+            made._tokenizer = Tokenizer.from_str(content)
+        made.special_tokens = "parse"
+        return made
+
+    def content(self) -> str:
+        """The content of its file, as this tokenizer uses it."""
+        return self._tokenizer.to_str()
+
+    def model_ids(self) -> set[int]:
+        """The ids of all tokens but the added ones."""
+        return set(self._tokenizer.get_vocab(with_added_tokens=False).values())
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, or None."""
+        return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text`, the smallest unsigned integer that holds them, [n]."""

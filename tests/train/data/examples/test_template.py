@@ -1,0 +1,118 @@
+"""A chat template is a program from elsewhere: it renders as in transformers, and can do nothing else."""
+
+import time
+
+import pytest
+
+from bytescope.train.data.examples import renderer
+from bytescope.train.data.examples.content import Chat
+from bytescope.train.data.examples.template import CHATML, Renderer, Template
+from bytescope.train.data.records import Malformed
+from bytescope.train.errors import UserError
+
+pytestmark = pytest.mark.quick
+
+TALK = [{"role": "system", "content": " be kind \n"}, {"role": "user", "content": "hello <b> \u8a9e"},
+        {"role": "assistant", "content": "fine\n", "tool_calls": [{"name": "f", "arguments": {"b": 1, "a": "\u00e9"}}]},
+        {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+TEMPLATES = {
+    "plain": CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", ""),
+    "blocks": """{% if tools %}
+    {{ tools | tojson(indent=2) }}
+{% endif %}
+{% set ns = namespace(seen=0) %}
+{% for message in messages %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+    {% set ns.seen = ns.seen + 1 %}
+    {{ bos_token if loop.first }}{{ message.role | upper }}: {{ message.content | trim }} {{ ns.seen }}
+    {% if message.tool_calls is defined %}{{ message.tool_calls | tojson }}{% endif %}
+    {% if loop.last %}{{ eos_token }}{% break %}{% endif %}
+{% endfor %}
+{%- if add_generation_prompt %}ASSISTANT:{% endif %}""",
+    "marked": """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+A: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+    {%- else %}
+U: {{ message.content }}
+    {%- endif %}
+{%- endfor %}""",
+}
+
+
+def render(source, messages=TALK, tools=None, **asked):
+    with Renderer(Template(source, "test", VARIABLES)) as process:
+        (found,) = process.render([Chat(messages, tools)], **{"before": True, "up_to": True} | asked)
+    return found
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_that_of_transformers(name):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tools = [{"type": "function", "function": {"name": "f", "description": "<\u8a9e>"}}]
+    found, source = render(TEMPLATES[name], tools=tools), TEMPLATES[name]
+    (text,), spans = render_jinja_template(
+        [TALK], tools=tools, chat_template=source, return_assistant_tokens_mask=name == "marked",
+        continue_final_message=False, add_generation_prompt=False, **VARIABLES)
+    assert found.text == text
+    if name == "marked":
+        assert found.learned == [tuple(span) for span in spans[0]] and len(spans[0]) == 2
+    for number, before, up_to in zip((2, 4), found.before, found.up_to, strict=True):
+        ((prompt,), _), ((whole,), _) = (render_jinja_template(
+            [TALK[:count]], tools=tools, chat_template=source, add_generation_prompt=generation, **VARIABLES)
+            for count, generation in ((number, True), (number + 1, False)))
+        assert (before, up_to) == (prompt, whole)
+
+
+def test_what_a_block_generation_holds_is_learned():
+    found = render(TEMPLATES["marked"], before=False, up_to=False)
+    assert [found.text[start:stop] for start, stop in found.learned] == ["fine\n</s>", "no</s>"]
+    assert found.before == found.up_to == []
+
+
+@pytest.mark.parametrize("source, why", [
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+    ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe|undefined"),
+    ("{% include 'secrets' %}", "no loader"),
+    ("{{ raise_exception('not like\nthis') }}", "not like this"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    ("{{ 'x' * 10**10 }}", "it needs more than 1024 MiB"),
+    ("{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "1024 MiB"),
+    ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "inside of each other"),
+])
+def test_hostile_templates_are_refused(source, why):
+    found = render(source)
+    assert isinstance(found, Malformed) and "\n" not in str(found)
+    assert any(word in str(found) for word in why.split("|")), found
+
+
+@pytest.mark.parametrize("source", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 7 ** (messages | length * 20000000) % 3 }}",  # within C
+])
+def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
+    monkeypatch.setattr(renderer, "SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="ran longer than 0.3 s or needed more than 1024 MiB .*: give another with"):
+        render(source)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 1 | nothing }}", "{% generation %}", "\x00{%"])
+def test_a_template_that_is_none_is_refused(source):
+    with pytest.raises(UserError, match="the chat template of test is not valid .*: give another with data") as error:
+        render(source)
+    assert "\n" not in str(error.value)
+
+
+def test_the_day_is_always_the_same():
+    assert render("{{ strftime_now('%d %b %Y') }}").text == "26 Jul 2024"
+
+
+def test_nothing_is_left_running():
+    process = Renderer(Template("x", "test", {}))
+    process.close()
+    assert process._process.poll() is not None

@@ -1,0 +1,90 @@
+"""What a record of each format holds: messages, or a prompt and its completion."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bytescope.train.data.records import Malformed, text_of
+
+# Names of the roles in records of "conversations", with "from" and "value", as ShareGPT has them.
+ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
+# The prompts of Stanford Alpaca (Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca), with an input and without.
+ALPACA_INPUT = ("Below is an instruction that describes a task, paired with an input that provides further context. "
+                "Write a response that appropriately completes the request.\n\n"
+                "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
+ALPACA = ("Below is an instruction that describes a task. Write a response that appropriately completes the request."
+          "\n\n### Instruction:\n{instruction}\n\n### Response:\n")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation. messages: with role and content, and what else the record has; tools: as the template takes
+    them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+    def key(self) -> str:
+        """The content as text, equal for copies."""
+        return json.dumps([self.messages, self.tools], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt, and what is to follow it."""
+
+    prompt: str
+    completion: str
+
+    def key(self) -> str:
+        """The content as text, equal for copies."""
+        return json.dumps([self.prompt, self.completion])
+
+
+def chat_of(values: dict[str, Any]) -> Chat:
+    """The conversation of a record {"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]}.
+
+    Raises Malformed if it has none.
+    """
+    messages = values.get("messages", values.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        raise Malformed('no list of "messages" (or "conversations")')
+    tools = values.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise Malformed(f'"tools" is {type(tools).__name__}, not a list')
+    return Chat([_message(message, number) for number, message in enumerate(messages, 1)], tools or None)
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise Malformed(f"message {number} is {type(message).__name__}, not an object")
+    found = {key: value for key, value in message.items() if value is not None}  # tables have all columns
+    if "from" in found and "role" not in found:
+        found["role"], found["content"] = found.pop("from"), found.pop("value", None)
+        found["role"] = ROLES.get(found["role"], found["role"]) if isinstance(found["role"], str) else found["role"]
+    text_of(found.get("role"), f"the role of message {number}")
+    if "tool_calls" in found and found.get("content") is None:  # an answer that only calls
+        return {**found, "content": ""}
+    text_of(found.get("content"), f"the content of message {number}")
+    return found
+
+
+def pair_of(values: dict[str, Any]) -> Pair:
+    """The pair of a record {"prompt", "completion"}, or {"instruction", "input", "output"} in Alpaca's words.
+
+    Raises Malformed if it has none.
+    """
+    if "instruction" in values and "prompt" not in values:
+        instruction = text_of(values["instruction"], '"instruction"')
+        given = text_of(values.get("input", ""), '"input"')
+        prompt = (ALPACA_INPUT if given else ALPACA).format(instruction=instruction, input=given)
+        return Pair(prompt, text_of(values.get("output"), '"output"'))
+    return Pair(text_of(values.get("prompt"), '"prompt"'), text_of(values.get("completion"), '"completion"'))
+
+
+# data.format -> the fields it reads, and (record) -> what it holds.
+CONTENTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Chat | Pair]]] = {
+    "chat": (("messages", "conversations", "tools"), chat_of),
+    "pairs": (("prompt", "completion", "instruction", "input", "output"), pair_of),
+}

@@ -1,0 +1,115 @@
+"""Renders a chat template in a process of its own, since a template is a program that came with a download.
+
+Run as a script, of the standard library and jinja2 alone: a line of JSON with the template, then a line for every batch
+of conversations; one line comes back for each conversation. The operating system ends what runs too long or takes too
+much memory; jinja2's sandbox keeps it from everything else. As in transformers a template has `raise_exception`,
+`strftime_now`, `tojson`, loop controls and the block `generation`.
+"""
+
+import json
+import sys
+
+# Around what the block `generation` holds: Unicode keeps these out of text.
+BEGIN, END = "\ufdd0", "\ufdd1"
+# `strftime_now` of a template gives this day, that of the cut-off in the templates of Llama 3: the data of a run must
+# be the same tomorrow.
+TODAY = (2024, 7, 26)
+SECONDS = 5  # for one conversation
+BYTES = 1 << 30  # of address space
+
+
+def environment():
+    """jinja2's sandbox with what transformers gives a template."""
+    import datetime
+
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: what the model is to learn."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
+
+        def parse(self, parser):
+            lineno = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(lineno)
+
+        def marked(self, caller):
+            return BEGIN + caller() + END
+
+    def raise_exception(message):
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.datetime(*TODAY).strftime(form)
+    return made
+
+
+def rendered(template, variables, asked):
+    """The text of a conversation and, as asked, what comes before each answer, and the text up to its end."""
+    messages, tools = asked["messages"], asked["tools"]
+
+    def render(count, generation_prompt):
+        return template.render(messages=messages[:count], tools=tools, documents=None,
+                               add_generation_prompt=generation_prompt, **variables)
+
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return {"text": render(len(messages), False),
+            "before": [render(number, True) for number in answers] if asked["before"] else [],
+            "up_to": [render(number + 1, False) for number in answers] if asked["up_to"] else []}
+
+
+def limit(most):
+    """Bounds the memory of this process, and returns a function that starts, or ends, the time of a conversation."""
+    try:
+        import resource
+        import signal
+
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+        return lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends it, even inside of C
+    except (ImportError, ValueError, OSError):  # no such limits here
+        return lambda seconds: None
+
+
+def main():
+    """Answers lines of requests until there are no more."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+
+    def answer(found):
+        answers.write(json.dumps(found).encode() + b"\n")
+        answers.flush()
+
+    first = json.loads(requests.readline())
+    made = environment()
+    clock, seconds = limit(first["bytes"]), first["seconds"]
+    clock(seconds)
+    try:
+        template = made.from_string(first["template"])
+    except (Exception, MemoryError) as error:
+        answer({"error": f"{type(error).__name__}: {error}"[:300]})
+        return
+    clock(0)
+    answer({})
+    for line in requests:
+        for asked in json.loads(line):
+            clock(seconds)
+            try:
+                found = rendered(template, first["variables"], asked)
+            except MemoryError:
+                found = {"error": f"it needs more than {first['bytes'] >> 20} MiB"}
+            except Exception as error:
+                found = {"error": (str(error) or type(error).__name__)[:300]}
+            clock(0)
+            answer(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The chat template of a tokenizer: found beside it, rendered by train/data/examples/renderer.py."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.report_json import one_line
+from bytescope.train.data.examples import renderer
+from bytescope.train.data.examples.content import Chat
+from bytescope.train.data.records import Malformed
+from bytescope.train.data.tokenizer import Tokenizer
+from bytescope.train.errors import UserError
+
+# For a tokenizer without a template: ChatML (OpenAI), where an answer and its <|im_end|> are learned.
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{ message['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\\n' }}
+{%- else -%}{{ message['content'] + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Keys of tokenizer_config.json that a template may name.
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True)
+class Template:
+    """source: in Jinja. title: in messages. variables: the special tokens, by the name a template has for them."""
+
+    source: str
+    title: str
+    variables: dict[str, str]
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it says itself what is learned."""
+        return GENERATION.search(self.source) is not None
+
+
+def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokenizer_config.json beside the tokenizer.json says; {} if there is none. Raises UserError if damaged."""
+    path = getattr(tokenizer, "path", None)
+    path = path and path.with_name("tokenizer_config.json")
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}): copy it again") from None
+    return found
+
+
+def named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens of a tokenizer_config.json by their names there, such as eos_token."""
+    found = {name: config.get(name) for name in TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: value for name, value in texts.items() if isinstance(value, str)}
+
+
+def find_template(tokenizer: Tokenizer, asked: str) -> Template:
+    """The template of the file `asked`, else the tokenizer's own, else ChatML. Raises UserError if it cannot be read.
+
+    As in transformers a chat_template.jinja beside the tokenizer comes before tokenizer_config.json, and of several
+    templates the one named default is taken.
+    """
+    config = tokenizer_config(tokenizer)
+    variables = named_tokens(config)
+    beside = getattr(tokenizer, "path", None)
+    beside = beside and beside.with_name("chat_template.jinja")
+    path = Path(os.path.expanduser(asked)) if asked else beside
+    if path is not None and (asked or path.is_file()):
+        try:
+            return Template(path.read_text(encoding="utf-8"), path.name, variables)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or one_line(error)
+            key = f"data.chat_template={asked!r}" if asked else str(path)
+            raise UserError(f"{key} cannot be read ({reason}): give the path of a Jinja template") from None
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        named = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}
+        source = named.get("default")
+    if isinstance(source, str):
+        return Template(source, "tokenizer_config.json", variables)
+    return Template(CHATML, "ChatML", variables)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a conversation. learned: [from, to) of its characters, where the template marks them. before: the
+    text before each answer; up_to: the text up to the end of each."""
+
+    text: str
+    learned: list[tuple[int, int]]
+    before: list[str]
+    up_to: list[str]
+
+
+class Renderer:
+    """A process that renders one template; a context, which ends it."""
+
+    def __init__(self, template: Template):
+        """Starts the process. Raises UserError if the template is not valid."""
+        self.template = template
+        self._process = subprocess.Popen([sys.executable, "-P", renderer.__file__], stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            self._ask({"template": template.source, "variables": template.variables, "seconds": renderer.SECONDS,
+                       "bytes": renderer.BYTES})
+            self._answer()
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, Malformed):
+                raise
+            raise UserError(f"the chat template of {template.title} is not valid ({error}): give another with "
+                            "data.chat_template=FILE") from None
+
+    def __enter__(self) -> "Renderer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # of what was left to write
+                stream.close()
+        self._process.wait()
+
+    def render(self, chats: Sequence[Chat], *, before: bool, up_to: bool) -> list[Rendered | Malformed]:
+        """Renders each conversation; where the template refuses one, its reason. `before`, `up_to`: whether these parts
+        of `Rendered` are needed.
+
+        Raises UserError if the template takes too long: the process is gone then.
+        """
+        self._ask([{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to}
+                   for chat in chats])
+        found: list[Rendered | Malformed] = []
+        for _ in chats:
+            try:
+                answer = self._answer()
+                text, learned = _unmarked(answer["text"])
+                parts = [[_unmarked(part)[0] for part in answer[name]] for name in ("before", "up_to")]
+                found.append(Rendered(text, learned, *parts))
+            except Malformed as error:
+                found.append(Malformed(f"the chat template of {self.template.title} refuses it ({error})"))
+        return found
+
+    def _ask(self, request: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended: reading tells
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise UserError(f"the chat template of {self.template.title} ran longer than {renderer.SECONDS} s or "
+                            f"needed more than {renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
+                            "another with data.chat_template=FILE")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Malformed(" ".join(answer["error"].split())[:120])
+        return answer
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks of `generation`, and [from, to) of what stood between them."""
+    parts = re.split(f"([{renderer.BEGIN}{renderer.END}])", text)
+    found, plain, begun = [], [], None
+    length = 0
+    for part in parts:
+        if part == renderer.BEGIN and begun is None:
+            begun = length
+        elif part == renderer.END and begun is not None:
+            found.append((begun, length))
+            begun = None
+        elif part in (renderer.BEGIN, renderer.END):
+            raise Malformed("generation blocks inside of each other, or U+FDD0 in the text")
+        else:
+            plain.append(part)
+            length += len(part)
+    if begun is not None:
+        raise Malformed("a generation block that does not end")
+    return "".join(plain), found
