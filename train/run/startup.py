@@ -64,7 +64,8 @@ def _component(keys: list[str]) -> str:
 def show_program(console: Console, program: Program, data: str, *, verbose: bool = False) -> None:
     """Prints what is known before anything is compiled: model, batch, devices and mesh, kernels and policy.
 
-    data: the data source in words. verbose: with the data, parameters by component, and why each kernel was chosen.
+    data: the data source in words, shown of examples. verbose: with the data, parameters by component, and why each
+    kernel was chosen.
     """
     counts = parameters_by_component(program.state.params)
     model, remat = program.model, program.config.remat
@@ -80,8 +81,10 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
                     f"loss {program.config.loss.kind}"),
         ("remat", program.decided),
         ("learning rate", describe_scaling(program.config.optimizer, program.batch))]
+    if verbose or program.config.data.format != "text":  # how many tokens are learned, and how full rows are
+        rows.append(("data", data))
     if verbose:
-        rows += [("data", data), ("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
+        rows += [("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
                  ("attention", f"{kernel}: {why}"), ("products", f"{matmul}: {how}"), ("jax", jax.__version__)]
     summary.show(console, rows)
 
