@@ -7,6 +7,7 @@ behind a text by itself, which are left out here), `encode`, `encode_many`, `enc
 
 import copy
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ SEPARATORS = (
     *ENDS, "<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]",
 )  # fmt: skip
 
+# Around the number of a special token in a tokenizer whose texts hold none: Unicode keeps these out of text.
+NAME = ("\ufdd4", "\ufdd5")
 # Characters tokenized at a time: enough to keep every core of the tokenizer busy, few enough to stream.
 GROUP_CHARS = 1 << 22
 
@@ -105,7 +108,6 @@ class JsonTokenizer:
         # A file made for inference may truncate or pad every text; documents must stay complete.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = special_tokens == "text"
         self.special_tokens = special_tokens
         self.name = path.name
         self.path = path
@@ -122,6 +124,13 @@ class JsonTokenizer:
         self.around = self._around()
         # What it puts around a text is left out, and no processor may cut the blanks off the places of tokens.
         self._tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        self._encoder = self._tokenizer
+        if special_tokens == "text":
+            self._tokenizer.encode_special_tokens = True
+            # A model that looks words up finds special tokens in its own vocabulary; merges of BPE make none.
+            looks_up = type(self._tokenizer.model).__name__ != "BPE" or self._tokenizer.model.ignore_merges
+            if looks_up and self.special.keys() & self._tokenizer.get_vocab(with_added_tokens=False).keys():
+                self._encoder = self.renamed()[0]._encoder
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
@@ -133,25 +142,38 @@ class JsonTokenizer:
 
     def parsing(self) -> "JsonTokenizer":
         """The same tokenizer, to which special tokens written in a text are these tokens."""
-        return self.varied(self.content())
+        return self._varied(self._tokenizer.to_str())
 
-    def varied(self, content: str) -> "JsonTokenizer":
-        """This tokenizer with other `content` of its file, which parses special tokens."""
+    def renamed(self) -> tuple["JsonTokenizer", dict[str, str]]:
+        """The same tokenizer with names for its special tokens that no text has, and special token -> its name there.
+
+        Raises UserError if that changes an id.
+        """
+        content = json.loads(self._tokenizer.to_str())
+        names = {token: f"{NAME[0]}{number}{NAME[1]}" for number, token in enumerate(self.special)}
+        for token in content["added_tokens"]:
+            if token["special"]:
+                token |= {"content": names[token["content"]], "normalized": False}
+        model, pieces = content["model"], content["model"]["vocab"]
+        if isinstance(pieces, dict):
+            model["vocab"] = {names.get(piece, piece): i for piece, i in pieces.items()}
+        else:  # Unigram: pieces with their scores
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in pieces]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        made = self._varied(json.dumps(content))
+        if wrong := [token for token, name in names.items() if made.id_of(name) != self.special[token]]:
+            raise UserError(f"{self.path} cannot encode {wrong[0]} as text: set data.special_tokens=parse")
+        return made, names
+
+    def _varied(self, content: str) -> "JsonTokenizer":
         from tokenizers import Tokenizer
 
         made = copy.copy(self)
         with _refused(f"{self.path} cannot be read as a tokenizer.json"):
-            made._tokenizer = Tokenizer.from_str(content)
+            made._tokenizer = made._encoder = Tokenizer.from_str(content)
         made.special_tokens = "parse"
         return made
-
-    def content(self) -> str:
-        """The content of its file, as this tokenizer uses it."""
-        return self._tokenizer.to_str()
-
-    def model_ids(self) -> set[int]:
-        """The ids of all tokens but the added ones."""
-        return set(self._tokenizer.get_vocab(with_added_tokens=False).values())
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, or None."""
@@ -164,13 +186,13 @@ class JsonTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text; the texts are tokenized in parallel. Raises UserError where they cannot be."""
         with _refused(f"{self.path} cannot encode the text"):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
         with _refused(f"{self.path} cannot encode the text"):
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
                 for encoding in encodings]
 

@@ -112,6 +112,27 @@ def test_special_tokens_in_a_text_are_text_unless_parsed(tmp_path):
         assert (int((tokens[:-1] == end).sum()), len(tokens) - 1) == ids and tokens[-1] == end
 
 
+@pytest.mark.parametrize("kind", ["Unigram", "WordPiece", "WordLevel"])
+def test_a_model_that_knows_special_tokens_as_words_writes_none(tmp_path, kind):
+    """These find `</s>` in their own vocabulary, whatever is said of special tokens."""
+    path, special = tmp_path / "tokenizer.json", ["<unk>", "</s>"]
+    known = {"unk_token": "<unk>"}
+    made = Tokenizer({"Unigram": models.Unigram(), "WordPiece": models.WordPiece({"<unk>": 0}, **known),
+                      "WordLevel": models.WordLevel({"<unk>": 0}, **known)}[kind])
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = {"Unigram": trainers.UnigramTrainer(vocab_size=40, special_tokens=special, show_progress=False, **known),
+               "WordPiece": trainers.WordPieceTrainer(vocab_size=60, special_tokens=special, show_progress=False),
+               "WordLevel": trainers.WordLevelTrainer(special_tokens=special, show_progress=False)}[kind]
+    made.train_from_iterator(["hello there you are </s>"] * 5, trainer)
+    made.save(str(path))
+    plain, parsed = load_tokenizer(str(path)), load_tokenizer(str(path), special_tokens="parse")
+    assert made.token_to_id("</s>") in parsed.encode("hello </s> there")
+    assert made.token_to_id("</s>") not in plain.encode("hello </s> there")
+    assert plain.encode("hello there").tolist() == parsed.encode("hello there").tolist() == (
+        made.encode("hello there").ids)
+    assert plain.decode([made.token_to_id("</s>")]) == "</s>"
+
+
 def test_special_tokens_are_part_of_the_data(tmp_path):
     save_tokenizer(tmp_path / "tokenizer.json")
     write(tmp_path / "files", {f"{i}.txt": f"def x return y <|endoftext|> {i}" * 5 for i in range(9)})

@@ -65,7 +65,8 @@ class ExampleSource:
         self.order = chosen[np.argsort(rows, kind="stable")]
         self._rows = np.concatenate([[0], np.cumsum(np.bincount(rows))]) if len(rows) else np.zeros(1, np.int64)
         self.examples, self.tokens = len(chosen), int((lengths + 1).sum())
-        self.learned = sum(int(learned[starts[e] + 1:starts[e + 1]].sum()) for e in chosen.tolist())
+        before = np.concatenate([[0], np.cumsum(learned)])  # learned tokens before each
+        self.learned = int((before[starts[chosen + 1]] - before[starts[chosen] + 1]).sum())
         self.filled = float(lengths.sum() / max(len(self) * seq_len, 1))  # share of positions that are not padding
 
     def __len__(self) -> int:
