@@ -162,6 +162,7 @@ def _optimizer() -> ConfigDict:
     optimizer.weight_decay = 0.1  # of matrices, times the learning rate; norms and biases are never decayed
     optimizer.clip_norm = 1.0  # largest norm of a gradient; 0: no clipping
     optimizer.fused_backward = False  # update layers inside the backward pass: one layer's gradient at a time
+    optimizer.freeze = ()  # patterns of parameters that are not trained: blocks.attention.w_q, w_token, *norm*
     optimizer.clip = "global"  # norm to clip: global (all gradients) | layer (each layer's, and all others')
     return optimizer
 

@@ -1,5 +1,6 @@
 """Parameters on their way into products, rotary positions, activations, dropout; tables where there is a choice."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], 
     value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):
         value = jnp.pad(value, [(0, after) for after in pad])
-    return nnx.Param(value, axes=axes, contracted=contracted)
+    return nnx.Param(value, axes=axes, contracted=contracted, frozen=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -134,30 +135,52 @@ def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[
     return tuple(out)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _again(specs: tuple[tuple[str, str], ...], place: Placement, axes: tuple[Axes, ...],
-           moves: tuple[Axes, Axes] | None, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight.
+
+    frozen: whether the weight is; then the product has no gradient of it, and keeps no activation for one.
+    """
+
+    name: str
+    spec: str
+    axes: Axes
+    frozen: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _again(products: tuple[_Product, ...], place: Placement, moves: tuple[Axes, Axes] | None, x: jax.Array,
+           weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
     within = place(place(x, moves[1]), moves[0]) if moves else x
-    return _products(specs, within, [place.weight(here(w).astype(x.dtype), own) for own, w in zip(axes, weights)])
+    gathered = [place.weight(here(w).astype(x.dtype), one.axes) for one, w in zip(products, weights)]
+    return _products([(one.name, one.spec) for one in products], within, gathered)
 
 
-def _again_forward(specs, place, axes, moves, x, weights):
-    return _again(specs, place, axes, moves, x, weights), (x, weights)
+def _again_forward(products, place, moves, x, weights):
+    kept = None if all(one.frozen for one in products) else x
+    return _again(products, place, moves, x, weights), (kept, weights)
 
 
-def _again_backward(specs, place, axes, moves, residuals, d_outs):
+def _again_backward(products, place, moves, residuals, d_outs):
     x, weights = residuals
-    within, dx, d_weights = place(place(x, moves[1]), moves[0]) if moves else x, [], []
-    for (_, spec), own, w, dy in zip(specs, axes, weights, d_outs):
-        (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
-        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(here(w).astype(x.dtype), own)))
+    within, dx, d_weights = x if x is None or not moves else place(place(x, moves[1]), moves[0]), [], []
+    for one, w, dy in zip(products, weights, d_outs):
+        (left, right), out = one.spec.split("->")[0].split(","), one.spec.split("->")[1]
+        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(here(w).astype(dy.dtype), one.axes)))
+        if one.frozen:
+            d_weights.append(None)
+            continue
         dw = jnp.einsum(f"{left},{out}->{right}", within, dy)
-        d_weights.append(stored_like(place.gradient(dw, own).astype(w.dtype), w))
+        d_weights.append(stored_like(place.gradient(dw, one.axes).astype(w.dtype), w))
     return place(sum(dx), moves[1]) if moves else sum(dx), tuple(d_weights)
 
 
 _again.defvjp(_again_forward, _again_backward)
+
+
+def _product(name: str, spec: str, p: nnx.Param) -> _Product:
+    return _Product(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
 
 
 def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: Placement, *, again: bool,
@@ -171,15 +194,17 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
       matmul: "wide", or a row of PRODUCTS (model/fp8/products.py): such products keep `x` quantized.
       name: with what the checkpoint names of the quantized `x` begin.
     """
-    specs, axes = tuple((each, spec) for each in params), tuple(p.get_metadata()["axes"] for p in params.values())
     if matmul != "wide":
+        axes = tuple(p.get_metadata()["axes"] for p in params.values())
         how = Linear(spec, axes, STREAM, WITHIN, STREAM, name, tuple(params), again, matmul)
         return linear(how, place, x_BLD,
                       tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values()))
     if again:
-        return _again(specs, place, axes, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params.values()))
+        products = tuple(_product(each, spec, p) for each, p in params.items())
+        return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params.values()))
     # Sharded as the stream first: what a policy keeps is the shard, not the result of the gather.
     within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
+    specs = [(each, spec) for each in params]
     return _products(specs, within_BLD, [read(p, x_BLD.dtype, place) for p in params.values()])
 
 
@@ -196,7 +221,7 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
         how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
         y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
     elif again:
-        y_BLD, = _again(((out, spec),), place, (axes,), None, x, (p[...],))
+        y_BLD, = _again((_product(out, spec, p),), place, None, x, (p[...],))
     else:
         y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
     return _move(y_BLD, place, STREAM, WITHIN)

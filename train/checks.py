@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -249,9 +249,15 @@ def check_partwise(config: ConfigDict, precision: Precision) -> str:
     return asked
 
 
-def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> None:
-    """Raises ValueError for what an update inside the backward pass cannot be combined with."""
+def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra, trained: Collection[str]) -> None:
+    """Raises ValueError for what an update inside the backward pass cannot be combined with.
+
+    trained: the top of the tree of trained parameters.
+    """
     asked = "optimizer.fused_backward=true"
+    if "blocks" not in trained:
+        raise ValueError(f"{asked} with all blocks frozen (optimizer.freeze): no layer has an update; set "
+                         "optimizer.fused_backward=false")
     if batch.accumulation > 1:
         raise ValueError(f"{asked} with {batch.accumulation} micro-steps per update (batch.accumulation): a layer is "
                          "updated before the next micro-batch is read; raise batch.micro instead")
@@ -267,10 +273,10 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra) -> No
                              "choose full, or another policy without groups")
 
 
-def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, batch: BatchAlgebra) -> None:
+def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], state: Any, batch: BatchAlgebra) -> None:
     """Raises ValueError for a checkpoint name that the config gives and the program lacks: JAX would ignore it.
 
-    `loss`: (params, batch, dropout_key_B) -> scalar; `params`: abstract, as `loss` takes them.
+    `loss`: (params, batch, dropout_key_B, frozen) -> scalar; `state`: the abstract TrainState.
     """
     asked = remat.asked
     if not asked:
@@ -278,7 +284,8 @@ def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], params: Any, 
     array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
     # Some names exist only where a custom gradient keeps them, so the gradient is traced.
-    traced = jax.make_jaxpr(jax.grad(loss))(params, {"inputs": array, "targets": array}, keys)
+    traced = jax.make_jaxpr(jax.grad(loss))(state.params, {"inputs": array, "targets": array}, keys,
+                                              state.frozen)
     made = names_in(traced.jaxpr)
     if missing := asked - made:
         raise ValueError(f"checkpoint name {min(missing)!r} does not occur in this program: choose from "

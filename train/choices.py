@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
 from bytescope.model.attention.kernels import choose_kernel, platform_of
 from bytescope.model.fp8.products import choose_matmul
+from bytescope.model.frozen import freeze, names_of
 from bytescope.model.remat.policies import AUTO
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.checks import (
@@ -25,6 +26,7 @@ from bytescope.train.checks import (
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
+from bytescope.train.trainable import check_frozen, frozen_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Choices:
     """What a config comes to on some devices, checked: all that a program is assembled from.
 
     `kernel` is the attention kernel and the reason for it, `matmul` likewise how the matrix products of the blocks are
-    computed.
+    computed. `frozen`: dotted paths of the parameters that are not trained.
     """
 
     config: ConfigDict
@@ -43,12 +45,14 @@ class Choices:
     matmul: tuple[str, str]
     remat: RematPlan
     batch: BatchAlgebra
+    frozen: frozenset[str]
 
     def transformer(self, rngs: nnx.Rngs, *, place: Layout | None = None,
                     remat: RematPlan | None = None) -> Transformer:
         """The model, with another layout or remat plan where one is given."""
-        return Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
-                           ahead=self.config.mesh.prefetch, rngs=rngs)
+        model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
+                            ahead=self.config.mesh.prefetch, rngs=rngs)
+        return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
         """The same without memory: every parameter is a shape."""
@@ -84,4 +88,14 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
-    return Choices(config, layout, model, precision, kernel, matmul, remat, batch)
+    choices = Choices(config, layout, model, precision, kernel, matmul, remat, batch, frozenset())
+    return dataclasses.replace(choices, frozen=_frozen(choices)) if config.optimizer.freeze else choices
+
+
+def _frozen(choices: Choices) -> frozenset[str]:
+    """Dotted paths of the parameters that are not trained. Raises ValueError for patterns that do not fit the model."""
+    config = choices.config
+    found = frozen_names(names_of(choices.abstract()), tuple(config.optimizer.freeze), choices.precision,
+                         choices.model.scan)
+    check_frozen(config, found)
+    return found

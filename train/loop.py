@@ -132,7 +132,7 @@ def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str
 
 
 @profile.hosted("evaluation")
-def evaluate(run: Run, params: Any, step: int) -> float | None:
+def evaluate(run: Run, state: Any, step: int) -> float | None:
     """The held-out loss in nats per token, recorded as a row; None if a signal came first: then the next start
     evaluates."""
     program, total = run.program, None
@@ -142,7 +142,7 @@ def evaluate(run: Run, params: Any, step: int) -> float | None:
         if run.stopping():
             return None
         run.processes.at(f"evaluating at step {step}")
-        tally: Tally = run.evaluate(params, put(host, program.eval_shapes))
+        tally: Tally = run.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
         # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
         total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
     loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
@@ -178,7 +178,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         clock.skip()
 
     if _eval_due(config, step) and not run.processes.from_first(has_evaluation(run.log.path, step)):
-        evaluate(run, state.params, step)  # a signal cut that short last time
+        evaluate(run, state, step)  # a signal cut that short last time
     while step < config.steps and not run.stopping():
         if run.profile.begins(step):
             turn_profile()
@@ -201,7 +201,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         if eval_due or save_due:
             finish_pending()  # nothing is saved before its loss is known to be finite
             with run.display.doing("evaluating" if eval_due else "saving"):
-                eval_loss = evaluate(run, state.params, step) if eval_due else None
+                eval_loss = evaluate(run, state, step) if eval_due else None
                 saved = save(eval_loss) if save_due else saved
             clock.skip()
     finish_pending()
@@ -300,7 +300,7 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
             state = train(run, state, position, clock)
         display.close()
         last = checkpoints.steps()[-1]
-        text = "" if run.agreed else sample_text(program, data, state.params)
+        text = "" if run.agreed else sample_text(program, data, state.model_params)
         end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.evaluated,
                           clock.tokens_per_s(), compiled.report, before, sample(device), checkpoints.root / str(last),
                           workdir / PAGE)

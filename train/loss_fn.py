@@ -1,6 +1,6 @@
 """The loss of a program: the model over parameters and a batch, and the cross-entropy at its end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -9,32 +9,37 @@ from ml_collections import ConfigDict
 
 from bytescope.model import Precision
 from bytescope.model.attention.ring import zigzag
+from bytescope.model.frozen import joined
 from bytescope.train.losses import LOSSES, LossSettings
 from bytescope.train.parallel.layout import Layout
 
 
-def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
-                       micro: int) -> Callable[..., jax.Array]:
+def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision, micro: int,
+                       frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
     """The function cross_entropy(x_BLD, w_head, targets_BL) -> float32 sum over counted tokens, in nats.
 
     `micro`: sequences per data-parallel rank, over which the `loss.chunk` tokens of a chunk are spread.
+    `frozen`: dotted paths of the parameters that are not trained; a head among them gets no gradient.
     """
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
     settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits,
-                            config.model.tie_embeddings)
+                            config.model.tie_embeddings,
+                            ("w_token" if config.model.tie_embeddings else "w_head") in frozen)
     return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
 
 
-def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision,
-              micro: int) -> Callable[..., jax.Array]:
-    """The function loss(params, batch, dropout_key_B) -> float32 sum over counted tokens, in nats.
+def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision, micro: int,
+              frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
+    """The function loss(params, batch, dropout_key_B, frozen=None) -> float32 sum over counted tokens, in nats.
 
-    `batch`: {"inputs", "targets"}, int32 [B, L]; `dropout_key_B`: None for no dropout. `micro`: as above.
+    `batch`: {"inputs", "targets"}, int32 [B, L]; `dropout_key_B`: None for no dropout; `frozen`: the parameters that
+    are not among `params`. `micro` and the names `frozen`: as above.
     """
-    cross_entropy = make_cross_entropy(config, layout, precision, micro)
+    cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)
 
-    def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None) -> jax.Array:
-        transformer = nnx.merge(graph, params)
+    def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None,
+             frozen: Any = None) -> jax.Array:
+        transformer = nnx.merge(graph, joined(params, frozen))
         if layout.ring:
             batch = {name: zigzag(x_BL, layout.ring.size) for name, x_BL in batch.items()}
         x_BLD = transformer.hidden(batch["inputs"], dropout_key_B)

@@ -28,6 +28,7 @@ class LossSettings:
     positions: positions of every sequence whose logits exist at once. compute: dtype of the products.
     vocabulary: columns of the head that are tokens, None for all; the rest is padding and never predicted.
     logits: dtype in which logits are held; sums over them are float32. tied: whether the head is the token table.
+    frozen: whether the head is, which then gets no gradient.
     """
 
     layout: Layout
@@ -36,6 +37,7 @@ class LossSettings:
     vocabulary: int | None = None
     logits: DTypeLike = jnp.float32
     tied: bool = False
+    frozen: bool = False
 
     @property
     def head(self) -> str:
@@ -72,14 +74,14 @@ def _all_logits(x_BLD: jax.Array, w_head: jax.Array, settings: LossSettings) -> 
 
 
 def _logits_forward(x_BLD, w_head, settings):
-    return _all_logits(x_BLD, w_head, settings), (x_BLD, w_head)
+    return _all_logits(x_BLD, w_head, settings), (None if settings.frozen else x_BLD, w_head)
 
 
 def _logits_backward(settings, residuals, d_BLV):
     x_BLD, w_head = residuals
     d_BLV = d_BLV.astype(settings.compute)
     return (jnp.einsum(f"blv,{settings.head}->bld", d_BLV, w_head),
-            jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV))
+            None if settings.frozen else jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV))
 
 
 # The same with the gradient in the compute dtype, as that of a chunk. By autodiff the gradient of the head would have
@@ -156,15 +158,20 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
         d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
         d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
+        if settings.frozen:
+            return (total + nll.sum(), None), dx_RBCD
         # One accumulator per rank: summing over ranks here would be a collective in every chunk.
         dw = dw + jnp.einsum(f"rbcv,rbcd->r{settings.head}", d_logits, x_RBCD, preferred_element_type=jnp.float32)
         return (total + nll.sum(), layout(dw, sums)), dx_RBCD
 
-    start = (jnp.zeros((), jnp.float32),
-             layout(jnp.zeros((layout.token_ranks, *w_head.shape), jnp.float32), sums))
+    start = jnp.zeros((), jnp.float32), None
+    if not settings.frozen:
+        start = start[0], layout(jnp.zeros((layout.token_ranks, *w_head.shape), jnp.float32), sums)
     xs = (_chunks(x_BLD, settings), _chunks(targets_BL, settings, IGNORE))
     (total, dw), dx = jax.lax.scan(chunk, start, xs)
     dx_BLD = _joined(dx, x_BLD, settings)
+    if settings.frozen:
+        return total, (dx_BLD, None)
     # Summed in the dtype in which devices sum; jnp.sum would widen it.
     dw = layout.reduced(dw)
     dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
@@ -177,7 +184,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
 def _chunked_backward(settings, residuals, d_total):
     del settings
     dx_BLD, dw = residuals
-    return (dx_BLD * d_total).astype(dx_BLD.dtype), (dw * d_total).astype(dw.dtype), None
+    return (dx_BLD * d_total).astype(dx_BLD.dtype), None if dw is None else (dw * d_total).astype(dw.dtype), None
 
 
 chunked.defvjp(_chunked_forward, _chunked_backward)

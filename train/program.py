@@ -5,7 +5,7 @@ The loop runs `Program.step`; reports analyse `Program.lower()`. They are the sa
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
+from bytescope.model.frozen import dotted, parted
 from bytescope.model.names import NAMES
 from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
 from bytescope.train.batch import BatchAlgebra
@@ -32,6 +33,7 @@ from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
 from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
+from bytescope.train.trainable import stored_frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Program(Choices):
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted (params, batch [B, L]) -> Tally."""
+        """The jitted (params, batch [B, L], frozen) -> Tally."""
         return jax.jit(partial(eval_step, self.parts))
 
     @property
@@ -147,15 +149,15 @@ class Program(Choices):
     def trace_gradient(self) -> Any:
         """ClosedJaxpr of the gradient of one micro-batch with nothing recomputed, so that every name is in it."""
         graph, _ = nnx.split(nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
-        loss = make_loss(self.config, graph, self.layout, self.precision, self.batch.micro)
+        loss = make_loss(self.config, graph, self.layout, self.precision, self.batch.micro, self.frozen)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.batch.rows))
-        return jax.make_jaxpr(jax.grad(loss))(self.state.params, self.eval_shapes, keys)
+        return jax.make_jaxpr(jax.grad(loss))(self.state.params, self.eval_shapes, keys, self.state.frozen)
 
     def init(self) -> TrainState:
         """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
         def init(seed: jax.Array) -> TrainState:
             return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer,
-                              self.parts.scaling)
+                              self.parts.scaling, self.frozen)
 
         return in_turns(init, self.state)(self.config.seed)
 
@@ -163,39 +165,60 @@ class Program(Choices):
         """The initial state with these parameters, which are in their shardings already; nothing is copied."""
         def rest() -> TrainState:
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state.params)
-            return dataclasses.replace(state_around(zeros, self.parts.optimizer, self.parts.scaling), params=None)
+            made = state_around(zeros, self.parts.optimizer, self.parts.scaling)
+            return dataclasses.replace(made, params=None, frozen=None)
 
-        return dataclasses.replace(in_turns(rest, dataclasses.replace(self.state, params=None))(), params=params)
+        trained, frozen = parted(params, self.frozen)
+        made = in_turns(rest, dataclasses.replace(self.state, params=None, frozen=None))()
+        return dataclasses.replace(made, params=trained, frozen=frozen)
+
+    def init_frozen(self) -> Any:
+        """The frozen parameters of `init` alone; None where all parameters are trained."""
+        if not self.frozen:
+            return None
+
+        def init(seed: jax.Array) -> Any:
+            model = self.transformer(nnx.Rngs(params=jax.random.key(seed)))
+            return parted(nnx.to_pure_dict(nnx.state(model, nnx.Param)), self.frozen)[1]
+
+        return in_turns(init, self.state.frozen)(self.config.seed)
 
 
-def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None = None) -> TrainState:
-    """The state before the first step; `scaling`: the rule of the loss scale, if there is one."""
-    return state_around(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), optimizer, scaling)
+def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None = None,
+               frozen: Collection[str] = ()) -> TrainState:
+    """The state before the first step.
+
+    `scaling`: the rule of the loss scale, if there is one; `frozen`: dotted paths of parameters that are not trained.
+    """
+    trained, rest = parted(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
+    return state_around(trained, optimizer, scaling, rest)
 
 
-def state_around(params: Any, optimizer: Any, scaling: Scaling | None = None) -> TrainState:
-    """The state before the first step with these parameters; the optimizer's own depends on their shapes alone."""
+def state_around(params: Any, optimizer: Any, scaling: Scaling | None = None, frozen: Any = None) -> TrainState:
+    """The state before the first step with these trained and frozen parameters; the optimizer's own depends on the
+    shapes of the former alone."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(),
-                      scaling and scaling.init())
+                      scaling and scaling.init(), frozen)
 
 
-def describe_state(transformer: Transformer, layout: Layout, optimizer: Any,
-                   scaling: Scaling | None = None) -> TrainState:
+def describe_state(transformer: Transformer, layout: Layout, optimizer: Any, scaling: Scaling | None = None,
+                   frozen: Collection[str] = ()) -> TrainState:
     """The state as a tree of ShapeDtypeStruct with shardings, from an abstract transformer.
 
     Raises:
       ValueError: a parameter that does not divide over the mesh.
     """
-    state = jax.eval_shape(lambda: init_state(transformer, optimizer, scaling))
-    axes = logical_axes(transformer)
+    state = jax.eval_shape(lambda: init_state(transformer, optimizer, scaling, frozen))
+    params = state.model_params
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
 
-    def place(path, shape_axes, leaf):
+    def place(path, shape_axes, matrix, leaf):
         layout.check("/".join(str(key.key) for key in path), leaf.shape, shape_axes)
-        return layout.stored(shape_axes)
+        return stored_frozen(layout, shape_axes, matrix) if dotted(path) in frozen else layout.stored(shape_axes)
 
-    shardings = jax.tree_util.tree_map_with_path(place, axes, state.params, is_leaf=is_axes)
-    everywhere = match_parameters(state, state.params, shardings, layout.sharding())
+    shardings = jax.tree_util.tree_map_with_path(place, logical_axes(transformer), contracted(transformer), params,
+                                                 is_leaf=is_axes)
+    everywhere = match_parameters(state, params, shardings, layout.sharding())
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
                         state, everywhere)
 
@@ -226,22 +249,23 @@ def assemble(choices: Choices) -> Program:
     every = _micro_steps(config, batch)
     optimizer = make_optimizer(config.optimizer, schedule, vocabulary=config.model.vocab_size, multisteps=every,
                                accumulator=precision.accumulator)
-    loss = make_loss(config, graph, layout, precision, batch.micro)
+    loss = make_loss(config, graph, layout, precision, batch.micro, choices.frozen)
     scaling = None
     if precision.loss_scale == "dynamic":
         scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
-    state = hosted_state(describe_state(abstract, layout, optimizer, scaling), config.offload)
-    check_traced(choices.remat, loss, state.params, batch)
-    weights = Weights(layout, logical_axes(abstract), contracted(abstract), precision)
+    state = hosted_state(describe_state(abstract, layout, optimizer, scaling, choices.frozen), config.offload)
+    check_traced(choices.remat, loss, state, batch)
+    trained = [parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract))]
+    weights = Weights(layout, *trained, precision)
     partwise = make_partwise(config, schedule, precision, every, state)
     fused, local_loss = None, None
     if config.optimizer.fused_backward:
-        check_fused(config, choices.remat, batch)
-        cross_entropy = make_cross_entropy(config, layout, precision, batch.micro)
+        check_fused(config, choices.remat, batch, state.params)
+        cross_entropy = make_cross_entropy(config, layout, precision, batch.micro, choices.frozen)
         fused = FusedBackward(graph, cross_entropy, weights, partwise, choices.model.dropout > 0)
     elif reduces_once(config, layout, batch):
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
-        local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro)
+        local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro, choices.frozen)
     parts = StepParts(loss, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
                       partwise=partwise, fused=fused)
     return Program(**vars(choices), parts=parts, state=state, graph=graph)

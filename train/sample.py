@@ -47,7 +47,7 @@ def lower_generate(program: Program) -> jax.stages.Lowered:
     tokens = jax.ShapeDtypeStruct((program.batch.ranks, program.batch.seq_len), jnp.int32,
                                   sharding=program.layout.sharding(("batch", None)))
     span = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return _jitted(program, program.config.train.sample_temperature).lower(program.state.params, tokens, span)
+    return _jitted(program, program.config.train.sample_temperature).lower(program.state.model_params, tokens, span)
 
 
 def read_part(prompt: list[int], count: int, length: int) -> list[int]:

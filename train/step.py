@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from bytescope.model import Precision
+from bytescope.model.frozen import joined
 from bytescope.train.losses import count_tokens
 from bytescope.train.optimizer.host_offload import is_hosted
 from bytescope.train.optimizer.loss_scale import LossScale, Scaling, guard
@@ -40,14 +41,15 @@ def zero_tally() -> Tally:
     return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally", "loss_scale"],
-         meta_fields=[])
+@partial(jax.tree_util.register_dataclass,
+         data_fields=["step", "params", "opt_state", "tally", "loss_scale", "frozen"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that persists between steps.
 
-    step: optimizer updates so far, int32, those that a loss scale skipped included. params: pure dict, in
-    `precision.param`. opt_state: optax' state. loss_scale: None unless the precision has one.
+    step: optimizer updates so far, int32, those that a loss scale skipped included. params: pure dict of what is
+    trained, in `precision.param`. opt_state: optax' state, of these alone. loss_scale: None unless the precision has
+    one. frozen: pure dict of the other parameters, in `precision.compute`, None where all are trained.
     """
 
     step: jax.Array
@@ -55,11 +57,17 @@ class TrainState:
     opt_state: Any
     tally: Tally
     loss_scale: LossScale | None = None
+    frozen: Any = None
+
+    @property
+    def model_params(self) -> Any:
+        """All parameters of the model, as one pure dict."""
+        return joined(self.params, self.frozen)
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Parameters on their way into a step and gradients on their way out, by the layout's ZeRO strategy.
+    """Trained parameters on their way into a step and gradients on their way out, by the layout's ZeRO strategy.
 
     axes, contracted: trees like the parameters (`logical_axes` and `contracted` of model/transformer.py).
     """
@@ -136,13 +144,13 @@ class Weights:
 class StepParts:
     """The functions and settings of a step.
 
-    loss: (params, batch, dropout_key_B) -> float32 sum in nats. optimizer: optax' transformation, or MultiSteps of it.
-    schedule: number of the update -> learning rate. seed: of dropout and rounding.
+    loss: (params, batch, dropout_key_B, frozen) -> float32 sum in nats. optimizer: optax' transformation, or MultiSteps
+      of it. schedule: number of the update -> learning rate. seed: of dropout and rounding.
     local_loss: `loss` of one data-parallel rank's sequences, where gradients are reduced once per update, else None.
     scaling: the rule of the loss scale, if there is one.
     partwise: the optimizer's update layer by layer, where it is asked for (train/optimizer/partwise.py).
-    fused: (params, opt_state, batch, keys, tokens, rounding key) -> loss, new parameters and optimizer state, updated
-      inside the backward pass (train/optimizer/fused_backward.py).
+    fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> loss, new parameters and optimizer state,
+      updated inside the backward pass (train/optimizer/fused_backward.py).
     """
 
     loss: Callable[..., jax.Array]
@@ -177,8 +185,8 @@ class StepParts:
         """Sums over the A micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
         if self.local_loss is not None:
-            return _sums_by_rank(self, weights, batch, key_AB, factor)
-        tally, grads = _sums(self, weights, batch, key_AB, factor)
+            return _sums_by_rank(self, weights, batch, key_AB, factor, state.frozen)
+        tally, grads = _sums(self, weights, batch, key_AB, factor, state.frozen)
         return tally, self.weights.totals(grads)
 
     def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
@@ -223,10 +231,10 @@ def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     params, opt_state, loss_scale = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state, loss_scale)
     if not multi:
-        return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale), metrics
+        return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale, state.frozen), metrics
     done = opt_state.mini_step == 0
     kept = jax.tree.map(lambda x: jnp.where(done, jnp.zeros_like(x), x), tally)
-    return TrainState(state.step + done.astype(jnp.int32), params, opt_state, kept, loss_scale), metrics
+    return TrainState(state.step + done.astype(jnp.int32), params, opt_state, kept, loss_scale, state.frozen), metrics
 
 
 def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -236,7 +244,7 @@ def scan_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainS
     tally, grads = parts.gradients(state, batch, key_AB)
     params, opt_state, loss_scale = parts.update(state, tally, grads)
     metrics = parts.metrics(state, tally, opt_state, loss_scale)
-    return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale), metrics
+    return TrainState(state.step + 1, params, opt_state, zero_tally(), loss_scale, state.frozen), metrics
 
 
 def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -244,13 +252,14 @@ def fused_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[Train
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     keys = parts.dropout_keys(state.step, 0, batch["inputs"].shape[0])
     tokens = count_tokens(batch["targets"])  # known before the first layer is updated: its gradient becomes a mean
-    loss, params, opt_state = parts.fused(state.params, state.opt_state, batch, keys, tokens, parts.rounding_key(state))
-    return TrainState(state.step + 1, params, opt_state, zero_tally()), parts.metrics(
+    loss, params, opt_state = parts.fused(state.params, state.opt_state, batch, keys, tokens,
+                                          parts.rounding_key(state), state.frozen)
+    return TrainState(state.step + 1, params, opt_state, zero_tally(), frozen=state.frozen), parts.metrics(
         state, Tally(loss, tokens), opt_state, None)
 
 
-def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, *,
-          local: bool = False) -> tuple[Tally, Any]:
+def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
+          frozen: Any, *, local: bool = False) -> tuple[Tally, Any]:
     """Tally and gradients of all micro-batches; unless `local`, gradients are reduced over the ranks as they are made.
 
     The gradients are those of the loss times `factor`; the tally is without it.
@@ -259,7 +268,7 @@ def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, facto
     keep = (lambda grads: grads) if local else parts.weights.gradients
 
     def scaled(weights, micro_batch, key_B):
-        total = loss(weights, micro_batch, key_B)
+        total = loss(weights, micro_batch, key_B, frozen)
         return (total if factor is None else total * factor), total
 
     def one(micro_batch, key_B):
@@ -279,25 +288,24 @@ def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, facto
     return jax.lax.scan(micro, (zero_tally(), zeros), (batch, key_AB))[0]
 
 
-def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array,
-                  factor: jax.Array | None) -> tuple[Tally, Any]:
+def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
+                  frozen: Any) -> tuple[Tally, Any]:
     """The same, with one reduction after the last micro-batch: until then every rank sums its own gradients."""
-    def ranks(weights, batch, key_AB, *factor):
-        tally, grads = _sums(parts, weights, batch, key_AB, *(factor or (None,)), local=True)
+    def ranks(weights, batch, key_AB, factor, frozen):
+        tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
         with jax.named_scope("reduce"):
             return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
 
     # Without the check of replication: with it a gradient of replicated weights would be reduced in every micro-step.
     layout = parts.weights.layout
-    scale = () if factor is None else (factor,)
-    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH), *[P()] * len(scale)),
+    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH), P(), P()),
                          out_specs=(P(), parts.weights.specs()), axis_names=set(layout.local.manual), check_vma=False)(
-        weights, batch, key_AB, *scale)
+        weights, batch, key_AB, factor, frozen)
 
 
-def eval_step(parts: StepParts, params: Any, batch: Batch) -> Tally:
+def eval_step(parts: StepParts, params: Any, batch: Batch, frozen: Any = None) -> Tally:
     """Loss sum and counted tokens of one held-out micro-batch [B, L], without dropout."""
-    return Tally(parts.loss(parts.weights.copy(params), batch, None), count_tokens(batch["targets"]))
+    return Tally(parts.loss(parts.weights.copy(params), batch, None, frozen), count_tokens(batch["targets"]))
 
 
 # mode -> (the step, whether optax.MultiSteps wraps the optimizer)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+from flax import nnx
 
 HOST = jax.memory.Space.Host
 
@@ -19,7 +20,7 @@ def stored_like(d_w: jax.Array, w: jax.Array) -> jax.Array:
 
 def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`layer(x, state, *rest)` with two guarantees on order: its offloaded residuals are in host memory before its
-    result is read, and its gradients are computed together.
+    result is read, and its gradients are computed together. Frozen parameters of `state` get none.
 
     The iterations of a loop give both. Unrolled, nothing waits for the copies but the backward pass: XLA starts each
     just before it is fetched back, so the tensors stay on the device all the time; and its latency-hiding scheduler
@@ -27,11 +28,11 @@ def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     the order. What is differentiated (`x` and `state`) must be arguments, not closed over.
     """
     @jax.custom_vjp
-    def settled(*args):
-        return layer(*args)
+    def settled(x, own, frozen, *rest):
+        return layer(x, nnx.merge_state(own, frozen), *rest)
 
-    def forward(*args):
-        y, pullback = jax.vjp(layer, *args)
+    def forward(x, own, frozen, *rest):
+        y, pullback = jax.vjp(lambda x, own, *rest: layer(x, nnx.merge_state(own, frozen), *rest), x, own, *rest)
         kept, tree = jax.tree.flatten(pullback)
         on_host = [jax.typeof(leaf).memory_space == HOST for leaf in kept]
         y, moved = jax.lax.optimization_barrier((y, [leaf for leaf, host in zip(kept, on_host) if host]))
@@ -40,7 +41,13 @@ def settle(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def backward(pullback, d_y):
         d_x, d_state, *rest = pullback(d_y)
-        return *jax.lax.optimization_barrier((d_x, d_state)), *rest
+        d_x, d_state = jax.lax.optimization_barrier((d_x, d_state))
+        return d_x, d_state, None, *rest
 
     settled.defvjp(forward, backward)
-    return settled
+
+    def parted(x, state, *rest):
+        frozen, own = nnx.split_state(state, lambda path, variable: variable.get_metadata()["frozen"], ...)
+        return settled(x, own, frozen, *rest)
+
+    return parted

@@ -9,7 +9,6 @@ reduced once, after the last.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -45,6 +44,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
     split = [nnx.split(piece) for piece in pieces]
     states, tree = jax.tree.flatten([state for _, state in split], is_leaf=lambda node: isinstance(node, nnx.Variable))
     uses = [(state.get_metadata()["axes"], dtype if state.get_metadata()["contracted"] else None) for state in states]
+    trained = [place for place, state in enumerate(states) if not state.get_metadata()["frozen"]]
     blank = [state.replace(None) for state in states]
 
     def tile(place, x_BCD, weights):
@@ -74,25 +74,34 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
     def backward(kept, d_BLD):
         x_BLD, values = kept
         d_BLD, sums = place.by_rank(gradients, (x_BLD, d_BLD), gather(values))
-        d_values = [place.gradient(one, axes).astype(value.dtype) for one, value, (axes, _) in zip(sums, values, uses)]
+        d_values = [None] * len(values)
+        for at, one in zip(trained, sums):
+            d_values[at] = place.gradient(one, uses[at][0]).astype(values[at].dtype)
         return d_BLD, d_values
 
     def gradients(place, x_BLD, d_BLD, weights):
         x = _cut(x_BLD, place, tiles)
         # A checkpoint, so that reports recognize the recomputation as such.
-        again = jax.checkpoint(partial(tile, place), prevent_cse=False)
+        again = jax.checkpoint(lambda x, own: tile(place, x, _with(weights, trained, own)), prevent_cse=False)
+        own = [weights[at] for at in trained]
 
         def turn(carry, i):
             d, sums = carry
-            d_tile, d_weights = jax.vjp(again, _pick(x, i), weights)[1](_pick(d, i))
+            d_tile, d_weights = jax.vjp(again, _pick(x, i), own)[1](_pick(d, i))
             return (_put(d, d_tile, i), [one + new.astype(one.dtype) for one, new in zip(sums, d_weights)]), None
 
-        zeros = [jnp.zeros(weight.shape, jnp.float32) for weight in weights]
+        zeros = [jnp.zeros(weight.shape, jnp.float32) for weight in own]
         d, sums = jax.lax.scan(turn, (_cut(d_BLD, place, tiles), zeros), jnp.arange(tiles))[0]
-        return d.reshape(d_BLD.shape), [one.astype(weight.dtype) for one, weight in zip(sums, weights)]
+        return d.reshape(d_BLD.shape), [one.astype(weight.dtype) for one, weight in zip(sums, own)]
 
     over.defvjp(forward, backward)
     return over(x_BLD, [state[...] for state in states])
+
+
+def _with(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """`values` with those at `places` replaced."""
+    found = dict(zip(places, new))
+    return [found.get(at, value) for at, value in enumerate(values)]
 
 
 def _cut(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:

@@ -71,7 +71,7 @@ def made_state(program: Program) -> TrainState:
 
     def one(path, leaf):
         value = np.zeros(leaf.shape, leaf.dtype)
-        if path[0].name == "params":
+        if path[0].name in ("params", "frozen"):
             value += 0.1 * rng.standard_normal(leaf.shape) if path[-1].key.startswith("w_") else path[-1].key == "scale"
         return jax.device_put(value, leaf.sharding)
 

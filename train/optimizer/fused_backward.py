@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.model.attention.ring import zigzag
+from bytescope.model.frozen import joined
 from bytescope.model.placement import row_major
 from bytescope.train.optimizer.host_offload import fetch
 from bytescope.train.optimizer.partwise import Leaves, Part, PartwiseUpdate
@@ -56,7 +57,8 @@ class _Pullback:
 
 @dataclasses.dataclass(frozen=True)
 class FusedBackward:
-    """(params, opt_state, batch, dropout_key_B, tokens, rounding_key) -> (loss sum in nats, new params, new opt_state).
+    """(params, opt_state, batch, dropout_key_B, tokens, rounding_key, frozen) -> (loss sum in nats, new params, new
+    opt_state).
 
     Args:
       graph: of the Transformer. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
@@ -71,15 +73,17 @@ class FusedBackward:
     dropout: bool
 
     def __call__(self, params: Any, opt_state: Any, batch: Batch, key_B: jax.Array, tokens: jax.Array,
-                 rounding: jax.Array) -> tuple[jax.Array, Any, Any]:
+                 rounding: jax.Array, frozen: Any = None) -> tuple[jax.Array, Any, Any]:
+        base = (frozen or {}).get("blocks")
         computed = self.weights.copy(params)
         key_B = key_B if self.dropout else None
+        # Frozen layers are no part of the carry: the loops read them where they are.
         rest = fetch({name: tree for name, tree in computed.items() if name != "blocks"})
         if ring := self.weights.layout.ring:
             batch = {name: zigzag(x_BL, ring.size) for name, x_BL in batch.items()}
 
         def transformer(rest):
-            return nnx.merge(self.graph, {**rest, "blocks": computed["blocks"]})
+            return nnx.merge(self.graph, joined({**rest, "blocks": computed["blocks"]}, frozen))
 
         def end(rest, x_BLD):
             model = transformer(rest)
@@ -89,17 +93,18 @@ class FusedBackward:
 
         x_BLD, pull_begin = jax.vjp(lambda rest: transformer(rest).begin(batch["inputs"], key_B), rest)
         with jax.named_scope("blocks"):
-            x_BLD, kept = self._forward(transformer(rest), computed["blocks"], x_BLD, key_B)
+            x_BLD, kept = self._forward(transformer(rest), computed["blocks"], base, x_BLD, key_B)
         loss, pull_end = jax.vjp(end, rest, x_BLD)
         d_end, d_BLD = pull_end(jnp.ones_like(loss))
         # Under zero1 and zero2 the layers computed with copies, otherwise with the masters themselves.
         stack = None if computed is params else computed["blocks"]
-        blocks, total, d_BLD = self._backward(params, opt_state, stack, kept, d_BLD, tokens, rounding)
+        blocks, total, d_BLD = self._backward(params, opt_state, stack, base, kept, d_BLD, tokens, rounding)
         d_begin, = pull_begin(d_BLD)
         grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
         return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
 
-    def _forward(self, model: Any, stack: Any, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, list]:
+    def _forward(self, model: Any, stack: Any, base: Any, x_BLD: jax.Array,
+                 key_B: jax.Array | None) -> tuple[jax.Array, list]:
         """(output of the last block, per segment its pullback, residuals [layers, ...], layer numbers and unroll)."""
         out = []
         for segment, block in model.layers():
@@ -107,8 +112,10 @@ class FusedBackward:
 
             def layer(x_BLD, number, block=block, recipe=recipe):
                 own = jax.tree.map(row_major, fetch(_layer(stack, number)))
-                y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, own, number, key_B), x_BLD, own)
-                return y_BLD, recipe.split(pullback, jax.tree.leaves(own))
+                fixed = jax.tree.map(row_major, _layer(base, number))
+                y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B), x_BLD,
+                                          own)
+                return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)))
 
             numbers = jnp.arange(segment.start, segment.stop)
             at_once = model.at_once(segment)
@@ -116,7 +123,7 @@ class FusedBackward:
             out.append((recipe, kept, numbers, at_once))
         return x_BLD, out
 
-    def _backward(self, params: Any, opt_state: Any, copies: Any, segments: list, d_BLD: jax.Array,
+    def _backward(self, params: Any, opt_state: Any, copies: Any, base: Any, segments: list, d_BLD: jax.Array,
                   tokens: jax.Array, rounding: jax.Array) -> tuple[tuple[Leaves, Leaves], jax.Array, jax.Array]:
         """((stacks of parameters, of optimizer state) updated, squares of their gradients, gradient of the input)."""
         # XLA's GPU compiler transposes what is gathered or scattered over its last dimension. Without `row_major` it
@@ -129,7 +136,7 @@ class FusedBackward:
             d_BLD, stacks, total = carry
             kept, number = xs
             source = stacks[0] if copies is None else jax.tree.leaves(copies)
-            own = [row_major(fetch(_layer(leaf, number))) for leaf in source]
+            own = [row_major(fetch(_layer(leaf, number))) for leaf in (*source, *jax.tree.leaves(base))]
             d_BLD, d_own = recipe.join(kept, own)(d_BLD)
             grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
             grads = jax.tree.leaves(grads)

@@ -45,7 +45,7 @@ def peaks(program: Program) -> dict[str, int]:
     """
     state = device_bytes(program.state)
     batch = device_bytes(program.eval_shapes)
-    evaluation = program.evaluate.lower(program.state.params, program.eval_shapes)
+    evaluation = program.evaluate.lower(program.state.params, program.eval_shapes, program.state.frozen)
     found = {"init": max(_init(program)), "evaluation": state + 2 * batch + _own(evaluation)}
     if program.config.train.sample_tokens:
         found["sample"] = state + _own(lower_generate(program))
@@ -63,7 +63,7 @@ def _init(program: Program) -> Iterator[int]:
     """Bytes of each turn of `Program.init`: what earlier turns left on the device, and its own."""
     def make(seed):
         return init_state(program.transformer(nnx.Rngs(params=jax.random.key(seed))), program.parts.optimizer,
-                          program.parts.scaling)
+                          program.parts.scaling, program.frozen)
 
     # With a sharding, which names the devices: results in host memory do not.
     seed = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.layout.sharding())

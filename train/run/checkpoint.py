@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,33 @@ class Position:
     sequences: int
 
 
-def portable(state: Any) -> Any:
-    """`state` without what only its way of accumulation needs, so that a run can go on with another.
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "opt_state", "tally", "loss_scale"],
+         meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    tally: Any
+    loss_scale: Any
+
+
+def portable(state: Any) -> Saved:
+    """`state` without its frozen parameters and what only its way of accumulation needs, so that a run can go on with
+    another.
 
     Between updates `optax.MultiSteps` holds a zero accumulator and counters that follow from the step.
     """
-    if isinstance(state.opt_state, optax.MultiStepsState):
-        return dataclasses.replace(state, opt_state=state.opt_state.inner_opt_state)
-    return state
+    multi = isinstance(state.opt_state, optax.MultiStepsState)
+    return Saved(state.step, state.params, state.opt_state.inner_opt_state if multi else state.opt_state, state.tally,
+                 state.loss_scale)
 
 
-def complete(state: Any, abstract: Any) -> Any:
-    """The inverse of `portable`, for a program whose abstract state is `abstract`."""
+def complete(saved: Saved, abstract: Any) -> Any:
+    """The inverse of `portable`, for a program whose abstract state is `abstract`; without frozen parameters."""
+    state = dataclasses.replace(abstract, **vars(saved), frozen=None)
     wrapped = abstract.opt_state
     if not isinstance(wrapped, optax.MultiStepsState):
         return state
@@ -171,7 +187,8 @@ class Checkpoints:
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
 
     def restore(self, abstract: Any, warn: Callable[[str], None]) -> tuple[Any, Position] | None:
-        """The newest undamaged checkpoint, sharded as `abstract` says, whatever mesh or accumulation wrote it.
+        """The newest undamaged checkpoint, sharded as `abstract` says, whatever mesh or accumulation wrote it; frozen
+        parameters are not in it.
 
         A damaged one is reported through `warn` and moved aside, never deleted; then the one before it is tried.
         None if there is no checkpoint.

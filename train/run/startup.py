@@ -38,7 +38,7 @@ from bytescope.train.run import summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.failures import explained
 from bytescope.train.run.workdir import write_atomically
-from bytescope.train.weights.start import initial_params
+from bytescope.train.weights.start import frozen_params, initial_params
 
 REPORT, PAGE = "memory.json", "memory.html"
 
@@ -67,7 +67,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     data: the data source in words, shown of examples. verbose: with the data, parameters by component, and why each
     kernel was chosen.
     """
-    counts = parameters_by_component(program.state.params)
+    counts = parameters_by_component(program.state.model_params)
     model, remat = program.model, program.config.remat
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     total = sum(counts.values())
@@ -182,13 +182,14 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
     """The state and the position of the newest good checkpoint; without one, the initial state, its parameters random
-    or those of `init.folder`."""
+    or those of `init.folder`. Frozen parameters are in no checkpoint: they come again from where they came at first."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
     if restored is None:
         params = initial_params(program, console)
         return program.init() if params is None else program.init_around(params), Position(0, 0)
     console.print(f"resumed at step {restored[1].step}")
-    return restored
+    state, position = restored
+    return dataclasses.replace(state, frozen=frozen_params(program, console)), position
 
 
 # Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.

@@ -24,11 +24,21 @@ def fingerprint_of_weights(program: Program) -> str:
 
 def initial_params(program: Program, console: Console) -> Any:
     """The parameters that `init.folder` holds, in their shardings and dtypes; None without one."""
+    return _loaded(program, program.state.model_params, console) if program.config.init.folder else None
+
+
+def frozen_params(program: Program, console: Console) -> Any:
+    """The frozen parameters as they were when the run began, in their shardings and dtypes; None where all are
+    trained."""
     if not program.config.init.folder:
-        return None
+        return program.init_frozen()
+    return program.state.frozen and _loaded(program, program.state.frozen, console)
+
+
+def _loaded(program: Program, shapes: Any, console: Console) -> Any:
     columns = (TextColumn("loading weights"), BarColumn(bar_width=20), DownloadColumn(binary_units=True),
                TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("", total=None)
-        return load_params(Folder.open(program.config.init.folder), program.model, program.state.params,
+        return load_params(Folder.open(program.config.init.folder), program.model, shapes,
                            lambda done, total: bar.update(task, completed=done, total=total))

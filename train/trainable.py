@@ -1,0 +1,64 @@
+"""Which parameters a run trains: the patterns of `optimizer.freeze`, and how what they freeze is stored."""
+
+import re
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
+
+from bytescope.memory.errors import remedy_for
+from bytescope.model import Precision
+from bytescope.train.parallel.layout import Layout
+
+
+def frozen_names(names: Collection[str], patterns: Sequence[str], precision: Precision, scan: bool) -> frozenset[str]:
+    """Those of the dotted paths `names` that the patterns of `optimizer.freeze` match.
+
+    A pattern is a shell's: `blocks.attention.w_q`, `w_token`, `blocks.*norm*`. In unrolled layers the number of the
+    layer may be left out, for all of them. scan: whether the layers are one stack, and so frozen together.
+
+    Raises:
+      ValueError: a pattern that matches nothing, or everything; matrices of blocks in fp8.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        own = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(_of_any_layer(name), pattern)}
+        if not own and scan and re.match(r"blocks\.[\d\[]", pattern):
+            raise ValueError(f"optimizer.freeze={pattern!r} names some layers, and with model.scan=true all layers are "
+                             "one stack: set model.scan=false, or leave out the number")
+        if not own:
+            remedy = remedy_for(pattern, tuple(dict.fromkeys(map(_of_any_layer, sorted(names)))))
+            raise ValueError(f"optimizer.freeze={pattern!r} matches no parameter: {remedy}")
+        found |= own
+    if found and len(found) == len(names):
+        raise ValueError(f"optimizer.freeze={','.join(patterns)} freezes every parameter: leave out what is to be "
+                         "trained")
+    products = sorted(name for name in found if name.startswith("blocks.") and name.rpartition(".")[2].startswith("w_"))
+    if precision.matmul != "wide" and products:
+        raise ValueError(f"precision.preset=fp8 with frozen {products[0]}: products in fp8 compute the gradient of "
+                         "every weight; choose precision.preset=bf16, or freeze no matrix of the blocks")
+    return frozenset(found)
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"^blocks\.\d+\.", "blocks.", name)
+
+
+def check_frozen(config: ConfigDict, frozen: Collection[str]) -> None:
+    """Raises ValueError for what cannot be combined with the parameters `frozen`, dotted paths."""
+    if frozen and config.offload.params:
+        raise ValueError(f"offload.params=true with {len(frozen)} frozen parameters, which stay on the device: leave "
+                         "optimizer.freeze empty, or set offload.params=false")
+
+
+def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> NamedSharding:
+    """The sharding of a frozen parameter: that with which a step would compute.
+
+    Under zero3 it is sharded as the trained ones are, and gathered layer by layer. Under zero1 and zero2 those are
+    gathered once per step into a copy; of a frozen one there is nothing but this copy. What zero2 keeps sharded, the
+    token table and vectors, stays so.
+    """
+    strategy = layout.strategy
+    sharded = strategy.by_layer or (strategy.gradients and not contracted)
+    return layout.stored(axes) if sharded else layout.sharding(axes)
