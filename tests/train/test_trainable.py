@@ -1,5 +1,5 @@
-"""Frozen parameters: chosen by pattern, in the compute dtype, unchanged by training, without gradient, state or bytes in
-checkpoints."""
+"""Frozen parameters: chosen by pattern, in the compute dtype, unchanged by training; without gradient and state, and
+in no checkpoint."""
 
 import math
 

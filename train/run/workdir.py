@@ -11,6 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from bytescope.configs import base
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import ALONE, Processes
@@ -180,7 +181,8 @@ def _recorded(path: Path) -> Identity:
         raise _damaged(path, f"no key {error}") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, " ".join(str(error).split())[:120]) from error
-    return old
+    # A key that the run's version did not have yet had no other value than today's default.
+    return dataclasses.replace(old, config={**Identity.of(base.get_config(), 0, "").config, **old.config})
 
 
 def _damaged(path: Path, why: str) -> UserError:

@@ -63,6 +63,17 @@ def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
+def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path):
+    begun(tmp_path)
+    path = tmp_path / "config.json"
+    old = json.loads(path.read_text())
+    del old["config"]["optimizer.freeze"]
+    path.write_text(json.dumps(old))
+    with pytest.raises(UserError, match="holds another run: optimizer.freeze"):
+        claim(tmp_path, identity(optimizer__freeze="w_head"), extend=False)
+    assert claim(tmp_path, identity(), extend=False) == []
+
+
 def test_a_run_that_never_began_may_become_another(tmp_path):
     """It was refused for its memory, and its user follows the advice."""
     claim(tmp_path / "run", identity(), extend=False)
