@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -85,8 +86,8 @@ class Attention(nnx.Module):
                     q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0), place=self.place)
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
-    def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """What attention adds to the residual stream, [B, L, D]."""
+    def output(self, context_BLHK: jax.Array) -> jax.Array:
+        """The output projection, [B, L, D]."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
             # The gradient of every kernel but the naive one reads its own result, so that is kept wide already.
@@ -95,12 +96,11 @@ class Attention(nnx.Module):
                           matmul=self.precision.matmul, name=name, out="attn_out")
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
-            y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")
-        return dropout(y_BLD, fold(key_B, 1), config.dropout, "attn_out_mask")
+            return tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")
 
 
 class Mlp(nnx.Module):
-    """GELU or gated (SwiGLU) feed-forward layer, by `config.mlp`: [B, L, D] to what it adds to the residual stream."""
+    """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.again = config, precision, place, False
@@ -115,7 +115,7 @@ class Mlp(nnx.Module):
             self.b_up = param(None, (F,), ("d_ff",), dtype)
             self.b_down = param(None, (D,), ("d_model",), dtype)
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
         weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
         up_BLF, *gate = enter("bld,df->blf", x_BLD, weights, self.place, again=self.again,
@@ -133,12 +133,11 @@ class Mlp(nnx.Module):
                       matmul=self.precision.matmul, name="act", out="mlp_out")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
-        y_BLD = tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")
-        return dropout(y_BLD, key_B, self.config.dropout, "mlp_out_mask")
+        return tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place = config, precision, place
@@ -146,6 +145,9 @@ class Block(nnx.Module):
         self.attention = Attention(config, precision, place, rngs=rngs)
         self.norm_mlp = Norm(config, precision, place)
         self.mlp = Mlp(config, precision, place, rngs=rngs)
+        if config.post_norms:
+            self.post_norm_attention = Norm(config, precision, place)
+            self.post_norm_mlp = Norm(config, precision, place)
 
     def _inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("attention"):
@@ -157,7 +159,11 @@ class Block(nnx.Module):
 
     def _join(self, x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         with jax.named_scope("attention"):
-            return x_BLD + self.attention.output(context_BLHK, fold(key_B, 0))
+            key_B = fold(key_B, 0)
+            y_BLD = self.attention.output(context_BLHK)
+            if self.config.post_norms:
+                y_BLD = self.post_norm_attention(y_BLD)
+            return x_BLD + dropout(y_BLD, fold(key_B, 1), self.config.dropout, "attn_out_mask")
 
     def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         return self._join(x_BLD, self._core(*self._inputs(x_BLD), key_B), key_B)
@@ -171,14 +177,21 @@ class Block(nnx.Module):
     def _add_mlp(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         config = self.config
         tiles = count_tiles(x_BLD.shape[1], config.mlp_chunk, self.place.stream_parts)
+        post = (self.post_norm_mlp,) if config.post_norms else ()
         if tiles == 1:
-            return x_BLD + self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), key_B)
+            y_BLD = self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"))
+            for norm in post:
+                y_BLD = norm(y_BLD)
+            return x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
-        def run(norm: Norm, mlp: Mlp, x_BCD: jax.Array) -> jax.Array:
-            y_BCD = mlp(norm(x_BCD), None)
+        def run(norm: Norm, mlp: Mlp, *rest: Any) -> jax.Array:
+            *post, x_BCD = rest
+            y_BCD = mlp(norm(x_BCD))
+            for norm in post:
+                y_BCD = norm(y_BCD)
             return x_BCD + y_BCD if key_B is None else y_BCD
 
-        y_BLD = tiled(run, (self.norm_mlp, self.mlp), x_BLD, tiles, self.place, self.precision.compute)
+        y_BLD = tiled(run, (self.norm_mlp, self.mlp, *post), x_BLD, tiles, self.place, self.precision.compute)
         # The mask is drawn for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 

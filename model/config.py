@@ -28,6 +28,8 @@ class ModelConfig:
     max_seq_len: int
     norm: str
     norm_eps: float
+    post_norms: bool
+    embed_scale: float
     mlp: str
     position: str
     rope_theta: float

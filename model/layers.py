@@ -227,9 +227,10 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
     return _move(y_BLD, place, STREAM, WITHIN)
 
 
-ACTIVATIONS = {"gelu": jax.nn.gelu, "silu": jax.nn.silu}
-# kind -> (gated, activation): GELU as in GPT-2 (tanh form), SwiGLU after Shazeer 2020 (arXiv 2002.05202)
-MLPS = {"gelu": (False, "gelu"), "swiglu": (True, "silu")}
+ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}
+# kind -> (gated, activation): GELU in its tanh form as in GPT-2, or by the error function (Hendrycks & Gimpel 2016,
+# arXiv 1606.08415); SwiGLU, and GeGLU with the tanh form as in Gemma, after Shazeer 2020 (arXiv 2002.05202)
+MLPS = {"gelu": (False, "gelu"), "gelu_exact": (False, "gelu_exact"), "swiglu": (True, "silu"), "geglu": (True, "gelu")}
 POSITIONS = ("learned", "rope", "none")
 
 

@@ -1,5 +1,7 @@
 """Norms over the model width or that of a head, and how devices sum the gradients of their vectors."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -69,10 +71,11 @@ class Norm(nnx.Module):
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, width: str = "d_model",
                  axes: Axes = STREAM):
-        self.center, self.eps, self.axes = NORMS[config.norm] and width == "d_model", config.norm_eps, axes
+        self.kind, self.eps, self.axes = NORMS[config.norm], config.norm_eps, axes
+        self.center = self.kind.center and width == "d_model"
         self.precision, self.place = precision, place
         size = getattr(config, width)
-        self.scale = param(None, (size,), (width,), precision.param, fill=1.0)
+        self.scale = param(None, (size,), (width,), precision.param, fill=0.0 if self.kind.offset else 1.0)
         self.bias = param(None, (size,), (width,), precision.param) if self.center and config.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -82,11 +85,20 @@ class Norm(nnx.Module):
             if self.center:
                 y = y - y.mean(-1, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
-            scale, shift = (_scaled, _shifted) if self.place.narrows(y.dtype) else (_scale, _shift)
-            y = scale(y, read(self.scale, y.dtype, self.place), self.place, self.axes)
+            times, plus = (_scaled, _shifted) if self.place.narrows(y.dtype) else (_scale, _shift)
+            scale = read(self.scale, y.dtype, self.place)
+            y = times(y, 1.0 + scale if self.kind.offset else scale, self.place, self.axes)
             if self.bias is not None:
-                y = shift(y, read(self.bias, y.dtype, self.place), self.place, self.axes)
+                y = plus(y, read(self.bias, y.dtype, self.place), self.place, self.axes)
             return self.place(y.astype(self.precision.compute), self.axes)
 
 
-NORMS = {"rmsnorm": False, "layernorm": True}  # kind -> whether the mean is subtracted
+class Kind(NamedTuple):
+    """center: the mean is subtracted. offset: the scale is stored as what is added to 1, as Gemma's checkpoints have
+    it."""
+
+    center: bool = False
+    offset: bool = False
+
+
+NORMS = {"rmsnorm": Kind(), "layernorm": Kind(center=True), "rmsnorm_offset": Kind(offset=True)}

@@ -113,6 +113,8 @@ class Transformer(nnx.Module):
         tokens_BL = self.place(tokens_BL, ("table_batch", "table_length"))
         x_BLD = look_up(here(self.w_token[...]), tokens_BL, self.place)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
+        if self.config.embed_scale != 1.0:
+            x_BLD = x_BLD * jnp.asarray(self.config.embed_scale, x_BLD.dtype)
         if self.config.position == "learned":
             positions_L = self.place.positions(x_BLD.shape[1])
             w_LD = jnp.take(read(self.w_position, x_BLD.dtype, self.place), positions_L, axis=0)

@@ -60,7 +60,7 @@ LEAST = {
 
 
 # Keys whose values lie above 0, and those of rates of decay: from 0 to below 1.
-POSITIVE = ("model.init_std", "model.rope_theta")
+POSITIVE = ("model.init_std", "model.embed_scale", "model.rope_theta")
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
 # What may hold paths, whose bytes need not be UTF-8.
 PATHS = ("data.", "init.folder", "train.cache_dir")

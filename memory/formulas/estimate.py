@@ -225,6 +225,8 @@ def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None 
 
 # The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
 KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# Rows of the trainer's MLPs with a gate: three matrices.
+GATED = ("swiglu", "geglu")
 # (offload.optimizer, offload.params) -> row of the formulas.
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
 
@@ -246,8 +248,8 @@ def question_of(config: Mapping[str, Any]) -> Question:
     m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
     vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
     model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
-                  gated=m["mlp"] == "swiglu", dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
-                  qk_norm=m["qk_norm"])
+                  gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
+                  qk_norm=m["qk_norm"], post_norms=m["post_norms"])
     shards = max(config[MESH_FSDP], 1) * max(config[MESH_CONTEXT], 1)
     shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
     ranks = shards if shared else copies

@@ -84,7 +84,7 @@ LAYER = {
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
 # reads its input: tensor -> the Model field with which it is normed.
 UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
-NORMED = {"q": "qk_norm", "k": "qk_norm"}
+NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
@@ -92,8 +92,8 @@ WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
 # What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
 SAVED = {
     "full": (),
-    "selective": ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid", "mlp_norm",
-                  "gate", "up", "act", "mlp_out_mask"),
+    "selective": ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
+                  "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask"),
     "minimal": ("q", "k", "v", "context", "lse", "attn_out", "gate", "up"),
 }
 # Names inside an MLP in tiles: none of them is kept.
@@ -150,8 +150,9 @@ def recomputed_flops(model: Model, attention: str, names: Collection[str], seque
 
 
 def tiles_flops(model: Model, sequence: int) -> float:
-    """FLOPs per token and layer that an MLP in tiles recomputes: all but the last product."""
-    return recomputed_flops(model, "flash", [name for name in ("gate", "up") if _exists(name, model)], sequence)
+    """FLOPs per token and layer that an MLP in tiles recomputes: all but the last product, if no norm reads that."""
+    names = ["up", *(["gate"] if model.gated else []), *(["mlp_out"] if model.post_norms else [])]
+    return recomputed_flops(model, "flash", names, sequence)
 
 
 def forward_flops(model: Model, attention: str, sequence: int) -> float:

@@ -34,6 +34,7 @@ class Model:
     tied: bool = True
     adapters: Adapters | None = None
     qk_norm: bool = False
+    post_norms: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +113,14 @@ LAYER = (
     Tensor("probabilities' dropout mask", "scores", "tensor", 1, core=True, only="dropout"),
     Tensor("dropped probabilities", "scores", "tensor", core=True, only="dropout"),
     Tensor("context", "queries", "tensor"),
+    Tensor("attention output", "width", "sequence", only="post_norms"),
     Tensor("attention dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("mlp norm input", "width", "sequence"),
     Tensor("mlp input", "width", "sequence", operand=True, tiled=True, weights=("gate", "up")),
     Tensor("gate", "mlp", "tensor", only="gated", tiled=True),
     Tensor("up", "mlp", "tensor", tiled=True),
     Tensor("down input", "mlp", "tensor", operand=True, tiled=True, weights=("down",)),
+    Tensor("mlp output", "width", "sequence", only="post_norms", tiled=True),
     Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("inside the adapters", "adapters", "sequence", only="adapters"),
 )
@@ -263,7 +266,7 @@ def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, 
                   "full": _layers_forward(model, sequence, sequences)}[recompute]
     total = model_flops(model, sequence, sequences) + recomputed
     if tiled and recompute != "full":
-        products = 2 if model.gated else 1
+        products = 1 + model.gated + model.post_norms
         total += 2.0 * model.width * model.mlp_width * products * model.layers * sequences * sequence
     return total
 

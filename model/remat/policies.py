@@ -18,9 +18,10 @@ from bytescope.model.names import NAMES
 
 # Everything a block makes outside the attention core that its backward pass reads: with it saved, only the
 # core is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198); `lse` is what
-# a flash kernel's own gradient needs, so that it is not run again. `q` and `k` are read by their norms alone.
-OUTSIDE_CORE = ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out_mask", "mid",
-                "mlp_norm", "gate", "up", "act", "mlp_out_mask")
+# a flash kernel's own gradient needs, so that it is not run again. `q`, `k`, `attn_out` and
+# `mlp_out` are read by norms alone that only some models have.
+OUTSIDE_CORE = ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
+                "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask")
 # The core's tensors too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. Under
 # a flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")

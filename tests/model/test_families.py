@@ -1,25 +1,42 @@
 """The fields that other people's models need: each against plain formulas, on every kernel, policy and mesh."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from bytescope.model.layers import ACTIVATIONS, MLPS
 from bytescope.train.run.startup import parameters_by_component
 from support.toy import fixed_batches, small_program
 
 # Those of Qwen2 and of Qwen3 at once.
 FAMILIES = {
     "qwen": {"model.qkv_bias": True, "model.qk_norm": True},
-    "gemma2": {"model.attention_scale": 0.25, "model.attention_softcap": 1.5},
+    "gemma2": {"model.attention_scale": 0.25, "model.attention_softcap": 1.5, "model.norm": "rmsnorm_offset",
+               "model.post_norms": True, "model.mlp": "geglu", "model.embed_scale": 32 ** 0.5,
+               "model.tie_embeddings": True},
 }
 SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
 
 
 def rms(x, scale, eps):
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def gelu_tanh(x):
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as transformers has it for `gelu_pytorch_tanh`."""
+    return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def norm_cdf(x):
+    return np.array([0.5 * (1 + math.erf(one / math.sqrt(2))) for one in x])
+
+
+GATES = {"swiglu": lambda x: x / (1 + jnp.exp(-x)), "geglu": gelu_tanh}
 
 
 def bent(x, cap):
@@ -48,13 +65,18 @@ def plain_attention(p, x, m):
 
 def plain_logits(params, tokens, m):
     """The whole model, a layer after the other, by the formulas of its papers."""
-    x = params["w_token"][tokens]
+    def norm(tree, x):
+        return rms(x, tree["scale"] + (m.norm == "rmsnorm_offset"), m.norm_eps)
+
+    x = params["w_token"][tokens] * m.embed_scale
     for layer in range(m.n_layers):
         p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-        x = x + plain_attention(p["attention"], rms(x, p["norm_attention"]["scale"], m.norm_eps), m)
-        y = rms(x, p["norm_mlp"]["scale"], m.norm_eps)
-        x = x + (jax.nn.silu(y @ p["mlp"]["w_gate"]) * (y @ p["mlp"]["w_up"])) @ p["mlp"]["w_down"]
-    return rms(x, params["final_norm"]["scale"], m.norm_eps) @ params["w_head"]
+        y = plain_attention(p["attention"], norm(p["norm_attention"], x), m)
+        x = x + (norm(p["post_norm_attention"], y) if m.post_norms else y)
+        y = norm(p["norm_mlp"], x)
+        y = (GATES[m.mlp](y @ p["mlp"]["w_gate"]) * (y @ p["mlp"]["w_up"])) @ p["mlp"]["w_down"]
+        x = x + (norm(p["post_norm_mlp"], y) if m.post_norms else y)
+    return norm(params["final_norm"], x) @ (params["w_token"].T if m.tie_embeddings else params["w_head"])
 
 
 def plain_loss(params, batch, m):
@@ -113,6 +135,7 @@ def assert_same(one, other, rtol=2e-5):
 
 WAYS = {
     "naive": {"loss.kind": "full"},
+    "tiles": {"model.mlp_chunk": 4, "loss.kind": "full", "remat.policy": "full"},
     "chunked": {"model.attention": "chunked", "model.attention_chunk": 8, "remat.policy": "full"},
     "unrolled": {"model.scan": False, "remat.policy": "selective"},
     # The scale of a head's norm is summed over tokens and heads, wherever these are.
@@ -123,7 +146,8 @@ WAYS = {
 
 @pytest.mark.parametrize(("family", "way"), [
     ("qwen", "naive"), ("qwen", "chunked"), ("qwen", "unrolled"), ("qwen", "sharded"),
-    ("gemma2", "naive"), ("gemma2", "chunked"), ("gemma2", "sharded")])
+    ("gemma2", "naive"), ("gemma2", "chunked"), ("gemma2", "sharded"),
+    ("gemma2", "unrolled"), ("gemma2", "tiles")])
 def test_loss_and_gradients_are_those_of_the_plain_formulas(family, way, plain):
     (loss, grads), (wanted, wanted_grads) = found(family, WAYS[way], 8 if way == "sharded" else 1), plain(family)
     assert_same((loss, grads), (wanted, by_layer(wanted_grads) if way == "unrolled" else wanted_grads))
@@ -138,7 +162,24 @@ def test_gradients_of_head_norms_are_summed_in_the_dtype_that_devices_send(plain
         assert np.linalg.norm(one - wanted) < 0.15 * np.linalg.norm(wanted)  # what computing in bfloat16 costs here
 
 
+def test_the_scale_of_an_embedding_is_rounded_to_the_dtype_that_is_computed_in():
+    """As transformers has it: the root of 3072 is 55.4256, in bfloat16 55.5."""
+    program = small_program({"precision.preset": "bf16", "model.embed_scale": 3072 ** 0.5})
+    model = program.transformer(nnx.Rngs(params=0))
+    tokens_BL = jnp.arange(6)[None]
+    one = model.w_token[...][tokens_BL].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(model.begin(tokens_BL, None), one * jnp.bfloat16(55.5))
+
+
+@pytest.mark.parametrize(("kind", "values"), [("gelu", gelu_tanh), ("gelu_exact", lambda x: x * norm_cdf(x))])
+def test_gelus(kind, values):
+    x = np.linspace(-4, 4, 41)
+    np.testing.assert_allclose(ACTIVATIONS[MLPS[kind][1]](jnp.float32(x)), values(x), rtol=1e-5, atol=1e-6)
+    assert np.abs(gelu_tanh(x) - x * norm_cdf(x)).max() > 1e-4  # which tells one from the other
+
+
 def test_new_parameters_are_counted_where_they_belong():
-    counts = [parameters_by_component(small_program(fields).state.params) for fields in ({}, FAMILIES["qwen"])]
+    counts = [parameters_by_component(small_program(fields).state.params)
+              for fields in ({}, {**FAMILIES["qwen"], "model.post_norms": True})]
     more = {name: counts[1][name] - counts[0][name] for name in counts[1] if counts[1][name] != counts[0][name]}
-    assert more == {"norms": 3 * 2 * 8, "attention": 3 * (4 + 2 + 2) * 8}
+    assert more == {"norms": 3 * (2 * 8 + 2 * 32), "attention": 3 * (4 + 2 + 2) * 8}

@@ -147,7 +147,8 @@ SELECTIVE = {"x", "attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_nor
 @pytest.mark.parametrize(("policy", "names", "fields"), [
     ("full", {"x"}, {}), ("selective", SELECTIVE, {}),
     ("minimal", {"x", "q", "k", "v", "context", "attn_out", "gate", "up"}, {}),
-    ("selective", SELECTIVE | {"q", "k"}, {"model.qk_norm": True})])
+    ("selective", SELECTIVE | {"q", "k"}, {"model.qk_norm": True}),
+    ("selective", SELECTIVE | {"attn_out", "mlp_out"}, {"model.post_norms": True})])
 def test_exactly_the_named_tensors_are_kept(capsys, policy, names, fields):
     assert names_of(block_residuals(capsys, **{"remat.policy": policy, **fields})) == names
 

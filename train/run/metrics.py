@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.model import ModelConfig
+from bytescope.model.layers import MLPS
 from bytescope.train.run.workdir import write_atomically
 
 
@@ -14,7 +15,7 @@ def matmul_parameters(model: ModelConfig) -> int:
     """Number of parameters in products with each token: all matrices except the embedding tables."""
     D, K = model.d_model, model.d_head
     attention = D * K * (2 * model.n_heads + 2 * model.n_kv_heads)
-    mlp = D * model.d_ff * (3 if model.mlp == "swiglu" else 2)
+    mlp = D * model.d_ff * (3 if MLPS[model.mlp][0] else 2)
     return model.n_layers * (attention + mlp) + D * model.vocab_size
 
 

@@ -56,12 +56,14 @@ def test_what_is_not_read_costs_nothing():
     assert rematerialized.walk(GPT, "naive", ("probs", "gate")).kept >= {"block_in", "probs"}
 
 
-def test_a_norm_reads_its_input():
-    normed = dataclasses.replace(LLAMA, qk_norm=True)
+@pytest.mark.parametrize(("field", "inputs"), [("qk_norm", {"q", "k"}), ("post_norms", {"attn_out", "mlp_out"})])
+def test_a_norm_reads_its_input(field, inputs):
+    """Kept by `selective`, or recomputed with the product that it is the result of."""
+    normed = dataclasses.replace(LLAMA, **{field: True})
     kept = rematerialized.walk(normed, "flash", POLICIES["selective"].names)
-    assert kept.kept - rematerialized.walk(LLAMA, "flash", POLICIES["selective"].names).kept == {"q", "k"}
-    assert kept.recomputed == {"attn_out_mask", "mlp_out_mask"} & kept.recomputed
-    assert rematerialized.walk(normed, "flash", ("q_rot",)).recomputed >= {"q", "k", "k_rot"}
+    assert kept.kept - rematerialized.walk(LLAMA, "flash", POLICIES["selective"].names).kept == inputs
+    assert rematerialized.recomputed_flops(normed, "flash", kept.recomputed, 8192) == 0
+    assert rematerialized.walk(normed, "flash", ("q_rot", "k_rot", "mid", "act")).recomputed >= inputs
 
 
 def test_a_kernel_runs_again_unless_both_its_results_stay():
@@ -101,6 +103,8 @@ GELU = {"model.mlp": "gelu", "model.bias": "True", "model.norm": "layernorm", "m
     {"remat.policy": "full", "remat.granularity": "parts"}, {"remat.policy": "full", "remat.layers": "(0-2:none)"},
     {"remat.policy": "selective", **GELU}, {"remat.policy": "full", "model.dropout": 0.1, **GELU},
     {"remat.policy": "selective", "model.qk_norm": True}, {"remat.policy": "full", "model.qk_norm": True},
+    {"remat.policy": "full", "model.post_norms": True}, {"remat.policy": "selective", "model.post_norms": True,
+                                                         "model.mlp": "geglu", "model.mlp_chunk": 8},
     {"remat.policy": "full", "model.scan": "False"}, {"remat.policy": "full", "batch.accumulation": 2,
                                                       "batch.mode": "scan"},
 ], ids=lambda overrides: ",".join(map(str, overrides.values())))

@@ -8,6 +8,7 @@ from bytescope.memory.formulas.reconcile import NAMED_POLICIES, PRODUCT_POLICIES
 from bytescope.memory.formulas.transformer import ATTENTION
 from bytescope.model import precision
 from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.layers import MLPS
 from bytescope.model.remat import policies
 from bytescope.train.parallel.axes import STRATEGIES
 
@@ -49,6 +50,10 @@ def test_precisions(preset):
     kept, computed = (jnp.dtype(dtype).itemsize for dtype in (row.param, row.compute))
     assert (formula.master or formula.params, formula.activation) == (kept, computed)
     assert bool(formula.master) == row.copied and (not row.copied or formula.params == computed)
+
+
+def test_gated_mlps():
+    assert set(estimate.GATED) == {name for name, (gated, _) in MLPS.items() if gated}
 
 
 def test_attention_kernels():
