@@ -105,14 +105,18 @@ def find_saved(title: str, folder: Path) -> RecordFiles:
 
 
 def _saved_files(folder: Path, prefix: str) -> tuple[RecordFile, ...]:
-    names = _listed(folder / STATE, lambda content: [str(file["filename"]) for file in content["_data_files"]])
+    def names_in(content: Any) -> list[str]:
+        return [str(file["filename"]) for file in content["_data_files"]]
+
+    names = _listed(folder / STATE, names_in, ".arrow")
     return tuple(RecordFile(folder / name, prefix + name) for name in names)
 
 
-def _listed(path: Path, names_in: Callable[[Any], list[str]]) -> list[str]:
+def _listed(path: Path, names_in: Callable[[Any], list[str]], suffix: str = "") -> list[str]:
     try:
         names = names_in(json.loads(path.read_bytes()))
-        if wrong := [name for name in names if Path(name).name != name]:  # nothing outside of the folder
+        # Nothing outside of the folder.
+        if wrong := [name for name in names if Path(name).name != name or not name.endswith(suffix)]:
             raise ValueError(f"the name {wrong[0]!r}")
         if not names:
             raise ValueError("no names")

@@ -134,8 +134,9 @@ class JsonTokenizer:
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
-            encoding = self._tokenizer.encode("a")
-        except Exception:  # it has no token for this letter, nor one for what it does not know
+            with _refused(f"{self.path} cannot encode a letter"):
+                encoding = self._tokenizer.encode("a")
+        except UserError:  # it has no token for this letter, nor one for what it does not know
             return (), ()
         plain = [i for i, mask in enumerate(encoding.special_tokens_mask) if not mask] or [0]
         return tuple(encoding.ids[:plain[0]]), tuple(encoding.ids[plain[-1] + 1:])

@@ -31,13 +31,21 @@ from support.fuzz.run_directory import (
 )
 from support.fuzz.training_data import (
     arrays,
+    damaged_archive,
     damaged_array,
     index,
     read_array,
     read_bin,
     read_index,
+    read_records,
+    read_saved,
+    read_table,
     read_text,
     read_tokenizer,
+    read_zipped,
+    records,
+    saved,
+    table,
     tokenizer,
 )
 
@@ -62,6 +70,10 @@ READERS = {reader.name: reader for reader in (
     Reader("tokenizer", _listed(tokenizer), mutations.damaged_json, read_tokenizer, (UserError,), 500),
     Reader("text", _listed(lambda: ("größe, line\n" * 40).encode()), mutations.damaged_bytes, read_text,
            (UserError,), 400),
+    Reader("records", records, mutations.damaged_lines, read_records, (UserError,), 200),
+    Reader("gzip", records, damaged_archive, read_zipped, (UserError,), 150),
+    Reader("parquet", _listed(table), mutations.damaged_bytes, read_table, (UserError,), 150),
+    Reader("saved", _listed(saved), mutations.damaged_json, read_saved, (UserError,), 100),
     Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 150),
     Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 250),
     Reader("run", run_files, damaged_file, read_run, (), 150),

@@ -1,6 +1,7 @@
 """The readers of what a run trains on: token arrays and shards, their index, tokenizers, texts."""
 
 import functools
+import gzip
 import io
 import json
 import tempfile
@@ -76,6 +77,65 @@ def read_tokenizer(data: bytes, folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(data)
     found = load_tokenizer(str(folder))
     found.decode([*found.encode("def x return unknown").tolist(), 0, 3, 10**6])
+
+
+def records() -> list[bytes]:
+    pairs = [{"prompt": f"x {i}", "completion": " y", "text": f"größe {i}"} for i in range(30)]
+    return ["".join(json.dumps(pair) + "\n" for pair in pairs).encode()]
+
+
+def read_records(data: bytes, folder: Path) -> None:
+    """As documents, and as pairs, of which some may be malformed."""
+    from bytescope.train.data.source import open_data
+
+    (folder / "records.jsonl").write_bytes(data)
+    open_data(text_data.config(source=str(folder / "records.jsonl"), seq_len=4, skip_bad=2))
+    found = open_data(text_data.config(source=str(folder / "records.jsonl"), seq_len=16, format="pairs", skip_bad=2))
+    found.train.batch(range(3))
+
+
+def damaged_archive(data: bytes, rng: Random) -> bytes:
+    """Lines of JSON in an archive, one of the two damaged."""
+    if rng.random() < 0.5:
+        return gzip.compress(mutations.damaged_lines(data, rng), mtime=0)
+    return mutations.damaged_bytes(gzip.compress(data, mtime=0), rng)
+
+
+def read_zipped(data: bytes, folder: Path) -> None:
+    (folder / "records.jsonl.gz").write_bytes(data if data[:1] != b"{" else gzip.compress(data, mtime=0))
+    use(folder / "records.jsonl.gz")
+
+
+@functools.cache
+def table() -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"größe {i}" for i in range(60)]}), file)
+    return file.getvalue()
+
+
+def read_table(data: bytes, folder: Path) -> None:
+    (folder / "rows.parquet").write_bytes(data)
+    use(folder / "rows.parquet")
+
+
+def saved() -> bytes:
+    return json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}).encode()
+
+
+def read_saved(data: bytes, folder: Path) -> None:
+    """A folder as `datasets` saves it, whose state.json is damaged."""
+    import pyarrow
+
+    rows = pyarrow.table({"text": [f"größe {i}" for i in range(30)]})
+    with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pyarrow.ipc.new_stream(
+            file, rows.schema) as writer:
+        writer.write_table(rows)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_bytes(data)
+    use(folder)
 
 
 def read_text(data: bytes, folder: Path) -> None:
