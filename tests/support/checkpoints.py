@@ -1,0 +1,71 @@
+"""Tiny random models of each family, as transformers makes and saves them: folders to train from and to compare with."""
+
+import json
+import warnings
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 97  # no multiple of anything: the padding of the vocabulary matters
+WORDS = ("def", "return", "the", "a", "model", "is", "train", "ed", "in", "out", "of", "and", "to", "x", "y", "z")
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+# name -> (class of the config in transformers, what it says). Weights are spread as widely as those of trained models.
+FAMILIES = {
+    "llama": ("LlamaConfig", SIZES),
+    "llama3": ("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**SIZES, "sliding_window": None}),
+    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+                            "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+                            "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}),
+}
+
+
+def model(name, dtype="float32", seed=0, **changes):
+    """The model of a row of FAMILIES, its norms and biases random too; `changes` are keys of its config."""
+    import torch
+    import transformers
+
+    kind, values = FAMILIES[name]
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():  # its own deprecations
+        warnings.simplefilter("ignore")
+        made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**values, **changes}))
+    made = made.to(getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:  # ones and zeros would hide a norm's offset and a bias that is left out
+                parameter += 0.1 * torch.randn_like(parameter)
+    return made
+
+
+def save(made, folder, tokenizer=True, shard_size="24KB"):
+    """Saves a model in several shards with their index, and a tokenizer beside it; returns the folder."""
+    folder = Path(folder)
+    made.save_pretrained(folder, max_shard_size=shard_size)
+    if tokenizer:
+        save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder):
+    """A byte-level tokenizer of VOCAB ids: two special tokens, letters of ASCII that text has, and words."""
+    letters = [letter for letter in sorted(pre_tokenizers.ByteLevel.alphabet()) if letter.isascii()]
+    letters = ["Ġ", "Ċ", *(letter for letter in letters if letter.isalnum() or letter in ".,:;()=_'\"!?")]
+    ids = {token: number for number, token in enumerate(["<bos>", "</s>", *letters])}
+    merges = []
+    for word in WORDS:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in ids and len(ids) < VOCAB:
+                ids[word[:end]] = len(ids)
+                merges.append((word[:end - 1], word[end - 1]))
+    made = Tokenizer(models.BPE(ids, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<bos>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "</s>",
+        "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}))
