@@ -16,10 +16,11 @@ from bytescope.train.errors import UserError
 TRAINER = {
     "train": "train a transformer, its memory known before the first step",
     "prepare": "turn text into token shards, which train reads fast",
+    "export": "write the model of a run as a folder that transformers loads",
     "completion": "print a script that completes commands in bash, zsh or fish",
 }
 GROUPS = {
-    "train": ("train", "prepare"),
+    "train": ("train", "prepare", "export"),
     "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
     "plan": ("compare", "levers", "front", "fit"),
     "list": ("configs", "targets", "keys", "policies", "completion"),
@@ -75,6 +76,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from bytescope.train.data.prepare import parse as parse_prepare
 
         return parse_prepare(rest)
+    if command == "export":
+        from bytescope.train.export.command import parse as parse_export
+
+        return parse_export(rest)
     if command == "completion":
         from bytescope.train.completion.command import parse as parse_completion
 
@@ -122,6 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bytescope.train.data.prepare import main as prepare
 
         return prepare(argv[1:])
+    if argv[0] == "export":
+        from bytescope.train.export.command import main as export
+
+        return export(argv[1:])
     if argv[0] == "completion":
         from bytescope.train.completion.command import main as completion
 

@@ -170,8 +170,8 @@ def _same_batch(old: Identity, new: Identity) -> str:
             f"{old.global_rows} again. ")
 
 
-def _recorded(path: Path) -> Identity:
-    """What config.json of a run directory holds. Raises UserError for a damaged one."""
+def recorded(path: Path) -> Identity:
+    """What the config.json of a run directory holds. Raises UserError for a damaged one."""
     try:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
@@ -196,7 +196,7 @@ def _begun(workdir: Path) -> bool:
 
 
 def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
-    old = _recorded(path)
+    old = recorded(path)
     if not _begun(path.parent):  # such as one that was refused for its memory: nothing is lost
         return []
     if differences := _differences(old.curve(), identity.curve()):

@@ -1,0 +1,148 @@
+"""Our model as a config.json: that of the folder it began from where it still says so, else that of the nearest family.
+
+What is written is read back as an import reads it, and has to give the same keys of `config.model`: a family that does
+not express one of them is not taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bytescope.configs import base
+from bytescope.train.errors import UserError
+from bytescope.train.weights.families import FAMILIES, Family
+from bytescope.train.weights.finetune import OWN
+from bytescope.train.weights.hf_config import describe
+
+# Keys of `config.model` that say how a step is computed, not what: no config.json has them.
+COMPUTED = ("scan", "unroll", "attention", "attention_chunk", "mlp_chunk", "vocab_multiple", *OWN)
+HERE = "config.json"
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+
+Keys = Mapping[str, Any]
+Raw = dict[str, Any]
+
+
+def config_json(model: Keys, folder: Mapping[str, Any] | None = None) -> Raw:
+    """The object of a config.json for `config.model`.
+
+    folder: the config.json of the folder that the run began from; what it says besides is kept.
+
+    Raises:
+      UserError: no family that transformers has computes this model; the keys that stand in the way.
+    """
+    if folder is not None and (raw := _updated(model, folder)) is not None:
+        return raw
+    others: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        raw = _written(name, family, model)
+        if not (others.setdefault(name, _differences(model, raw))):
+            return raw
+    nearest = min(others, key=lambda name: len(others[name]))
+    named = ", ".join(f"model.{key}={_text(model[key])}" for key in others[nearest])
+    raise UserError(f"no family of transformers computes {named}: the nearest is {nearest}, and such a model cannot be "
+                    "exported")
+
+
+def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
+    """The folder's own with the keys that differ set; None where that does not give the model."""
+    family = FAMILIES.get(folder.get("model_type"))
+    if family is None:
+        return None
+    raw = {**folder, "architectures": [family.architecture]}
+    differing = _differences(model, raw)
+    longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].key) or 0)
+    if "max_seq_len" in differing and model["position"] == "rope" and not longer:
+        differing.remove("max_seq_len")  # shorter sequences in training make no shorter model
+        model = {**model, "max_seq_len": describe(raw, HERE).keys["max_seq_len"]}
+    if any(key.startswith("rope_") for key in differing):
+        raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
+    mine = _written(folder["model_type"], family, model)
+    keys = [family.fields[key].key for key in differing if key in family.fields and family.fields[key].key]
+    raw |= {key: mine[key] for key in (*keys, *(ROPE_KEYS if len(raw) < len(folder) else ())) if key in mine}
+    return raw if not _differences(model, raw) else None
+
+
+def _written(name: str, family: Family, model: Keys) -> Raw:
+    """A config.json of a family from our keys."""
+    raw: Raw = {"architectures": [family.architecture], "model_type": name}
+    for ours, field in family.fields.items():
+        if field.key:
+            raw[field.key] = INVERSES[ours](model) if ours in INVERSES else model[ours]
+    names, kinds = family.activation
+    raw[names.split("|")[0]] = next((theirs for theirs, mlp in kinds.items() if mlp == model["mlp"]), next(iter(kinds)))
+    raw |= {key: values[0] for key, values in family.needs.items()}
+    raw |= dict.fromkeys(family.dropouts[0], model["dropout"] if family.dropout else 0.0)
+    if family.fixed["position"] == "rope":
+        raw |= ROPES[family.rope](model)
+    return raw | WINDOWS[family.window](model)
+
+
+def _differences(model: Keys, raw: Raw) -> list[str]:
+    """The keys of the model that a config.json does not give, those that it does not know at other than their
+    defaults included."""
+    try:
+        found = describe(raw, HERE).keys
+    except UserError:
+        return [key for key in model if key not in COMPUTED]
+    expected = {key: value for key, value in base.get_config().model.items() if key not in COMPUTED} | dict(found)
+    return [key for key, value in expected.items() if key not in COMPUTED and not _same(key, model, value, expected)]
+
+
+def _same(key: str, model: Keys, value: Any, found: Keys) -> bool:
+    if key == "attention_scale":
+        return math.isclose(_scale(model), _scale({**model, **found}), rel_tol=1e-12)
+    if isinstance(value, float):
+        return math.isclose(model[key], value, rel_tol=1e-12)
+    return value == model[key]
+
+
+def _scale(model: Keys) -> float:
+    """What the scores are multiplied with: `model.attention_scale`, 0 standing for 1/sqrt(d_head)."""
+    return model["attention_scale"] or model["d_head"] ** -0.5
+
+
+def _whole(value: float) -> float | int:
+    """A number as people write it: 256, not 256.00000000000006."""
+    near = round(value)
+    return near if math.isclose(value, near, rel_tol=1e-12) else value
+
+
+def _rope(model: Keys) -> Raw:
+    """One base for all layers, spelt as transformers 4 and 5 both read it."""
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
+    if model["rope_scaling"]:
+        raw["rope_scaling"] = {"rope_type": "llama3", **dict(zip(names, map(_whole, model["rope_scaling"])))}
+    return raw
+
+
+def _ropes(model: Keys) -> Raw:
+    """Gemma 3: two bases."""
+    return {**_rope(model), "rope_local_base_freq": model["rope_local_theta"]}
+
+
+def _layer_types(model: Keys) -> Raw:
+    """Gemma 3: each n-th layer sees everything; a window as long as the model is none."""
+    every, layers = model["global_every"] or 1, model["n_layers"]
+    kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    return {"layer_types": kinds, "sliding_window": model["max_seq_len"]}
+
+
+# Our key -> their value of it, where that is not the same; the inverse of hf_config.TRANSFORMS.
+INVERSES: Mapping[str, Callable[[Keys], Any]] = {"attention_scale": lambda model: _whole(_scale(model) ** -2)}
+# The rows of hf_config.ROPES and WINDOWS: what a family without a window writes.
+ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "two": _ropes}
+WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {
+    "none": lambda model: {},
+    "all": lambda model: {"sliding_window": None},
+    "last layers": lambda model: {"use_sliding_window": False},
+    "every second": lambda model: {"layer_types": ["full_attention"] * model["n_layers"]},
+    "but each n-th": _layer_types,
+}
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

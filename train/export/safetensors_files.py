@@ -1,0 +1,87 @@
+"""Safetensors files of planned tensors: headers and room for all of them first, then each tensor at its place.
+
+Format: see train/weights/header.py. Files and index are named as transformers names them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bytescope.train.export.tensors import Tensor
+from bytescope.train.weights.folder import INDEX, SINGLE
+
+ALIGNED = 8  # bytes that a header's length is a multiple of
+
+
+class Files:
+    """The files of a model in `folder`, each of at most `most` bytes of tensors unless one tensor has more.
+
+    Their room is taken at once, so that a full disk shows before anything is computed.
+
+    Raises:
+      OSError: the disk is full, or cannot be written.
+    """
+
+    def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int):
+        self._folder, self._places = folder, {}
+        shards = _split(tensors, most)
+        self.names = [SINGLE] if len(shards) == 1 else [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        for name, shard in zip(self.names, shards):
+            self._begin(name, shard)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": self.nbytes},
+                     "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors}}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _begin(self, name: str, shard: Sequence[Tensor]) -> None:
+        entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        end = 0
+        for tensor in shard:
+            entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape,
+                                    "data_offsets": [end, end + tensor.nbytes]}
+            end += tensor.nbytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % ALIGNED)
+        for tensor in shard:
+            self._places[tensor.name] = name, 8 + len(header) + entries[tensor.name]["data_offsets"][0]
+        with open(self._folder / name, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.flush()
+            size = 8 + len(header) + end
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+
+    def write(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Writes a tensor. Raises OSError: the disk cannot be written."""
+        name, start = self._places[tensor.name]
+        with open(self._folder / name, "r+b") as file:
+            file.seek(start)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def sync(self) -> None:
+        """Returns when all of it is on the disk."""
+        for name in self.names:
+            with open(self._folder / name, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _split(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """The tensors in files, in order."""
+    shards: list[list[Tensor]] = [[]]
+    room = most
+    for tensor in tensors:
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = most
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    return shards

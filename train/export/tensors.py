@@ -1,0 +1,149 @@
+"""Our parameters as the tensors of a family: what each is called, and its bytes, made one stack of layers at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+
+import numpy as np
+
+from bytescope.model import ModelConfig
+from bytescope.train.errors import UserError
+from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.weights.families import Family, Row
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
+from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
+
+NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy's name of a dtype -> the format's
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to write; `dtype`: the format's name; `parts`: of our parameters that share it, in order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Row], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * READABLE[self.dtype].itemsize
+
+
+def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[Tensor]:
+    """The tensors of a model: tables and norm first, then layer by layer.
+
+    dtype_of: name of a tensor -> the format's name of the dtype to write.
+
+    Raises:
+      UserError: the family has no tensor for one of our parameters.
+    """
+    sizes, rows = sizes_of(model), rows_by_path(family, parameters_of(model))
+    order = {path: number for number, path in enumerate(family.rows)}
+    named: dict[str, list[tuple[str, Row]]] = {}
+    for path, (row, name) in rows.items():
+        named.setdefault(name, []).append((path, row))
+
+    def place(item: tuple[str, list[tuple[str, Row]]]) -> tuple[int, int]:
+        path, row = item[1][0]
+        layer = int(path.split(".")[1]) if path.startswith("blocks.") else -1
+        return layer, min(number for ours, number in order.items() if family.rows[ours].tensor == row.tensor)
+
+    found = []
+    for name, parts in sorted(named.items(), key=place):
+        parts.sort(key=lambda part: part[1].part)
+        found.append(Tensor(name, dtype_of(name), _shape(parts, sizes), tuple(parts)))
+    return found
+
+
+def _shape(parts: list[tuple[str, Row]], sizes: Sizes) -> tuple[int, ...]:
+    shapes = [Pattern.of(row.pattern).their_shape(sizes) for _, row in parts]
+    axis = _axis(parts[0][1])
+    return tuple(sum(shape[axis] for shape in shapes) if place == axis else size
+                 for place, size in enumerate(shapes[0]))
+
+
+def _axis(row: Row) -> int:
+    """The axis along which parameters share a tensor; 0 where they do not."""
+    return Pattern.of(row.pattern).theirs.index(tuple(row.parts[row.part].split())) if row.parts else 0
+
+
+class Parameters:
+    """The parameters of a run by our dotted path with the number of the layer: those of the checkpoint, and of a run
+    that trains some alone the others, from the folder that it began from.
+
+    Raises:
+      UserError: a parameter is in neither.
+    """
+
+    def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
+        self._run, self._leaves, self._stack = run, {}, ("", np.zeros(0))
+        stored = {path: self._stored(path) for path in parameters_of(model)}
+        if surplus := sorted(set(run.arrays) - set(filter(None, stored.values()))):
+            raise UserError(f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
+                            "model alone and cannot be exported with it")
+        if missing := [path for path, name in stored.items() if not name]:
+            self._leaves = _frozen(run, model, folder, missing)
+
+    def _stored(self, path: str) -> str:
+        """The array of the checkpoint that has a parameter; "" where none has."""
+        stacked = ".".join(["blocks", *path.split(".")[2:]]) if path.startswith("blocks.") else path
+        return next((name for name in (path, stacked) if name in self._run.arrays), "")
+
+    def read(self, path: str) -> np.ndarray:
+        """A parameter in our layout, verified. Raises UserError for a damaged checkpoint or folder."""
+        if leaf := self._leaves.get(path):
+            return leaf.read()
+        name = self._stored(path)
+        if self._stack[0] != name:
+            self._stack = ("", np.zeros(0))  # freed before the next one is read
+            self._stack = (name, self._run.read(name))
+        return self._stack[1] if name == path else self._stack[1][int(path.split(".")[1])]
+
+
+def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
+    """The parameters that the run does not train."""
+    if folder is None:
+        raise UserError(f"checkpoint {run.step} of {run.workdir} has no {missing[0]}, which the run does not train, "
+                        "and the folder of weights that it began from is not here: set init.folder in its config.json "
+                        "to where that is")
+    if folder.fingerprint != run.identity.weights:
+        raise UserError(f"{folder.path} holds other weights than {run.workdir} began from: restore them")
+    return {path: leaf for path, leaf in checkpoint_leaves(folder, model).items() if path in missing}
+
+
+def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """Each tensor with its values on disk. Those of one name follow each other, layer by layer, so that every stack of
+    layers is read once; parameters that share a tensor are read together.
+
+    Raises:
+      UserError: a value that the dtype does not hold.
+    """
+    sizes = sizes_of(model)
+    key = lambda tensor: tuple(row.tensor for _, row in tensor.parts)  # noqa: E731
+    for _, group in groupby(sorted(tensors, key=key), key):
+        layers = list(group)
+        # Of parameters that share a tensor each stack is read in turn, and its part of every layer held.
+        pieces = [[_piece(parameters.read(tensor.parts[number][0]), tensor.parts[number][1], sizes, tensor)
+                   for tensor in layers] for number in range(len(layers[0].parts))] if len(layers[0].parts) > 1 else None
+        for number, tensor in enumerate(layers):
+            if pieces is None:
+                yield tensor, _piece(parameters.read(tensor.parts[0][0]), tensor.parts[0][1], sizes, tensor)
+            else:
+                yield tensor, np.concatenate([part[number] for part in pieces], axis=_axis(tensor.parts[0][1]))
+
+
+def _piece(ours: np.ndarray, row: Row, sizes: Sizes, tensor: Tensor) -> np.ndarray:
+    """A parameter as it lies on disk, without the padding of the vocabulary and in the dtype to write."""
+    pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]
+    stored = ours[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]
+    with np.errstate(over="ignore"):
+        found = pattern.back(stored.astype(dtype, copy=False))
+    if tensor.dtype == "F16" and not np.isfinite(found).all():
+        raise UserError(f"{tensor.name} has values beyond 65,504, the largest of float16: export with --dtype=bfloat16")
+    return found

@@ -1,0 +1,113 @@
+"""What a folder needs besides weights to read and write text: the tokenizer of the run, ids that begin and end a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bytescope.train.data.corpus import INDEX
+from bytescope.train.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from bytescope.train.errors import UserError
+
+TOKENIZER, TEMPLATE, GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
+# What lies beside a tokenizer.json and says how it is used.
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+              "merges.txt", TEMPLATE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """How a run reads text.
+
+    tokenizer: the path of its tokenizer.json, "bytes", or "" where it is not here. end: the id that ends a document,
+    None where there is none. note: a line for people.
+    """
+
+    tokenizer: str
+    end: int | None
+    note: str
+
+
+def text_of(config: ConfigDict) -> Text:
+    """The tokenizer of a run with this config, which may be recorded beside its token shards."""
+    name, index = config.data.tokenizer, Path(os.path.expanduser(config.data.source)) / INDEX
+    if name == ByteTokenizer.name and index.is_file():
+        name = _recorded(index)
+    if name == ByteTokenizer.name and config.model.vocab_size < ByteTokenizer.vocab_size:
+        name = ""
+    if not name:
+        return Text("", None, "no tokenizer: the run read token ids")
+    try:
+        found = load_tokenizer(name)
+    except UserError as error:
+        return Text("", None, f"no tokenizer: {error}")
+    path = str(found.path) if isinstance(found, JsonTokenizer) else name
+    return Text(path, found.separator, f"tokenizer {path}")
+
+
+def _recorded(index: Path) -> str:
+    """The tokenizer that the index.json of token shards names: a path, "bytes", or "" for another."""
+    try:
+        name = json.loads(index.read_text()).get("tokenizer")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    if name == ByteTokenizer.name:
+        return name
+    beside = index.parent / TOKENIZER
+    return str(beside) if beside.is_file() else ""
+
+
+def write_text_files(out: Path, text: Text, config: ConfigDict, folder: Path | None) -> None:
+    """Writes tokenizer and chat template into `out`; of what lies beside the tokenizer all that says how it is used.
+
+    folder: the folder of weights that the run began from, None without one.
+    """
+    if text.tokenizer == ByteTokenizer.name:
+        byte_tokenizer().save(str(out / TOKENIZER))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                    "model_max_length": config.model.max_seq_len}
+        (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    elif text.tokenizer:
+        beside = Path(text.tokenizer).parent
+        shutil.copyfile(text.tokenizer, out / TOKENIZER)
+        if folder is not None and not (beside / COMPANIONS[0]).is_file():
+            beside = folder  # such as of the copy that token shards have
+        for name in COMPANIONS:
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, out / name)
+    if config.data.chat_template:
+        shutil.copyfile(os.path.expanduser(config.data.chat_template), out / TEMPLATE)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer.json that gives every text the ids of its UTF-8 bytes, as ByteTokenizer does."""
+    # The byte-level alphabet: printable bytes stand for themselves, the others for the characters from 256 on.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    ids = {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+    made = Tokenizer(models.BPE(ids, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def special_ids(text: Text) -> dict[str, int | None]:
+    """What config.json says of ids that begin and end a text, so that no default of a family does."""
+    return {"bos_token_id": None, "eos_token_id": text.end, "pad_token_id": None}
+
+
+def write_generation_config(out: Path, raw: Mapping[str, Any], folder: Path | None) -> None:
+    """Writes generation_config.json: the folder's own, or the ids of config.json."""
+    if folder is not None and (folder / GENERATION).is_file():
+        shutil.copyfile(folder / GENERATION, out / GENERATION)
+        return
+    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(key) is not None}
+    (out / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")
