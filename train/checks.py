@@ -49,7 +49,7 @@ MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
 # key -> least value. Sizes of the model, batch and mesh have checks of their own.
 LEAST = {
     "seed": 0, "train.steps": 1, "train.log_every": 1, "train.eval_every": 0, "train.eval_sequences": 0,
-    "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.01,
+    "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.0,
     "train.stall_timeout": 0.0, "data.skip_bad": 0,
     "model.norm_eps": 0.0, "model.attention_scale": 0.0, "model.attention_softcap": 0.0,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,

@@ -1,4 +1,4 @@
-"""Text from the trained model: temperature sampling into a buffer of fixed length.
+"""Text from the trained model: temperature sampling, at 0 greedy, into a buffer of fixed length.
 
 The model is causal, so positions behind the last token do not matter and one compiled program
 serves every length. There is no key/value cache: each token costs a forward pass over the whole buffer, which is
@@ -29,7 +29,10 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
         last = jnp.argmax(positions_L == place - 1)
         x_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
         logits_BV = transformer.logits(x_B1D.astype(jnp.float32), jnp.float32)[:, 0]
-        chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
+        if temperature:
+            chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
+        else:
+            chosen_B = jnp.argmax(logits_BV, axis=-1)
         return jax.lax.dynamic_update_slice_in_dim(
             tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
 

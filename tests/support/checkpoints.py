@@ -18,6 +18,8 @@ FAMILIES = {
     "llama": ("LlamaConfig", SIZES),
     "llama3": ("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {**SIZES, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {key: value for key, value in SIZES.items() if key != "head_dim"}),
+    "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                             "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}),

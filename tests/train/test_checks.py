@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(("key", "values"), [
     ("optimizer.learning_rate", ("nan", "inf", "-1e-3", "1e39")), ("model.norm_eps", ("-1e-5", "nan")),
     *((key, ("1.0", "-0.1", "nan", "2")) for key in DECAYS), *((key, ("0", "-0.02", "inf")) for key in POSITIVE),
-    ("train.sample_temperature", ("inf", "nan", "-1", "0")), ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
+    ("train.sample_temperature", ("inf", "nan", "-1")), ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
     ("seed", ("-1", "2147483648", "99999999999999999999")), ("model.vocab_size", ("99999999999",)),
     ("train.steps", ("0", "3000000000")), ("optimizer.weight_decay", ("-0.1", "inf")), ("optimizer.eps", ("-1", "nan")),
     ("optimizer.end_fraction", ("-0.1", "inf")), ("optimizer.clip_norm", ("-1", "nan")),

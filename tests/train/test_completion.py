@@ -36,7 +36,8 @@ LINES = [
     ("bytescope front tiny --offl", "--offload", "--offload="),
     ("bytescope diff no", "notes.txt", "mine.py"), ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
     ("bytescope calibrate --o", "--out=", "--seconds="), ("bytescope train --rates=no", "notes.txt", "mine.py"),
-    ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope completion ", "bash zsh fish", "tiny"),
+    ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope export ", "runs", "notes.txt tiny"),
+    ("bytescope export runs new --dtype=b", "bfloat16", "float16"), ("bytescope completion ", "bash zsh fish", "tiny"),
     ("bytescope keys --", "--grep=", "--json="), ("bytescope nothing ", "", "tiny"),
     ("bytescope compare --remat=$(touch${IFS}pwned),f", "$(touch${IFS}pwned),full", ""),
 ]

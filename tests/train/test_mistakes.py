@@ -182,6 +182,16 @@ MISTAKES = {
         ("--source=text.txt --out=o --shard-tokens=0", "--shard-tokens=0"),
         ("--source=text.txt --out=o --shard-tokens=many", "--shard-tokens"), ("--sauce=text.txt --out=o", "--source"),
         ("--source=text.txt --out=o --config.train.steps=1", "unrecognized")],
+    "export": [
+        ("", "required"), ("missing", "required"), ("missing out", "missing holds no run"), (". out", "holds no run"),
+        (f"{LONG} out", "holds no run"), (f"{LONE} out", "holds no run"), ("notes.md out", "holds no run"),
+        ("missing ", "no name of a file or folder"), ("~nobody-here/x out", "no such user"),
+        ("missing notes.md", "notes.md is no folder"), ("missing .", "is not empty"),
+        ("missing . --force", "holds no model"), ("missing out --step=last", "--step"),
+        ("missing out --dtype=bf16", "did you mean bfloat16?"), ("missing out --shard-size=", "--shard-size"),
+        ("missing out --shard-size=0", "--shard-size=0"), ("missing out --shard-size=5XB", "not a valid size"),
+        ("missing out --shrad-size=5GB", "did you mean --shard-size?"), ("missing out more", "unrecognized"),
+        ("missing out --config.train.steps=1", "unrecognized")],
 }
 for command in ("report", "compare", "levers", "front", "fit"):
     MISTAKES[command] += [(f"tiny h200 {words}", message) for words, message in OF_RATES]
