@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="stdlib, or a file, folder or glob of text or records")
     parser.add_argument("--out", required=True, type=user_path, metavar="DIR", help="a new or empty folder")
     parser.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (default), or a tokenizer.json")
-    parser.add_argument("--special-tokens", choices=SPECIAL_TOKENS, default="text",
+    parser.add_argument("--special-tokens", choices=SPECIAL_TOKENS, default="text", metavar="HOW",
                         help="written in a text: text (default), encoded as any other, or parse")
     parser.add_argument("--field", default="text", metavar="NAME",
                         help="of .jsonl and .parquet: what holds the document (default text)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from bytescope.train.errors import UserError
 if TYPE_CHECKING:  # they bring jax along, which the parser does not need
     from bytescope.train.export.saved_run import SavedRun
     from bytescope.train.export.tensors import Tensor
-    from bytescope.train.export.tokenizer_files import Text
     from bytescope.train.weights.folder import Folder
 
 EPILOG = """\
@@ -43,8 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=user_path, metavar="RUN", help="the directory of a run, as train wrote it")
     parser.add_argument("out", type=user_path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), metavar="DTYPE", help="float32, bfloat16 or float16 (default: "
-                        "of the weights that the run began from, else of its parameters)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), metavar="DTYPE",
+                        help="float32, bfloat16 or float16 (default: that of the weights that the run began from, else "
+                        "that of its parameters)")
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
     parser.add_argument("--force", action="store_true", help="replace OUT where it holds a model already")
     return parser
@@ -149,8 +150,8 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int) -> lis
             files.write(tensor, array)
             tell(tensor.nbytes)
     files.sync()
-    count = len(files.names)
-    return [f"model      {raw['architectures'][0]}, {sum(_count(tensor) for tensor in planned):,} parameters, {_most(planned)}",
+    count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)
+    return [f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
             f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}", f"text       {text.note}"]
 
 
@@ -184,12 +185,6 @@ def _most(planned: Sequence[Tensor]) -> str:
     """The dtype that most bytes have, as config.json calls it."""
     bytes_of = {name: sum(tensor.nbytes for tensor in planned if tensor.dtype == kind) for name, kind in DTYPES.items()}
     return max(bytes_of, key=bytes_of.__getitem__)
-
-
-def _count(tensor: Tensor) -> int:
-    from math import prod
-
-    return prod(tensor.shape)
 
 
 @contextlib.contextmanager

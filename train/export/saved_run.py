@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ class SavedRun:
         Raises:
           UserError: there is no run, no such checkpoint, or what is there is damaged.
         """
-        if not (workdir / "config.json").is_file():
+        if not os.path.isfile(workdir / "config.json"):  # False for a name that no file can have
             raise UserError(f"{workdir} holds no run: give the folder that bytescope train wrote, with its config.json")
         keep_library_log()
         identity = recorded(workdir / "config.json")

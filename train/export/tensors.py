@@ -128,14 +128,17 @@ def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig) ->
     key = lambda tensor: tuple(row.tensor for _, row in tensor.parts)  # noqa: E731
     for _, group in groupby(sorted(tensors, key=key), key):
         layers = list(group)
-        # Of parameters that share a tensor each stack is read in turn, and its part of every layer held.
-        pieces = [[_piece(parameters.read(tensor.parts[number][0]), tensor.parts[number][1], sizes, tensor)
-                   for tensor in layers] for number in range(len(layers[0].parts))] if len(layers[0].parts) > 1 else None
-        for number, tensor in enumerate(layers):
-            if pieces is None:
-                yield tensor, _piece(parameters.read(tensor.parts[0][0]), tensor.parts[0][1], sizes, tensor)
-            else:
-                yield tensor, np.concatenate([part[number] for part in pieces], axis=_axis(tensor.parts[0][1]))
+
+        def part(number: int, layers: list[Tensor] = layers) -> Iterator[np.ndarray]:
+            """That parameter of each layer, one after the other: one stack in memory."""
+            for tensor in layers:
+                path, row = tensor.parts[number]
+                yield _piece(parameters.read(path), row, sizes, tensor)
+
+        # All but the last of those that share a tensor are held.
+        *held, last = [part(number) for number in range(len(layers[0].parts))]
+        for tensor, *pieces in zip(layers, *map(list, held), last, strict=True):
+            yield tensor, np.concatenate(pieces, axis=_axis(tensor.parts[0][1])) if held else pieces[0]
 
 
 def _piece(ours: np.ndarray, row: Row, sizes: Sizes, tensor: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a folder needs besides weights to read and write text: the tokenizer of the run, ids that begin and end a text."""
+"""What a model needs besides weights to read and write text: the run's tokenizer, and ids of its ends."""
 
 from __future__ import annotations
 

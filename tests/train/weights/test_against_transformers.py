@@ -14,7 +14,7 @@ from bytescope.train.program import build
 from bytescope.train.sample import generate
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
-from support import checkpoints
+from support.models import checkpoints
 
 pytestmark = pytest.mark.oracle("transformers")
 

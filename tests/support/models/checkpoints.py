@@ -1,4 +1,4 @@
-"""Tiny random models of each family, as transformers makes and saves them: folders to train from and to compare with."""
+"""Tiny random models of each family, made and saved by transformers: folders to train from and to compare with."""
 
 import json
 import warnings
