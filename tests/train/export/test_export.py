@@ -1,0 +1,202 @@
+"""`bytescope export`: what transformers loads is what the run holds, bit by bit; what cannot be is one line."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from bytescope.train import cli
+from bytescope.train.config import flatten, load, override
+from bytescope.train.program import build
+from bytescope.train.run.checkpoint import Checkpoints, Position
+from bytescope.train.run.workdir import Identity
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.load import load_params
+from support.models import checkpoints
+from support.toy import made_state
+
+pytestmark = pytest.mark.oracle("transformers")
+
+
+def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
+    """A run directory as training from a folder leaves it, its checkpoint on so many devices, without training."""
+    config = load(f"hf:{folder}")
+    for key, value in {"precision.preset": "fp32", "batch.accumulation": 1, **dict(overrides)}.items():
+        override(config, key, str(value))
+    program = build(config, jax.devices()[:devices])
+    source = Folder.open(folder)
+    state = dataclasses.replace(made_state(program), params=load_params(source, program.model, program.state.params))
+    checkpointer = Checkpoints(workdir, keep=len(steps))
+    for step in steps:
+        checkpointer.save(state, Position(step, 8 * step))
+    checkpointer.close()
+    identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
+    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
+    return workdir
+
+
+def without_folder(run, workdir):
+    """The same run as one that began from random weights."""
+    shutil.copytree(run, workdir)
+    identity = json.loads((workdir / "config.json").read_text())
+    identity["config"]["init.folder"] = ""
+    (workdir / "config.json").write_text(json.dumps(identity))
+    return workdir
+
+
+def tensors(folder):
+    """Name -> (dtype, bytes) of all tensors of a folder."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            names = file.keys()
+            found |= {name: (file.get_slice(name).get_dtype(), file.get_tensor(name).tobytes()) for name in names}
+    return found
+
+
+def loaded(folder):
+    """A folder in transformers, which has to find there what it asks for and nothing else: (model, its config)."""
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    config = {key: value for key, value in model.config.to_dict().items()
+              if key not in ("transformers_version", "_name_or_path")}
+    return model, config
+
+
+def logits(model):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.arange(20)[None] * 4).logits.float().numpy()
+
+
+@pytest.fixture(scope="module", params=[*((name, "float32") for name in checkpoints.FAMILIES), ("llama3", "bfloat16"),
+                                        ("gpt2", "bfloat16")], ids="-".join)
+def run(request, tmp_path_factory):
+    """(folder of a family and dtype, a run that began from it)."""
+    name, dtype = request.param
+    parent = tmp_path_factory.mktemp(name)
+    folder = checkpoints.save(checkpoints.model(name, dtype), parent / "folder")
+    return folder, saved(folder, parent / "run")
+
+
+def test_a_folder_comes_back_bit_by_bit(run, tmp_path):
+    folder, workdir = run
+    assert cli.main(["export", str(workdir), str(tmp_path / "out"), "--shard-size=24KB"]) == 0
+    assert tensors(tmp_path / "out") == tensors(folder)
+    (model, config), (source, asked) = loaded(tmp_path / "out"), loaded(folder)
+    assert config == asked
+    np.testing.assert_array_equal(logits(model), logits(source))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 and os.listdir(tmp_path) == ["out"]
+
+
+def test_a_run_from_the_start_is_of_its_nearest_family(run, tmp_path):
+    """As if it had not begun from a folder: config.json comes from the keys of config.model alone."""
+    folder, workdir = run
+    without_folder(workdir, tmp_path / "run")
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=float32"]) == 0
+    (model, config), (source, asked) = loaded(tmp_path / "out"), loaded(folder)
+    np.testing.assert_array_equal(logits(model), logits(source.float()))
+    ours, theirs = config["model_type"], asked["model_type"]
+    assert ours == ("llama" if theirs == "mistral" else theirs) and config["dtype"] == "float32"
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)  # </s> of its tokenizer ends a text
+
+
+@pytest.mark.parametrize(("overrides", "devices"), [
+    ({"mesh.tensor": 2, "mesh.fsdp": 4, "batch.micro": 1}, 8), ({"model.scan": False}, 1),
+    ({"optimizer.freeze": "blocks.mlp.*,w_token"}, 1)], ids=["mesh", "unrolled", "frozen"])
+def test_however_it_was_trained(overrides, devices, tmp_path):
+    folder = checkpoints.save(checkpoints.model("llama"), tmp_path / "folder")
+    workdir = saved(folder, tmp_path / "run", overrides, devices)
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
+    assert tensors(tmp_path / "out") == tensors(folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A run of two checkpoints."""
+    parent = tmp_path_factory.mktemp("gpt2")
+    return saved(checkpoints.save(checkpoints.model("gpt2"), parent / "folder"), parent / "run", steps=(3, 5))
+
+
+def flip(path):
+    """One bit of the longest file below a folder is another."""
+    longest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(longest.read_bytes())
+    content[len(content) // 2] ^= 8
+    longest.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_noticed(gpt2, tmp_path, capsys):
+    workdir = shutil.copytree(gpt2, tmp_path / "run")
+    flip(workdir / "checkpoints" / "5" / "state")
+    before = sorted(path for path in workdir.rglob("*"))
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "checkpoint 5" in line and "damaged" in line and "--step=3" in line, line
+    assert sorted(workdir.rglob("*")) == before and os.listdir(tmp_path) == ["run"]
+    assert cli.main(["export", str(workdir), str(tmp_path / "out"), "--step=3"]) == 0
+    assert cli.main(["export", str(workdir), str(tmp_path / "other"), "--step=4"]) == 2
+    assert "checkpoints of 3, 5" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_unasked(gpt2, tmp_path, capsys):
+    out, command = tmp_path / "out", ["export", str(gpt2), str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    first = tensors(out)
+    (out / "more.txt").write_text("mine")
+    assert cli.main(command) == 2 and "--force" in capsys.readouterr().err
+    (tmp_path / ".out.partial").mkdir()  # of one that was killed
+    assert cli.main([*command, "--force", "--dtype=bfloat16"]) == 0
+    assert {dtype for dtype, _ in tensors(out).values()} == {"BF16"} and tensors(out).keys() == first.keys()
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert sorted(os.listdir(tmp_path)) == ["out"] and not (out / "more.txt").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(gpt2, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert cli.main(["export", str(gpt2), str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "No space left" in line and "make room" in line and os.listdir(tmp_path) == []
+
+
+def test_what_float16_does_not_hold(tmp_path, capsys):
+    made = checkpoints.model("gpt2")
+    made.transformer.wpe.weight.data[3, 4] = 1e5
+    workdir = saved(checkpoints.save(made, tmp_path / "folder"), tmp_path / "run")
+    assert cli.main(["export", str(workdir), str(tmp_path / "out"), "--dtype=float16"]) == 2
+    assert "wpe.weight has values beyond 65,504" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_has_changed(gpt2, tmp_path, capsys):
+    """What is not trained is read from the folder: it has to be the one that the run began from."""
+    folder = checkpoints.save(checkpoints.model("llama"), tmp_path / "folder")
+    workdir = saved(folder, tmp_path / "run", {"optimizer.freeze": "blocks.mlp.*"})
+    checkpoints.save(checkpoints.model("llama", seed=1), folder)
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
+    assert "other weights than" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
+    assert "which the run does not train" in capsys.readouterr().err
+
+
+def test_config_of_a_run(gpt2):
+    """The recorded config comes back as it was, tuples and all."""
+    from bytescope.train.export.saved_run import SavedRun
+
+    run = SavedRun.open(gpt2)
+    assert json.loads(json.dumps(flatten(run.config))) == run.identity.config and run.step == 5
+    assert isinstance(run.config.remat.save, tuple)
