@@ -176,8 +176,8 @@ class _Reading:
         """First dimensions of results that are no state, and of data that are whole numbers."""
         taken = {pair.result for pair in self.pairs.values()}
         free = [leaf for place, leaf in enumerate(self.results) if place not in taken]
-        data = [leaf for place, leaf in enumerate(self.leaves) if leaf.dtype.startswith("int") and leaf.shape
-                and place not in self.pairs]
+        data = [leaf for place, leaf in enumerate(self.leaves) if leaf.dtype in ("int16", "int32", "int64")
+                and leaf.shape and place not in self.pairs]
         return frozenset(leaf.shape[:1] for leaf in (*free, *data) if leaf.shape and leaf.dtype != "token")
 
     def _mirrored(self, params: Sequence[Leaf]) -> frozenset[int]:
@@ -220,17 +220,18 @@ def _by_argument(evidence: Sequence[Evidence]) -> frozenset[str]:
 
 
 def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str]:
-    """Roots of several leaves most of whose bytes have dimensions of what learns, or parts of them: 4-bit codes are two
-    a byte, their scales one a block of 64. Data have a batch."""
+    """Roots of several leaves most of which, by elements or by number, have dimensions of what learns, or parts of them:
+    4-bit codes are two a byte, their scales one a block of 64. Data have a batch."""
     known = {dim for one, role in zip(evidence, found) if role == "params" and one.learns for dim in one.shape}
     parts = {dim // part for dim in known for part in (1, 2, 64) if dim % part == 0} | {1}
     leaves: dict[str, list[tuple[int, bool]]] = {}
     for one in evidence:
         if one.floats and not one.state:
-            alike = len(one.shape) > 1 and one.products and parts.issuperset(one.shape)
+            alike = len(one.shape) > 1 and one.forward and parts.issuperset(one.shape)
             leaves.setdefault(root_of(one.path), []).append((math.prod(one.shape), alike))
-    return frozenset(root for root, group in leaves.items() if len(group) > 1
-                     and 2 * sum(size for size, alike in group if alike) > sum(size for size, _ in group))
+    return frozenset(root for root, group in leaves.items() if len(group) > 1 and (
+        2 * sum(size for size, alike in group if alike) > sum(size for size, _ in group)
+        or 2 * sum(alike for _, alike in group) > len(group)))
 
 
 class _Owners:

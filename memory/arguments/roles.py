@@ -94,7 +94,8 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     # A container says what everything in it is; only data never comes back.
     ("accumulator", lambda e: e.container == "accumulator"),
     ("optimizer", lambda e: e.container == "optimizer"),
-    ("params", lambda e: e.container == "params"),
+    ("params", lambda e: e.container == "params" or (e.container == "frozen" and (e.state or not e.trained))),
+    ("frozen", lambda e: e.container == "frozen"),
     ("gradients", lambda e: e.container == "gradients"),
     ("cache", lambda e: e.container == "cache"),
     # State of a step with a backward pass.
@@ -128,6 +129,7 @@ _CONTAINERS = (
     (r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
      "accumulator"),
     (r"(\w+_)?(opt|optim|optimizer|optimiser)_?states?|opt_vars", "optimizer"),
+    (r"frozen(_\w+)?|(\w+_)?frozen", "frozen"),
     (r"(\w+_)?params?|(\w+_)?parameters|theta|phi", "params"),
     (r"(\w+_)?grads?|(\w+_)?gradients?", "gradients"),
     (r"(\w+_)?(kv|key_value|k|v)_?caches?|(\w+_)?caches?|past_key_values|batch_stats|moving_(mean|average|var)\w*"

@@ -44,6 +44,21 @@ def moments():
     return jax.eval_shape(optax.adamw(1e-3).init, LORA)
 
 
+def test_tables_and_scales_go_with_the_weights():
+    """Tables have a dimension of their own, scales are whole numbers of 8 bits: as data, neither says what data are."""
+    def step(a0, a1, a2, tokens):
+        def run(lora):
+            x = a1["table"][tokens] + a1["scales"].astype(f32).sum()
+            return loss(lora, {name: a1[name] for name in BASE}, x)
+
+        updates, moments = optax.adamw(1e-3).update(jax.grad(run)(a0), a2, a0)
+        return optax.apply_updates(a0, updates), moments
+
+    base = {"table": spec((100, D), bf16), "scales": spec((LAYERS, 7), jnp.int8), **BASE}
+    rows = memory.analyze(step, LORA, base, moments(), spec((B,), jnp.int32), donate_argnums=0).breakdown
+    assert rows["frozen"] == SIZE + 2 * 100 * D + 7 * LAYERS and rows["batch"] == 4 * B
+
+
 def in_state(state, x):
     lora, opt_state = adam_step(state["lora"], state["base"], state["opt_state"], x)
     return {"lora": lora, "base": state["base"], "opt_state": opt_state}
