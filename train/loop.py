@@ -108,7 +108,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
     lap = clock.lap()
-    flops = model_flops_per_token(run.program.model, batch.seq_len) * lap.tokens / lap.seconds
+    flops = model_flops_per_token(run.program.model, batch.seq_len, run.program.frozen) * lap.tokens / lap.seconds
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}

@@ -220,8 +220,8 @@ def _by_argument(evidence: Sequence[Evidence]) -> frozenset[str]:
 
 
 def _shaped(evidence: Sequence[Evidence], found: Sequence[str]) -> frozenset[str]:
-    """Roots of several leaves most of which, by elements or by number, have dimensions of what learns, or parts of them:
-    4-bit codes are two a byte, their scales one a block of 64. Data have a batch."""
+    """Roots of several leaves most of which, by elements or by number, have dimensions of what learns, or parts of
+    them: 4-bit codes are two a byte, their scales one a block of 64. Data have a batch."""
     known = {dim for one, role in zip(evidence, found) if role == "params" and one.learns for dim in one.shape}
     parts = {dim // part for dim in known for part in (1, 2, 64) if dim % part == 0} | {1}
     leaves: dict[str, list[tuple[int, bool]]] = {}

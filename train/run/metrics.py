@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,37 @@ from bytescope.model.layers import MLPS
 from bytescope.train.run.workdir import write_atomically
 
 
+def _matrices(model: ModelConfig) -> dict[str, int]:
+    """Parameters of each matrix of one layer, by the last key of its path."""
+    D, queries, keys = model.d_model, model.n_heads * model.d_head, model.n_kv_heads * model.d_head
+    mlp = ("w_gate", "w_up", "w_down") if MLPS[model.mlp][0] else ("w_up", "w_down")
+    return {"w_q": D * queries, "w_k": D * keys, "w_v": D * keys, "w_o": D * queries,
+            **dict.fromkeys(mlp, D * model.d_ff)}
+
+
 def matmul_parameters(model: ModelConfig) -> int:
     """Number of parameters in products with each token: all matrices except the embedding tables."""
-    D, K = model.d_model, model.d_head
-    attention = D * K * (2 * model.n_heads + 2 * model.n_kv_heads)
-    mlp = D * model.d_ff * (3 if MLPS[model.mlp][0] else 2)
-    return model.n_layers * (attention + mlp) + D * model.vocab_size
+    return model.n_layers * sum(_matrices(model).values()) + model.d_model * model.vocab_size
 
 
-def model_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
+    """Those of `matmul_parameters` that are not trained; `frozen`: dotted paths of parameters."""
+    table = {**_matrices(model), "w_token" if model.tie_embeddings else "w_head": model.d_model * model.vocab_size}
+    names = [path.split(".") for path in frozen]
+    return sum(table.get(keys[-1], 0) * (model.n_layers if keys[0] == "blocks" and model.scan else 1)
+               for keys in names)
+
+
+def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = ()) -> float:
     """FLOPs of one training step per token: forward and backward, nothing recomputed.
 
     6 per matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
-    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half, as is usual.
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half, as is usual. A frozen one
+    (`frozen`: dotted paths) has no gradient, which leaves 4: its output, and the gradient of its input.
     Leaves out norms, activations, softmax and the optimizer.
     """
     core = 12 * model.n_layers * model.n_heads * model.d_head * seq_len
-    return 6.0 * matmul_parameters(model) + core
+    return 6.0 * matmul_parameters(model) - 2.0 * frozen_matmul_parameters(model, frozen) + core
 
 
 def has_evaluation(path: Path, step: int) -> bool:

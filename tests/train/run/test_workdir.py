@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
+from bytescope.memory.costs import flops
 from bytescope.train.config import override
 from bytescope.train.errors import UserError
 from bytescope.train.run.metrics import MetricsLog, matmul_parameters, model_flops_per_token
 from bytescope.train.run.workdir import METRICS, Identity, claim, claimed, new_workdir
-from support.toy import small_config
+from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
 
@@ -226,3 +227,17 @@ def test_model_flops_equal_the_published_formula():
     published = 72 * L * s * h**2 * (1 + s / (6 * h) + v / (12 * h * L))
     assert model_flops_per_token(model, s) * s == pytest.approx(published, rel=1e-9)
     assert matmul_parameters(model) == pytest.approx(174.6e9, rel=0.01)
+
+
+@pytest.mark.parametrize("patterns", ["blocks.*.w_*,w_head", "blocks.mlp.w_up,blocks.attention.w_k,*norm*,w_token"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_matrices_take_four_flops_a_token(patterns, tied):
+    """Of what the step computes: the gradient of the first layer's input has a reader in the token table."""
+    if tied:
+        patterns = patterns.replace(",w_head", "")
+    program = small_program({"optimizer.freeze": patterns, "remat.policy": "none", "loss.kind": "full",
+                             "model.tie_embeddings": str(tied).lower(), "model.attention": "naive"})
+    counted = flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr).model_flops
+    tokens = program.batch.rows * program.batch.seq_len
+    assert counted == model_flops_per_token(program.model, program.batch.seq_len, program.frozen) * tokens
+    assert model_flops_per_token(program.model, 8, program.frozen) < model_flops_per_token(program.model, 8)
