@@ -57,7 +57,7 @@ def encode(tensors, *, header=None):
         end += array.nbytes
     entries = entries if header is None else header(entries)
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(np.ascontiguousarray(a).tobytes() for a in tensors.values())
+    return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
 
 
 def write(folder, config, tensors, shards=1):
