@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from bytescope.model import ModelConfig
 from bytescope.train.run.runtime import return_freed_memory
@@ -68,7 +68,11 @@ class _Target:
         where: dict[tuple[Span, ...], list[jax.Device]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(like.shape).items():
             where.setdefault(tuple(spans_of(index, like.shape)), []).append(device)
-        self.shards = [_Shard(spans, devices, like.dtype) for spans, devices in where.items()]
+        small = math.prod(self.sharding.shard_shape(like.shape)) * like.dtype.itemsize <= SMALL
+        # Made by one program on all devices: compiling one for each would take longer than reading.
+        made = {} if small else {shard.device: shard.data for shard in _zeros(like, self.sharding).addressable_shards}
+        self.shards = [_Shard(spans, devices, [made[device] for device in devices] if made else [], like.dtype)
+                       for spans, devices in where.items()]
 
     def array(self) -> jax.Array:
         """The array, filled."""
@@ -78,21 +82,16 @@ class _Target:
 
 
 class _Shard:
-    """One part of an array, and its copies on each of some devices."""
+    """One part of an array: its copies on each of some devices, or where there are none yet, one in host memory."""
 
-    def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], dtype: Any):
-        self.spans, self.devices = spans, devices
-        shape = tuple(stop - start for start, stop in spans)
-        self.small = math.prod(shape) * np.dtype(dtype).itemsize <= SMALL
-        if self.small:
-            self.buffer = np.zeros(shape, dtype)
-        else:
-            self.buffers = [_zeros(shape, dtype, device) for device in devices]
+    def __init__(self, spans: Sequence[Span], devices: Sequence[jax.Device], buffers: list[jax.Array], dtype: Any):
+        self.spans, self.devices, self.buffers = spans, devices, buffers
+        self.buffer = None if buffers else np.zeros([stop - start for start, stop in spans], dtype)
 
     def write(self, piece: np.ndarray, starts: Sequence[int]) -> None:
         """Writes a piece where it begins, counted within the shard."""
         piece = piece.reshape((1,) * (len(starts) - piece.ndim) + piece.shape)
-        if self.small:
+        if self.buffer is not None:
             self.buffer[tuple(slice(start, start + size) for start, size in zip(starts, piece.shape))] = piece
             return
         # As it lies in memory, so that nothing is copied here; the device puts its axes in order.
@@ -105,14 +104,14 @@ class _Shard:
 
     def copies(self) -> list[jax.Array]:
         """The copies on the devices."""
-        if self.small:
+        if self.buffer is not None:
             return [jax.device_put(self.buffer, SingleDeviceSharding(device)) for device in self.devices]
         return self.buffers
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
-    """Zeros made on their device; `jnp.zeros` would make them on the first and copy."""
-    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=SingleDeviceSharding(device))()
+def _zeros(like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
+    """Zeros made on their devices; `jnp.zeros` would make them on the first and copy."""
+    return jax.jit(partial(jnp.zeros, like.shape, like.dtype), out_shardings=sharding)()
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)

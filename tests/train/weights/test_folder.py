@@ -11,7 +11,7 @@ from bytescope.train import cli
 from bytescope.train.errors import UserError
 from bytescope.train.weights.folder import CONFIG, INDEX, SINGLE, Folder
 from bytescope.train.weights.header import read_header
-from support import weights
+from support.models import weights
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,7 @@ from bytescope.train import config as configs
 from bytescope.train.errors import UserError
 from bytescope.train.weights.families import FAMILIES
 from bytescope.train.weights.hf_config import describe
-from support import weights
+from support.models import weights
 
 pytestmark = pytest.mark.quick
 

@@ -17,7 +17,7 @@ from bytescope.train.weights import load as loading
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import checkpoint_leaves
 from bytescope.train.weights.patterns import Pattern
-from support import weights
+from support.models import weights
 
 H, G, K, D, F, V = 4, 2, 16, 32, 48, 250
 
@@ -69,7 +69,8 @@ def expected_llama(tensors):
             "final_norm": {"scale": tensors["model.norm.weight"]},
             "blocks": {
                 "attention": {"w_q": stacked("self_attn.q_proj", heads(H)),
-                              "w_k": stacked("self_attn.k_proj", heads(G)), "w_v": stacked("self_attn.v_proj", heads(G)),
+                              "w_k": stacked("self_attn.k_proj", heads(G)), 
+                              "w_v": stacked("self_attn.v_proj", heads(G)),
                               "w_o": stacked("self_attn.o_proj", lambda w: w.T.reshape(H, K, D))},
                 "mlp": {"w_gate": stacked("mlp.gate_proj", np.transpose), "w_up": stacked("mlp.up_proj", np.transpose),
                         "w_down": stacked("mlp.down_proj", np.transpose)},

@@ -13,7 +13,7 @@ from bytescope.train import loop
 from bytescope.train.errors import UserError
 from bytescope.train.program import build
 from bytescope.train.weights import start
-from support import weights
+from support.models import weights
 
 KEYS = {"data.seq_len": 32, "batch.micro": 1, "batch.accumulation": 1, "train.eval_every": 0, "train.eval_sequences": 2,
         "train.sample_tokens": 0, "train.tensorboard": "false", "train.log_every": 1, "train.steps": 1,
