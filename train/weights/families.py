@@ -103,7 +103,8 @@ QK_NORMS = _of_layers(_LAYERS, (
 ))
 
 # Of a model that has none of what only some have; a family's own keys come on top.
-PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False}
+PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False, "post_norms": False, "embed_scale": 1.0,
+         "attention_scale": 0.0, "attention_softcap": 0.0}
 LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
 LLAMA_FIELDS = {
     "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
@@ -113,8 +114,14 @@ LLAMA_FIELDS = {
     "tie_embeddings": Field("tie_word_embeddings", False), "init_std": Field("initializer_range", 0.02)}
 QWEN_FIELDS = {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 32, "n_heads"),
                "max_seq_len": Field("max_position_embeddings", 32768)}
-SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+# The first files say "gelu" in one key and mean what the other says.
+GELU = ("hidden_activation|hidden_act", {"gelu_pytorch_tanh": "geglu"})
+GEMMA = {**LLAMA, "norm": "rmsnorm_offset"}
+GEMMA_FIELDS = {**LLAMA_FIELDS, "d_head": Field("head_dim", 256), "tie_embeddings": Field("tie_word_embeddings", True),
+                "max_seq_len": Field("max_position_embeddings", 8192), "embed_scale": Field("", "sqrt(d_model)")}
+ONE_WAY = {**NO_BIAS, "use_bidirectional_attention": (False,)}
+SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 BUFFERS = (r".*\.rotary_emb\.inv_freq",)
 
 _QKV = ("h k", "g k", "g k")
@@ -154,7 +161,8 @@ GPT2_FIELDS = {
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel", "transformer.", GPT2_ROWS, GPT2_FIELDS,
-        ("activation_function", {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}),
+        ("activation_function", {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
+                                 "gelu": "gelu_exact"}),
         {**PLAIN, "norm": "layernorm", "position": "learned", "bias": True},
         needs={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
                "add_cross_attention": (False,)},
@@ -173,4 +181,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", "model.", {**LLAMA_ROWS, **QK_NORMS}, {**QWEN_FIELDS, "d_head": Field("head_dim", 128)},
         SILU, {**LLAMA, "qk_norm": True}, needs=NO_BIAS, ignored=BUFFERS, window="last layers"),
+    "gemma": Family("GemmaForCausalLM", "model.", LLAMA_ROWS, GEMMA_FIELDS, GELU, GEMMA, needs=ONE_WAY,
+                    ignored=BUFFERS),
 }
