@@ -21,6 +21,7 @@ from bytescope.train.data.examples.template import (
 from bytescope.train.data.records import Malformed, RecordFiles, Skipped, mark, read
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ENDS, JsonTokenizer, Tokenizer
+from bytescope.train.errors import UserError
 
 AT_ONCE = 256  # records rendered and encoded together
 REMEDY = ("; mark what is learned with {% generation %} in a template of your own (data.chat_template=FILE), or set "
@@ -140,14 +141,9 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
         by_prefix = not everything and not template.marks_answers
         turn_end = _turn_end(renderer, tokenizer) if by_prefix else ""
 
-        def of(text: Rendered | Malformed, encode: Callable[[Sequence[str]], list]) -> Tokens:
-            if isinstance(text, Malformed):
-                return text
+        def of(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
             try:
-                (ids, spans), *before = encode([text.text, *text.before])
-                learned = text.learned
-                if by_prefix:
-                    learned = _answers(text, ids, [prefix for prefix, _ in before], turn_end)
+                learned = _answers(text, ids, before, turn_end) if by_prefix else text.learned
             except Malformed as error:
                 return error
             inside = np.zeros(len(ids), bool)
@@ -157,11 +153,30 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
                 ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
             return ids, inside | everything
 
+        def guarded(text: Rendered) -> Tokens:
+            try:
+                (ids, spans), *before = guard.encode_spans([text.text, *text.before])
+            except UserError as error:  # this tokenizer cannot tell them apart
+                return Malformed(str(error))
+            return of(text, ids, spans, [prefix for prefix, _ in before])
+
         def tokens_of(chats: Sequence[Chat]) -> list[Tokens]:
             safe = [guard.protect(chat) for chat in chats] if guard else chats
             texts = renderer.render(safe, before=by_prefix, up_to=by_prefix and not turn_end)
-            return [of(text, parsing.encode_spans if chat is same else guard.encode_spans)
-                    for chat, same, text in zip(chats, safe, texts, strict=True)]
+            plain = [text for chat, same, text in zip(chats, safe, texts, strict=True)
+                     if chat is same and isinstance(text, Rendered)]
+            # All at once, so that every core is busy.
+            encoded = iter(parsing.encode_spans([text.text for text in plain]))
+            prefixes = iter(parsing.encode_many([prefix for text in plain for prefix in text.before]))
+            found: list[Tokens] = []
+            for chat, same, text in zip(chats, safe, texts, strict=True):
+                if isinstance(text, Malformed):
+                    found.append(text)
+                elif chat is same:
+                    found.append(of(text, *next(encoded), [next(prefixes) for _ in text.before]))
+                else:
+                    found.append(guarded(text))
+            return found
 
         yield tokens_of
 
