@@ -37,6 +37,7 @@ def _model() -> ConfigDict:
     model.qkv_bias = False  # biases of queries, keys and values alone, as in Qwen2; bias has them too
     model.qk_norm = False  # RMSNorm of each head's queries and keys before their rotation, as in Qwen3
     model.tie_embeddings = LLAMA["tie_embeddings"]  # the output head shares the token table
+    model.logits_softcap = 0.0  # bounds logits z by c: c tanh(z / c), as in Gemma 2; 0: no bound
     model.norm_eps = 1e-5  # added to the variance in norms
     model.post_norms = False  # what attention and MLP add to the residual stream is normed too, as in Gemma 2
     model.embed_scale = 1.0  # factor of the token embedding, rounded to the compute dtype; Gemma: sqrt(d_model)

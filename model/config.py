@@ -39,6 +39,7 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     tie_embeddings: bool
+    logits_softcap: float
     init_std: float
     scan: bool
     unroll: int

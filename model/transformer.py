@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from bytescope.model.block import CUTS, Block
 from bytescope.model.config import ModelConfig
-from bytescope.model.layers import dropout, fold, look_up, param, read
+from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import HERE, Placement
@@ -200,10 +200,11 @@ class Transformer(nnx.Module):
         return here((self.w_token if self.config.tie_embeddings else self.w_head)[...])
 
     def logits(self, x_BLD: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Logits [B, L, V] of hidden states, multiplied in the dtype of those and held in `dtype`."""
+        """Logits [B, L, V] of hidden states, multiplied in the dtype of those, held and capped in `dtype`."""
         head = "vd" if self.config.tie_embeddings else "dv"
         w_head = self.head().astype(x_BLD.dtype)
         logits_BLV = jnp.einsum(f"bld,{head}->blv", x_BLD, w_head, preferred_element_type=dtype)
+        logits_BLV = soft_cap(logits_BLV, self.config.logits_softcap)
         return logits_BLV[..., : self.config.vocab_size]  # without the padding of the table
 
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
     positions = min(max(config.loss.chunk // micro, 1), config.data.seq_len // layout.context)
     settings = LossSettings(layout, precision.compute, positions, config.model.vocab_size, precision.logits,
                             config.model.tie_embeddings,
-                            ("w_token" if config.model.tie_embeddings else "w_head") in frozen)
+                            ("w_token" if config.model.tie_embeddings else "w_head") in frozen,
+                            config.model.logits_softcap)
     return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
 
 

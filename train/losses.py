@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from bytescope.model.layers import soft_cap
 from bytescope.train.batch import IGNORE
 from bytescope.train.parallel.layout import Layout
 
@@ -28,7 +29,8 @@ class LossSettings:
     positions: positions of every sequence whose logits exist at once. compute: dtype of the products.
     vocabulary: columns of the head that are tokens, None for all; the rest is padding and never predicted.
     logits: dtype in which logits are held; sums over them are float32. tied: whether the head is the token table.
-    frozen: whether the head is, which then gets no gradient.
+    frozen: whether the head is, which then gets no gradient. cap: logits are bent to lie within -cap and cap
+    (`model.layers.soft_cap`); 0 for no such bound.
     """
 
     layout: Layout
@@ -38,6 +40,7 @@ class LossSettings:
     logits: DTypeLike = jnp.float32
     tied: bool = False
     frozen: bool = False
+    cap: float = 0.0
 
     @property
     def head(self) -> str:
@@ -97,7 +100,7 @@ def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: L
     made = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
     logits_BLV = made(x_BLD, w_head, settings)
     logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
-    return _nll(_without_padding(logits_BLV, settings), targets_BL)[0].sum()
+    return _nll(_without_padding(soft_cap(logits_BLV, settings.cap), settings), targets_BL)[0].sum()
 
 
 def _chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
@@ -123,7 +126,15 @@ def _joined(x: jax.Array, like: jax.Array, settings: LossSettings) -> jax.Array:
 def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
     x_RBCD = settings.layout(x_RBCD, ("rank", None, None, None))
     logits = jnp.einsum(f"rbcd,{settings.head}->rbcv", x_RBCD, w_head, preferred_element_type=settings.logits)
-    return _without_padding(logits, settings)
+    return _without_padding(soft_cap(logits, settings.cap), settings)
+
+
+def _times_slope(d_logits: jax.Array, logits: jax.Array, settings: LossSettings) -> jax.Array:
+    """The gradient of products from that of the capped `logits` that they became; 0 for padding."""
+    if not settings.cap:
+        return d_logits
+    # Padding is far below the cap: its square would overflow.
+    return d_logits * (1.0 - jnp.square(jnp.maximum(logits.astype(jnp.float32) / settings.cap, -1.0)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -156,6 +167,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
         nll, lse = _nll(logits, targets_RBC)
         vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
         d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
+        d_logits = _times_slope(d_logits, logits, settings)
         d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
         if settings.frozen:

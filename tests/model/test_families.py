@@ -18,7 +18,7 @@ FAMILIES = {
     "qwen": {"model.qkv_bias": True, "model.qk_norm": True},
     "gemma2": {"model.attention_scale": 0.25, "model.attention_softcap": 1.5, "model.norm": "rmsnorm_offset",
                "model.post_norms": True, "model.mlp": "geglu", "model.embed_scale": 32 ** 0.5,
-               "model.tie_embeddings": True},
+               "model.tie_embeddings": True, "model.logits_softcap": 3.0},
 }
 SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
 
@@ -76,7 +76,8 @@ def plain_logits(params, tokens, m):
         y = norm(p["norm_mlp"], x)
         y = (GATES[m.mlp](y @ p["mlp"]["w_gate"]) * (y @ p["mlp"]["w_up"])) @ p["mlp"]["w_down"]
         x = x + (norm(p["post_norm_mlp"], y) if m.post_norms else y)
-    return norm(params["final_norm"], x) @ (params["w_token"].T if m.tie_embeddings else params["w_head"])
+    logits = norm(params["final_norm"], x) @ (params["w_token"].T if m.tie_embeddings else params["w_head"])
+    return bent(logits, m.logits_softcap)
 
 
 def plain_loss(params, batch, m):
@@ -171,10 +172,20 @@ def test_the_scale_of_an_embedding_is_rounded_to_the_dtype_that_is_computed_in()
     np.testing.assert_array_equal(model.begin(tokens_BL, None), one * jnp.bfloat16(55.5))
 
 
-@pytest.mark.parametrize(("kind", "values"), [("gelu", gelu_tanh), ("gelu_exact", lambda x: x * norm_cdf(x))])
-def test_gelus(kind, values):
+def test_logits_that_are_sampled_from_are_those_of_the_loss():
+    program = small_program({**SHAPE, **FAMILIES["gemma2"]})
+    params, tokens_BL = values("gemma2"), batch_of(program)["inputs"]
+    with jax.numpy_rank_promotion("allow"):
+        wanted = jax.jit(plain_logits, static_argnums=2)(params, tokens_BL, program.model)
+    found = jax.jit(lambda params: nnx.merge(program.graph, params)(tokens_BL))(params)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert 2.5 < np.abs(wanted).max() <= 3.0
+
+
+@pytest.mark.parametrize(("kind", "formula"), [("gelu", gelu_tanh), ("gelu_exact", lambda x: x * norm_cdf(x))])
+def test_gelus(kind, formula):
     x = np.linspace(-4, 4, 41)
-    np.testing.assert_allclose(ACTIVATIONS[MLPS[kind][1]](jnp.float32(x)), values(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ACTIVATIONS[MLPS[kind][1]](jnp.float32(x)), formula(x), rtol=1e-5, atol=1e-6)
     assert np.abs(gelu_tanh(x) - x * norm_cdf(x)).max() > 1e-4  # which tells one from the other
 
 

@@ -13,9 +13,9 @@ from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 
 
-def settings(positions, devices=1, compute=jnp.float32, vocabulary=None, **mesh):
+def settings(positions, devices=1, compute=jnp.float32, vocabulary=None, cap=0.0, **mesh):
     layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **mesh}, jax.devices()[:devices]))
-    return LossSettings(layout, compute, positions, vocabulary)
+    return LossSettings(layout, compute, positions, vocabulary, cap=cap)
 
 
 def problem(B=4, L=13, D=16, V=40):
@@ -25,8 +25,9 @@ def problem(B=4, L=13, D=16, V=40):
     return x, w, targets.at[1, 3:9].set(IGNORE).at[2].set(IGNORE)
 
 
-def reference(x, w, targets):
-    logp = jax.nn.log_softmax(x @ w, -1)
+def reference(x, w, targets, cap=0.0):
+    logits = x @ w
+    logp = jax.nn.log_softmax(cap * jnp.tanh(logits / cap) if cap else logits, -1)
     counted = targets != IGNORE
     return -(jnp.take_along_axis(logp, jnp.where(counted, targets, 0)[..., None], -1)[..., 0] * counted).sum()
 
@@ -52,6 +53,21 @@ def test_padded_columns_are_never_predicted(kind):
     value, (dx, dw) = run(x, padded)
     want, grads = jax.value_and_grad(reference, (0, 1))(x, w, targets)
     np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(dx, grads[0], rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(dw[:, :40], grads[1], rtol=2e-5, atol=1e-5)
+    assert not dw[:, 40:].any()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_capped_logits(kind):
+    """Their slope is in the gradients, and padding, which lies below every cap, has none."""
+    x, w, targets = problem()
+    padded, here = jnp.pad(w, ((0, 0), (0, 8)), constant_values=3.0), settings(4, vocabulary=40, cap=2.0)
+    value, (dx, dw) = jax.jit(jax.value_and_grad(lambda x, w: LOSSES[kind](x, w, targets, here), (0, 1)))(x, padded)
+    want, grads = jax.value_and_grad(reference, (0, 1))(x, w, targets, 2.0)
+    assert abs(want - reference(x, w, targets)) > 1
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(LOSSES[kind](x, padded, targets, here), want, rtol=1e-5)
     np.testing.assert_allclose(dx, grads[0], rtol=2e-5, atol=1e-5)
     np.testing.assert_allclose(dw[:, :40], grads[1], rtol=2e-5, atol=1e-5)
     assert not dw[:, 40:].any()
