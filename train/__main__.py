@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
     add_rates(parser)
+    parser.add_argument("--show-data", action="store_true", help="print the first row, [what is learned], and stop")
     parser.add_argument("--verbose", action="store_true", help="print the whole memory report, and why each choice")
     add_flags(parser)
     return parser
@@ -100,6 +102,8 @@ def _run(args: argparse.Namespace) -> int:
         load(args.config, args.overrides)  # its mistakes are told before anything is compiled
         args.overrides = fitted(args.config, args.overrides, args.budget or "", args.rates)
     config = load(args.config, args.overrides)
+    if args.show_data:
+        return _show_data(config)
     from bytescope.train.run.profile import NOTHING, Asked
 
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)
@@ -127,6 +131,21 @@ def _run(args: argparse.Namespace) -> int:
         loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
                  processes=processes, asked=asked, command=Command.of(args), stop=stop)
         processes.close()
+    return 0
+
+
+def _show_data(config: Any) -> int:
+    """Prints the beginning of what a run would read; returns the exit code. No device is started."""
+    from bytescope.memory.text.console import make_console
+    from bytescope.train.checks import check_without_devices
+    from bytescope.train.data.settings import DataConfig
+    from bytescope.train.data.shown import show_data
+
+    try:
+        check_without_devices(config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    show_data(DataConfig(**config.data), config.seed, make_console())
     return 0
 
 

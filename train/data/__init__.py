@@ -3,5 +3,5 @@
 Start with `source.py`: from a source to numbered windows and batches. `corpus.py` finds its files: text documents
 (`documents.py`), records (`records.py`, with documents in them: `record_texts.py`) or prepared token files
 (`shards.py`), which `prepare.py` (`bytescope prepare`) writes. `tokenizer.py` makes token ids, `long_texts.py` those
-of documents too long for one call. `feed.py` puts batches on the devices.
+of documents too long for one call. `feed.py` puts batches on the devices; `shown.py` prints the first row.
 """
