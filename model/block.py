@@ -16,6 +16,7 @@ from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision
 from bytescope.model.remat.tile import count_tiles, tiled
+from bytescope.model.segments import Packed
 
 
 class Attention(nnx.Module):
@@ -57,7 +58,7 @@ class Attention(nnx.Module):
         return enter("bld,dhk->blhk", x_BLD, weights, self.place, again=self.again,
                      matmul=self.precision.matmul, name="attn_norm")
 
-    def inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def inputs(self, x_BLD: jax.Array, packed: Packed | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values as the attention core reads them: as `project` has them, normed and rotated."""
         config = self.config
         with jax.named_scope("qkv"):
@@ -68,22 +69,23 @@ class Attention(nnx.Module):
         if config.position == "rope":
             with jax.named_scope("rope"):
                 frequency = rope_frequencies(config.d_head, config.rope_theta, config.rope_scaling)
-                positions_L = self.place.positions(x_BLD.shape[1])
-                q_BLHK = rotate(q_BLHK, positions_L, frequency)
-                k_BLGK = rotate(k_BLGK, positions_L, frequency)
+                positions = self.place.positions(x_BLD.shape[1]) if packed is None else packed.positions_BL
+                q_BLHK = rotate(q_BLHK, positions, frequency)
+                k_BLGK = rotate(k_BLGK, positions, frequency)
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
-    def core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    def core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,
+             packed: Packed | None) -> jax.Array:
         """The kernel's context [B, L, H, K]."""
-        config = self.config
+        config, segments_BL = self.config, packed and packed.ids_BL
         with jax.named_scope("core"):
             # The kernel itself tags its result `context`: one with its own gradient must do so inside.
             if ring := self.place.ring:
-                context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, ring=ring, chunk=config.attention_chunk,
-                                              scoring=scoring_of(config))
+                context_BLHK = ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring=ring,
+                                              chunk=config.attention_chunk, scoring=scoring_of(config))
             else:
                 context_BLHK = KERNELS[config.attention].run(
-                    q_BLHK, k_BLGK, v_BLGK, config=config, key_B=fold(key_B, 0), place=self.place)
+                    q_BLHK, k_BLGK, v_BLGK, segments_BL, config=config, key_B=fold(key_B, 0), place=self.place)
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
     def output(self, context_BLHK: jax.Array) -> jax.Array:
@@ -149,13 +151,14 @@ class Block(nnx.Module):
             self.post_norm_attention = Norm(config, precision, place)
             self.post_norm_mlp = Norm(config, precision, place)
 
-    def _inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _inputs(self, x_BLD: jax.Array, packed: Packed | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("attention"):
-            return self.attention.inputs(tag(self.norm_attention(x_BLD), "attn_norm"))
+            return self.attention.inputs(tag(self.norm_attention(x_BLD), "attn_norm"), packed)
 
-    def _core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    def _core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,
+              packed: Packed | None) -> jax.Array:
         with jax.named_scope("attention"):
-            return self.attention.core(q_BLHK, k_BLGK, v_BLGK, fold(key_B, 0))
+            return self.attention.core(q_BLHK, k_BLGK, v_BLGK, fold(key_B, 0), packed)
 
     def _join(self, x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         with jax.named_scope("attention"):
@@ -165,8 +168,8 @@ class Block(nnx.Module):
                 y_BLD = self.post_norm_attention(y_BLD)
             return x_BLD + dropout(y_BLD, fold(key_B, 1), self.config.dropout, "attn_out_mask")
 
-    def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        return self._join(x_BLD, self._core(*self._inputs(x_BLD), key_B), key_B)
+    def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
+        return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed), key_B, packed), key_B)
 
     def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         x_BLD = tag(x_BLD, "mid")
@@ -200,29 +203,31 @@ class Block(nnx.Module):
         self.attention.again = self.mlp.again = again
         return self
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None) -> jax.Array:
-        """The block's output [B, L, D] for the residual stream `x_BLD`; `key_B`: dropout keys, None for no dropout."""
-        return self._feed(self._attend(x_BLD, key_B), key_B)
+    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None) -> jax.Array:
+        """The block's output [B, L, D] for the residual stream `x_BLD`; `key_B`: dropout keys, None for no dropout;
+        `packed`: the examples of packed rows."""
+        return self._feed(self._attend(x_BLD, key_B, packed), key_B)
 
 
 Read = Callable[[], Block]  # gives the block; its parameters are read where it is called
 
 
-def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
     # The name is inside the checkpoint: outside it would be an input, and no policy can move those.
-    return wrap(lambda x, key: read()(tag(x, "block_in"), key))(x_BLD, key_B)
+    return wrap(lambda x, key, packed: read()(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
 
 
-def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-    x_BLD = wrap(lambda x, key: read()._attend(tag(x, "block_in"), key))(x_BLD, key_B)
+def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
+    x_BLD = wrap(lambda x, key, packed: read()._attend(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
     return wrap(lambda x, key: read()._feed(x, key))(x_BLD, key_B)
 
 
-def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None,
+                 packed: Packed | None) -> jax.Array:
     # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
     # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")
-    context_BLHK = read()._core(*wrap(lambda x: read()._inputs(x))(x_BLD), key_B)
+    context_BLHK = read()._core(*wrap(lambda x, packed: read()._inputs(x, packed))(x_BLD, packed), key_B, packed)
 
     def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         block = read()

@@ -249,9 +249,14 @@ def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> j
     return frequency * (blend + (1 - blend) / factor)
 
 
-def rotate(x_BLHK: jax.Array, positions_L: jax.Array, frequency: jax.Array) -> jax.Array:
-    """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype."""
-    angle = positions_L.astype(jnp.float32)[None, :, None, None] * frequency[None, None, None, :]
+def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
+    """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype.
+
+    positions: int32 [L], or [B, L] where rows differ.
+    """
+    positions = positions.astype(jnp.float32)
+    positions = positions[None, :, None, None] if positions.ndim == 1 else positions[:, :, None, None]
+    angle = positions * frequency[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)

@@ -49,6 +49,11 @@ class Ring:
         return P(self.batch, self.axis, self.heads, None)
 
     @property
+    def ids(self) -> P:
+        """The partition of the segment ids of packed rows, [B, L], whole along the row."""
+        return P(self.batch, None)
+
+    @property
     def rows(self) -> P:
         """The partition of the log-denominators, [B, G, R, L]."""
         return P(self.batch, self.heads, None, self.axis)

@@ -17,6 +17,7 @@ from bytescope.model.placement import HERE, Placement
 from bytescope.model.precision import Precision
 from bytescope.model.remat.offload import here, settle
 from bytescope.model.remat.policies import RematPlan, Segment
+from bytescope.model.segments import Packed
 
 KEEP_ALL = RematPlan()
 
@@ -63,36 +64,45 @@ class Transformer(nnx.Module):
         graph, _ = nnx.split(nnx.eval_shape(partial(block, key_N[0])))
         return nnx.merge(graph, jax.vmap(lambda key: nnx.split(block(key))[1])(key_N))
 
-    def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None) -> jax.Array:
+    def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
+               segments_BL: jax.Array | None = None) -> jax.Array:
         """Normed output of the last block, [B, L, D] in the compute dtype.
 
         Args:
           tokens_BL: int32 token ids, L at most `max_seq_len`.
           dropout_key_B: one key per sequence, or None for no dropout (evaluation, generation).
+          segments_BL: of packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the end.
+            Attention and positions then stay within examples. In the order of the row, also where a ring of devices
+            shares it and the tokens are in that of `zigzag`.
 
         Raises:
           ValueError: more positions than `max_seq_len`.
         """
         dropout_key_B = None if self.config.dropout == 0.0 else dropout_key_B
-        x_BLD = self.begin(tokens_BL, dropout_key_B)
+        packed = self.packed(segments_BL)
+        x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
-            x_BLD = self._run_blocks(x_BLD, dropout_key_B)
+            x_BLD = self._run_blocks(x_BLD, dropout_key_B, packed)
         return self.finish(x_BLD)
 
-    def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None) -> jax.Array:
+    def packed(self, segments_BL: jax.Array | None) -> Packed | None:
+        """What `begin` and the blocks read of packed rows; None of rows that are one text each."""
+        return Packed.of(segments_BL, self.place)
+
+    def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         """The input of the first block, [B, L, D] in the compute dtype. Arguments and errors as of `hidden`."""
         config = self.config
         if tokens_BL.shape[1] > config.max_seq_len:
             raise ValueError(f"{tokens_BL.shape[1]} positions are more than model.max_seq_len={config.max_seq_len}: "
                              "shorten the sequences or raise it")
         with jax.named_scope("embed"):
-            x_BLD = self._embed(tokens_BL)
+            x_BLD = self._embed(tokens_BL, packed)
             x_BLD = tag(self.place(x_BLD, ("batch", "stream", None)), "embed")
             return dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
 
     def layers(self) -> list[tuple[Segment, Callable[..., jax.Array]]]:
-        """For each range of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B) ->
-        x_BLD under the range's remat policy."""
+        """For each range of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B, packed)
+        -> x_BLD under the range's remat policy."""
         graph, _ = nnx.split(self.blocks)
         return [(segment, self._block(segment, graph)) for segment in self.remat.segments(self.config.n_layers)]
 
@@ -106,7 +116,7 @@ class Transformer(nnx.Module):
             x_BLD = self.place(self.final_norm(x_BLD), ("batch", "length", None))
             return tag(x_BLD, "final_norm")
 
-    def _embed(self, tokens_BL: jax.Array) -> jax.Array:
+    def _embed(self, tokens_BL: jax.Array, packed: Packed | None) -> jax.Array:
         # Under ZeRO-3 the table stays sharded along the width: each device looks up its columns for all sequences
         # of its fsdp group, then an all-to-all exchanges sequences and columns. Gathering the table instead would
         # hold V x D on every device, and the gradient besides.
@@ -116,12 +126,19 @@ class Transformer(nnx.Module):
         if self.config.embed_scale != 1.0:
             x_BLD = x_BLD * jnp.asarray(self.config.embed_scale, x_BLD.dtype)
         if self.config.position == "learned":
-            positions_L = self.place.positions(x_BLD.shape[1])
-            w_LD = jnp.take(read(self.w_position, x_BLD.dtype, self.place), positions_L, axis=0)
-            x_BLD = self.place(x_BLD, ("batch", "stream", None)) + w_LD[None]
+            return self.place(x_BLD, ("batch", "stream", None)) + self._position_rows(x_BLD, packed)
         return x_BLD
 
-    def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    def _position_rows(self, x_BLD: jax.Array, packed: Packed | None) -> jax.Array:
+        """Rows of the table of positions for `x`, [1 or B, L, D]."""
+        w_position = read(self.w_position, x_BLD.dtype, self.place)
+        if packed is None:
+            return jnp.take(w_position, self.place.positions(x_BLD.shape[1]), axis=0)[None]
+        # Every example reads the first rows, whose gradients are summed in float32.
+        rows_BLD = jnp.take(w_position.astype(jnp.float32), packed.positions_BL, axis=0).astype(x_BLD.dtype)
+        return self.place(rows_BLD, ("batch", "stream", None))
+
+    def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         segments = self.remat.segments(self.config.n_layers)
         if self.config.scan:
             graph, state_N = nnx.split(self.blocks)
@@ -130,15 +147,15 @@ class Transformer(nnx.Module):
             for segment, state in zip(segments, _split_layers(state_N, sizes)):
                 # Without a checkpoint the parameters read from the stack would be kept for each layer.
                 stack_N = whole_N if len(segments) > 1 and segment.policy.saveable else None
-                x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B, stack_N)
+                x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B, packed, stack_N)
             return x_BLD
         for segment in segments:
-            x_BLD = self._unroll_segment(segment, x_BLD, key_B)
+            x_BLD = self._unroll_segment(segment, x_BLD, key_B, packed)
         return x_BLD
 
     def _block(self, segment: Segment, graph: nnx.GraphDef, whole_N: nnx.State | None = None,
                ) -> Callable[..., jax.Array]:
-        """block(x_BLD, state of one layer, layer number, key_B) under the segment's policy.
+        """block(x_BLD, state of one layer, layer number, key_B, packed) under the segment's policy.
 
         With `whole_N`, the stack of all layers, the state is read out of that stack, inside each checkpoint.
         """
@@ -149,23 +166,24 @@ class Transformer(nnx.Module):
         looped = self.at_once(segment) < (segment.stop - segment.start) // segment.groups
         wrap = partial(policy.wrap, scanned=self.config.scan and looped)
 
-        def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None) -> jax.Array:
+        def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None,
+                  packed: Packed | None) -> jax.Array:
             def read_block() -> Block:
                 own = state
                 if whole_N is not None:
                     own = jax.tree.map(partial(_of_stack, layer), state, whole_N)
                 return nnx.merge(graph, own).gather_again(policy.saveable is None)
 
-            return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer))
+            return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer), packed)
 
         return block
 
     def _scan_segment(self, segment: Segment, graph: nnx.GraphDef, state_N: nnx.State, x_BLD: jax.Array,
-                      key_B: jax.Array | None, whole_N: nnx.State | None) -> jax.Array:
+                      key_B: jax.Array | None, packed: Packed | None, whole_N: nnx.State | None) -> jax.Array:
         block = self._block(segment, graph, whole_N)
 
         def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
-            return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B), None), x_BLD, xs,
+            return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B, packed), None), x_BLD, xs,
                                 unroll=self.at_once(segment))[0], None
 
         xs = (state_N, jnp.arange(segment.start, segment.stop))
@@ -174,11 +192,12 @@ class Transformer(nnx.Module):
         grouped = jax.tree.map(lambda leaf: leaf.reshape(segment.groups, -1, *leaf.shape[1:]), xs)
         return jax.lax.scan(segment.policy.wrap(layers, scanned=True), x_BLD, grouped)[0]
 
-    def _unroll_segment(self, segment: Segment, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    def _unroll_segment(self, segment: Segment, x_BLD: jax.Array, key_B: jax.Array | None,
+                        packed: Packed | None) -> jax.Array:
         def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> jax.Array:
             for state, layer in zip(states, numbers):
                 with jax.named_scope(f"layer_{layer}"):
-                    x_BLD = block(x_BLD, state, layer, key_B)
+                    x_BLD = block(x_BLD, state, layer, key_B, packed)
             return x_BLD
 
         graph, _ = nnx.split(self.blocks[segment.start])

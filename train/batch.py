@@ -10,6 +10,13 @@ from ml_collections import ConfigDict
 IGNORE = -1  # a target position that carries no loss
 
 
+def batch_names(config: ConfigDict) -> tuple[str, ...]:
+    """The arrays of a batch, int32 [..., B, L] each: `segments` where rows are packed with several examples, 1, 2, ...
+    in order, 0 for the padding at the end."""
+    packed = config.data.format != "text" and config.data.packing
+    return ("inputs", "targets", "segments") if packed else ("inputs", "targets")
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchAlgebra:
     """Sequences and tokens of one optimizer update.

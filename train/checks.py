@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -274,10 +274,12 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra, train
                              "choose full, or another policy without groups")
 
 
-def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], state: Any, batch: BatchAlgebra) -> None:
+def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], state: Any, batch: BatchAlgebra,
+                 names: Sequence[str]) -> None:
     """Raises ValueError for a checkpoint name that the config gives and the program lacks: JAX would ignore it.
 
-    `loss`: (params, batch, dropout_key_B, frozen) -> scalar; `state`: the abstract TrainState.
+    `loss`: (params, batch, dropout_key_B, frozen) -> scalar; `state`: the abstract TrainState; `names`: of the arrays
+    of a batch.
     """
     asked = remat.asked
     if not asked:
@@ -285,8 +287,7 @@ def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], state: Any, b
     array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
     # Some names exist only where a custom gradient keeps them, so the gradient is traced.
-    traced = jax.make_jaxpr(jax.grad(loss))(state.params, {"inputs": array, "targets": array}, keys,
-                                              state.frozen)
+    traced = jax.make_jaxpr(jax.grad(loss))(state.params, dict.fromkeys(names, array), keys, state.frozen)
     made = names_in(traced.jaxpr)
     if missing := asked - made:
         raise ValueError(f"checkpoint name {min(missing)!r} does not occur in this program: choose from "

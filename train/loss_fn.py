@@ -29,22 +29,27 @@ def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision,
     return lambda x_BLD, w_head, targets_BL: LOSSES[config.loss.kind](x_BLD, w_head, targets_BL, settings)
 
 
+def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Array, ...]:
+    """A batch's inputs and targets in the order in which devices hold them: `zigzag`'s where a ring shares a row."""
+    both = batch["inputs"], batch["targets"]
+    return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
+
+
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision, micro: int,
               frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
     """The function loss(params, batch, dropout_key_B, frozen=None) -> float32 sum over counted tokens, in nats.
 
-    `batch`: {"inputs", "targets"}, int32 [B, L]; `dropout_key_B`: None for no dropout; `frozen`: the parameters that
-    are not among `params`. `micro` and the names `frozen`: as above.
+    `batch`: {"inputs", "targets"}, of packed rows "segments", int32 [B, L]; `dropout_key_B`: None for no dropout;
+    `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
     """
     cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)
 
     def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None,
              frozen: Any = None) -> jax.Array:
         transformer = nnx.merge(graph, joined(params, frozen))
-        if layout.ring:
-            batch = {name: zigzag(x_BL, layout.ring.size) for name, x_BL in batch.items()}
-        x_BLD = transformer.hidden(batch["inputs"], dropout_key_B)
+        inputs_BL, targets_BL = in_ring_order(batch, layout)
+        x_BLD = transformer.hidden(inputs_BL, dropout_key_B, batch.get("segments"))
         with jax.named_scope("loss"):
-            return cross_entropy(x_BLD, transformer.head(), batch["targets"])
+            return cross_entropy(x_BLD, transformer.head(), targets_BL)
 
     return loss

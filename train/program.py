@@ -21,7 +21,7 @@ from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, parted
 from bytescope.model.names import NAMES
 from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
-from bytescope.train.batch import BatchAlgebra
+from bytescope.train.batch import BatchAlgebra, batch_names
 from bytescope.train.checks import check_fused, check_traced
 from bytescope.train.choices import Choices, check
 from bytescope.train.loss_fn import make_cross_entropy, make_loss
@@ -65,19 +65,19 @@ class Program(Choices):
 
     @cached_property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """One call's batch: int32 [B, L], or [A, B, L] with in-step accumulation."""
+        """One call's batch: int32 [B, L], or [A, B, L] with in-step accumulation; names as `batch_names` has them."""
         shape, axes = (self.batch.rows, self.batch.seq_len), ("batch", "length")
         if self.scanned:
             shape, axes = (self.batch.accumulation, *shape), (None, *axes)
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.layout.sharding(axes))
-        return {"inputs": array, "targets": array}
+        return dict.fromkeys(batch_names(self.config), array)
 
     @cached_property
     def eval_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """One held-out micro-batch: int32 [B, L]."""
         array = jax.ShapeDtypeStruct((self.batch.rows, self.batch.seq_len), jnp.int32,
                                      sharding=self.layout.sharding(("batch", "length")))
-        return {"inputs": array, "targets": array}
+        return dict.fromkeys(batch_names(self.config), array)
 
     @cached_property
     def step(self) -> Any:
@@ -254,7 +254,7 @@ def assemble(choices: Choices) -> Program:
     if precision.loss_scale == "dynamic":
         scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
     state = hosted_state(describe_state(abstract, layout, optimizer, scaling, choices.frozen), config.offload)
-    check_traced(choices.remat, loss, state, batch)
+    check_traced(choices.remat, loss, state, batch, batch_names(config))
     trained = [parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract))]
     weights = Weights(layout, *trained, precision)
     partwise = make_partwise(config, schedule, precision, every, state)

@@ -218,7 +218,7 @@ class StepParts:
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """(new state, metrics) after one micro-batch, {"inputs", "targets"} int32 [B, L].
+    """(new state, metrics) after one micro-batch, {"inputs", "targets"} and of packed rows "segments", int32 [B, L].
 
     With MultiSteps only every k-th call updates the parameters; its metrics are those of the update.
     """

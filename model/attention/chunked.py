@@ -10,6 +10,9 @@ The walk itself (`start`, `add_pairs`, `finish`, `add_gradients`) takes any list
 calls it for each stretch of keys that passes by. Its shapes: query blocks [n, B, G, R, c, K], a block of keys
 or values [B, G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block numbers. Positions stand
 behind the heads, as every product of the walk wants them: transposed once, not for each pair.
+
+Of packed rows a query counts the scores of its own segment alone. The pairs stay those of the triangle: which blocks
+see each other depends on the data, the trip count does not.
 """
 
 from collections.abc import Callable
@@ -27,6 +30,8 @@ Pairs = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
 Read = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 # (query block, key block) -> which of their scores count, [c, c] booleans.
 Mask = Callable[[jax.Array, jax.Array], jax.Array]
+# Of packed rows, the segment ids of the blocks of queries and of keys, int32 [n, B, c] each.
+Ids = tuple[jax.Array, jax.Array]
 PLAIN = Scoring()
 
 
@@ -62,23 +67,35 @@ def causal(chunk: int) -> Mask:
     return lambda i, j: jnp.tril(jnp.ones((chunk, chunk), bool)) | (j < i)
 
 
+def _allowed(i: jax.Array, j: jax.Array, mask: Mask | None, ids: Ids | None) -> jax.Array | None:
+    """Which scores of the blocks i and j count, booleans [c, c], with ids [B, c, c]; None for all."""
+    allowed = None if mask is None else mask(i, j)
+    if ids is None:
+        return allowed
+    same = ids[0][i][:, :, None] == ids[1][j][:, None, :]
+    return same if allowed is None else allowed[None] & same
+
+
 def _scores(q_BGRcK, k_BGcK, allowed, scoring):
-    """Scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` [c, c] or None for all."""
+    """Scores [B, G, R, c, c] float32 of one pair of blocks; `allowed` as `_allowed` has it."""
     scores = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRcK, k_BGcK, preferred_element_type=jnp.float32)
     scores = scoring(scores, q_BGRcK.shape[-1])
-    return scores if allowed is None else jnp.where(allowed[None, None, None], scores, jnp.finfo(jnp.float32).min)
+    if allowed is None:
+        return scores
+    allowed = allowed[None, None, None] if allowed.ndim == 2 else allowed[:, None, None]
+    return jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
 
 
-def _bound(q: jax.Array, pairs: Pairs, sums: jax.Array) -> tuple[jax.Array, Pairs]:
-    """`q` and `pairs` behind one barrier, so that neither is available before the other, nor before `sums`.
+def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tuple[jax.Array, Pairs, Ids | None]:
+    """`q`, `pairs` and `ids` behind one barrier, so that none is available before the others, nor before `sums`.
 
-    The pairs are constants. When a checkpointed loop over layers is split into what depends on its input and what
-    does not, their masks and query blocks would be computed for all pairs in advance, and stacked: as many bytes
-    as the whole matrix of scores. One element stands for the sums: a barrier around all of them would keep alive
-    what nothing reads.
+    The pairs are constants, and the ids those of every layer. When a checkpointed loop over layers is split into what
+    depends on its input and what does not, their masks and query blocks would be computed for all pairs in advance,
+    and stacked: as many bytes as the whole matrix of scores. One element stands for the sums: a barrier around all of
+    them would keep alive what nothing reads.
     """
     tie = sums[(0,) * sums.ndim]
-    return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), tie))[:2]
+    return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), ids, tie))[:3]
 
 
 def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -88,15 +105,20 @@ def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
 
-def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None, scoring: Scoring = PLAIN):
-    """`sums` (see `start`) with the keys and values of `pairs` added; without `mask` every score counts."""
-    q, pairs = _bound(q, pairs, sums[1])
+def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None, ids: Ids | None = None,
+              scoring: Scoring = PLAIN):
+    """`sums` (see `start`) with the keys and values of `pairs` added; without `mask` and `ids` every score counts.
+
+    A query that counts nothing of a block takes up sums that mean nothing, and keeps them until it meets the first
+    score that counts, which shrinks them to exactly 0: every query has to meet itself.
+    """
+    q, pairs, ids = _bound(q, pairs, ids, sums[1])
 
     def pair(sums, ij):
         i, j = ij
         out, peak, total = sums
         k, v = read(j)
-        scores = _scores(q[i], k, None if mask is None else mask(i, j), scoring)
+        scores = _scores(q[i], k, _allowed(i, j, mask, ids), scoring)
         old_peak = peak[i]
         new_peak = jnp.maximum(old_peak, scores.max(-1))
         probs = jnp.exp(scores - new_peak[..., None])
@@ -120,7 +142,7 @@ def row_products(d_context_BLHK: jax.Array, context_BLHK: jax.Array) -> jax.Arra
 
 
 def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, mask: Mask | None = None,
-                  scoring: Scoring = PLAIN):
+                  ids: Ids | None = None, scoring: Scoring = PLAIN):
     """`sums` (dq, d_keys), float32, with the gradients of `pairs` added.
 
     Args:
@@ -128,14 +150,14 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
       d_out: gradient of the context, blocked as `q`. lse, delta: log-denominators and `row_products`, [n, B, G, R, c].
     """
     one = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    q, pairs = _bound(q, pairs, sums[0])
+    q, pairs, ids = _bound(q, pairs, ids, sums[0])
 
     def pair(sums, ij):
         i, j = ij
         dq, d_keys = sums
         k, v = read(j)
         with jax.named_scope("kernel_recompute"):
-            scores = _scores(q[i], k, None if mask is None else mask(i, j), scoring)
+            scores = _scores(q[i], k, _allowed(i, j, mask, ids), scoring)
             probs = jnp.exp(scores - lse[i][..., None])
         d_probs = one("bgrlk,bgsk->bgrls", d_out[i], v)
         d_scores = probs * (d_probs - delta[i][..., None]) * scoring.slope(scores, q.shape[-1])
@@ -146,34 +168,40 @@ def add_gradients(sums, q, read: Read, write, d_out, lse, delta, pairs: Pairs, m
     return jax.lax.scan(pair, sums, pairs)[0]
 
 
-def _forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring):
+def _ids(segments_BL: jax.Array | None, chunk: int) -> Ids | None:
+    return None if segments_BL is None else (blocks(segments_BL, chunk, axis=-1),) * 2
+
+
+def _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring):
     B, L, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     q = blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
     k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
-    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk), scoring)
+    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk),
+                     _ids(segments_BL, chunk), scoring)
     context, lse = finish(sums, q_BLHK.dtype)
     return positions(context, L).reshape(B, L, H, K), lse
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, chunk: int,
-                      scoring: Scoring = PLAIN) -> jax.Array:
-    """Causal attention [B, L, H, K] in blocks of `chunk` positions; scores and sums in float32.
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None,
+                      chunk: int, scoring: Scoring = PLAIN) -> jax.Array:
+    """Causal attention [B, L, H, K] in blocks of `chunk` positions, within segments where ids int32 are given; scores
+    and sums in float32.
 
     Residuals of the gradient: the arguments, the result and the log-denominators, named `context` and `lse`.
     """
-    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring)[0], "context")
+    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring)[0], "context")
 
 
-def _attention_forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring):
-    context_BLHK, lse = _forward(q_BLHK, k_BLGK, v_BLGK, chunk, scoring)
+def _attention_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring):
+    context_BLHK, lse = _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring)
     context_BLHK, lse = tag(context_BLHK, "context"), tag(lse, "lse")
-    return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse)
+    return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse)
 
 
 def _attention_backward(chunk, scoring, residuals, d_context_BLHK):
-    q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse = residuals
+    q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse = residuals
     B, L, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     q, d_out = (blocks(x.reshape(B, L, G, H // G, K), chunk) for x in (q_BLHK, d_context_BLHK))
@@ -186,9 +214,9 @@ def _attention_backward(chunk, scoring, residuals, d_context_BLHK):
         return tuple(d.at[j].add(new) for d, new in zip(d_keys, d_block))
 
     dq, (dk, dv) = add_gradients((dq, (dk, dv)), q, lambda j: (k[j], v[j]), write, d_out, lse, delta,
-                                 triangle(q.shape[0]), causal(chunk), scoring)
-    return tuple(positions(d, L).reshape(x.shape).astype(x.dtype)
-                 for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK)))
+                                 triangle(q.shape[0]), causal(chunk), _ids(segments_BL, chunk), scoring)
+    return *(positions(d, L).reshape(x.shape).astype(x.dtype)
+             for d, x in zip((dq, dk, dv), (q_BLHK, k_BLGK, v_BLGK))), None
 
 
 chunked_attention.defvjp(_attention_forward, _attention_backward)

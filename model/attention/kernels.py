@@ -1,9 +1,13 @@
 """Causal self-attention kernels, rows of one table behind one signature.
 
-    run(q_BLHK, k_BLGK, v_BLGK, *, config, key_B, place) -> context_BLHK
+    run(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, config, key_B, place) -> context_BLHK
 
 Queries and keys arrive rotated; the scores' scale and cap are the kernel's. Each kernel tags its own
 result `context`, since one with a custom gradient must name the residual where it is kept.
+
+`segments_BL` are the segment ids of packed rows, None for rows that are one text each: a query attends to its own
+segment alone, padding (0) to padding. No kernel leaves out a block of scores for that: it would take a trip count that
+depends on the data. FLOPs are those of one text.
 """
 
 import dataclasses
@@ -25,8 +29,9 @@ from bytescope.model.precision import Precision
 
 
 @jax.custom_vjp
-def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array) -> jax.Array:
-    """Softmax over the last axis in the scores' dtype, positions after the query masked, in `like`'s dtype.
+def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
+    """Softmax over the last axis in the scores' dtype, in `like`'s dtype. Positions after the query are masked, and
+    those of another segment.
 
     Its only residual is the result itself, under the name `probs`; the residual of `jax.nn.softmax`
     hides inside that function, where no policy can name it.
@@ -35,19 +40,27 @@ def causal_softmax(scores_BGRLS: jax.Array, like: jax.Array) -> jax.Array:
     # Built from iotas, not passed in: a mask of [L, S] booleans would be a constant of the program.
     row = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, L, S), 3)
     column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, L, S), 4)
-    masked = jnp.where(column <= row, scores_BGRLS, jnp.finfo(scores_BGRLS.dtype).min)
+    allowed = column <= row
+    if segments_BL is not None:
+        allowed &= _same_segment(segments_BL)[:, None, None]
+    masked = jnp.where(allowed, scores_BGRLS, jnp.finfo(scores_BGRLS.dtype).min)
     return jax.nn.softmax(masked, axis=-1).astype(like.dtype)
 
 
-def _softmax_forward(scores_BGRLS, like):
-    probs_BGRLS = tag(causal_softmax(scores_BGRLS, like), "probs")
+def _same_segment(segments_BL: jax.Array) -> jax.Array:
+    """Booleans [B, L, S]."""
+    return segments_BL[:, :, None] == segments_BL[:, None, :]
+
+
+def _softmax_forward(scores_BGRLS, like, segments_BL=None):
+    probs_BGRLS = tag(causal_softmax(scores_BGRLS, like, segments_BL), "probs")
     return probs_BGRLS, (probs_BGRLS, jnp.zeros((0,), scores_BGRLS.dtype), like)
 
 
 def _softmax_backward(residuals, d_probs_BGRLS):
     probs_BGRLS, scores_like, like = residuals
     p, d = probs_BGRLS.astype(scores_like.dtype), d_probs_BGRLS.astype(scores_like.dtype)
-    return p * (d - (p * d).sum(-1, keepdims=True)), jnp.zeros_like(like)
+    return p * (d - (p * d).sum(-1, keepdims=True)), jnp.zeros_like(like), None
 
 
 causal_softmax.defvjp(_softmax_forward, _softmax_backward)
@@ -58,7 +71,7 @@ def scoring_of(config: ModelConfig) -> Scoring:
     return Scoring(config.attention_scale, config.attention_softcap)
 
 
-def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
+def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
     """The whole matrix of scores at once, [B, G, R, L, S] float32: memory quadratic in the sequence length."""
     B, L, H, K = q_BLHK.shape
     G = k_BSGK.shape[2]
@@ -67,27 +80,37 @@ def naive(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placemen
     q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
     k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
     scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
-    probs_BGRLS = causal_softmax(scoring_of(config)(scores_BGRLS, K), jnp.zeros((0,), v_BSGK.dtype))
+    probs_BGRLS = causal_softmax(scoring_of(config)(scores_BGRLS, K), jnp.zeros((0,), v_BSGK.dtype), segments_BL)
     if key_B is not None and config.dropout:
         probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
     context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)
     return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, K), "context")
 
 
-def chunked(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
+def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
     """Online softmax over blocks of positions: memory linear in the sequence length, on any backend."""
     del key_B
-    return chunked_attention(q_BLHK, k_BSGK, v_BSGK, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config))
+    return chunked_attention(q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]),
+                             scoring_of(config))
 
 
-def cudnn(q_BLHK, k_BSGK, v_BSGK, *, config: ModelConfig, key_B, place: Placement):
+def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
     """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
     del key_B
     # Without a scale of the config none is given: 1/sqrt(K) is its own.
     scale = {"scale": config.attention_scale} if config.attention_scale else {}
     attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", **scale)
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
-    return tag(place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK), "context")
+    if segments_BL is None:
+        return tag(place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK), "context")
+    pairs = ("batch", None, None, None)
+    same_B1LS = place(_same_segment(segments_BL)[:, None], pairs)
+
+    def within(q_BLHK, k_BSGK, v_BSGK, same_B1LS):
+        return attend(q_BLHK, k_BSGK, v_BSGK, mask=same_B1LS)
+
+    attend_within = place.kernel(within, (queries, keys, keys, pairs), queries)
+    return tag(attend_within(q_BLHK, k_BSGK, v_BSGK, same_B1LS), "context")
 
 
 def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
@@ -114,7 +137,7 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
 class Kernel:
     """One row of the table.
 
-    run: (q_BLHK, k_BSGK, v_BSGK, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
+    run: (q_BLHK, k_BSGK, v_BSGK, segments_BL, *, config, key_B, place) -> context_BLHK, in the dtype of the queries.
     refuses: (config, precision, platform) -> why the kernel cannot run there and what to do instead, or None.
     """
 

@@ -15,6 +15,9 @@ Keys and values are one message, sent before the step that uses them here. Their
 of their own, and come home after C hops, in float32: rounded to 16 bits at every hop, they would lose what late ranks
 add. The compiler for GPUs keeps one message in flight, so a step of the backward pass has two halves: the gradients
 travel during the first pair of chunks, the keys during the second. What a rank holds does not grow with the ring.
+
+Segment ids of packed rows do not travel: every rank has those of the whole row, 4 bytes a token, and takes those of the
+keys that pass by.
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 
 from bytescope.model.attention.chunked import (
     PLAIN,
+    Ids,
     Mask,
     add_gradients,
     add_pairs,
@@ -125,6 +129,20 @@ class _Rank:
         shift = jnp.where(from_earlier, 0, self.m).astype(jnp.int32)
         return ((i + self.m, j), self.mask(None)), ((i + shift, j + shift), self.mask(None))
 
+    def ids(self, segments_BL: jax.Array | None, hops: int | jax.Array = 0) -> Ids | None:
+        """Segment ids of the blocks of queries here, and of those of keys that have made `hops` hops; `segments_BL` of
+        the whole row, in its order."""
+        if segments_BL is None:
+            return None
+        chunks_BCn, C = segments_BL.reshape(segments_BL.shape[0], -1, self.n), self.ring.size
+
+        def of(rank):
+            both = jnp.stack([rank, 2 * C - 1 - rank])
+            return self.blocks(jnp.take(chunks_BCn, both, axis=1).reshape(-1, 2 * self.n), -1)
+
+        rank = jax.lax.axis_index(self.ring.axis)
+        return of(rank), of((rank - hops) % C)
+
     def send(self, x: jax.Array) -> jax.Array:
         """`x` to the next rank of the ring."""
         C = self.ring.size
@@ -140,8 +158,8 @@ class _Rank:
         return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
 
 
-def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk, scoring):
-    """Context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions."""
+def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
+    """Context [B, l, H, K] and log-denominators [B, G, R, l] of one rank's l positions; `segments_BL`: of all L."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
     rank, C = _Rank.of(ring, length, chunk), ring.size
@@ -150,14 +168,14 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk, scoring):
 
     def visit(sums, kv, hops):
         for pairs, mask in rank.passing(hops):
-            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask, scoring)
+            sums = add_pairs(sums, q, lambda j: kv[:, j], pairs, mask, rank.ids(segments_BL, hops), scoring)
         return sums
 
     def step(carry, hops):
         kv, sums = carry
         return (rank.send(kv), visit(sums, kv, hops)), None
 
-    sums = add_pairs(rank.varying(start(q)), q, lambda j: kv[:, j], *rank.own, scoring)
+    sums = add_pairs(rank.varying(start(q)), q, lambda j: kv[:, j], *rank.own, rank.ids(segments_BL), scoring)
     if C > 1:
         # The last step stands outside the loop: its keys go nowhere, so C-1 hops in all.
         (kv, sums), _ = jax.lax.scan(step, (rank.send(kv), sums), jnp.arange(1, C - 1))
@@ -167,7 +185,8 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, *, ring, chunk, scoring):
     return rank.positions(context).reshape(B, length, H, K), jnp.moveaxis(lse_BLGR, 1, 3)
 
 
-def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk, scoring):
+def _backward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL, d_context_BLHK, *, ring, chunk,
+                   scoring):
     """Gradients of one rank's queries, keys and values."""
     B, length, H, K = q_BLHK.shape
     G = k_BLGK.shape[2]
@@ -178,19 +197,19 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLH
     lse, delta = (rank.blocks(x, -1) for x in (jnp.moveaxis(lse_BGRL, 3, 1), delta_BLGR))
     kv = jnp.stack([k, v])
 
-    def add(dq, d_kv, kv, pairs, mask):
+    def add(dq, d_kv, kv, pairs, mask, hops=0):
         return add_gradients((dq, d_kv), q, lambda j: kv[:, j], lambda d_kv, j, new: d_kv.at[:, j].add(jnp.stack(new)),
-                             d_out, lse, delta, pairs, mask, scoring)
+                             d_out, lse, delta, pairs, mask, rank.ids(segments_BL, hops), scoring)
 
     def visit(dq, d_kv, kv, hops):
         """One step: `d_kv` is what these keys had gathered one hop ago. The sums, and `kv` ready to leave."""
         first, second = rank.passing(hops)
         # While the sums are on their way the first pair, which reads early keys alone, has sums of its own.
         d_kv = rank.send(d_kv)
-        dq, d_early = add(dq, rank.zeros(kv[:, : rank.m]), kv, *first)
+        dq, d_early = add(dq, rank.zeros(kv[:, : rank.m]), kv, *first, hops)
         # The barrier makes the keys leave after that: else the scheduler lets the sums' hop stand bare.
         d_kv, leaving = jax.lax.optimization_barrier((d_kv.at[:, : rank.m].add(d_early), kv))
-        return *add(dq, d_kv, kv, *second), leaving
+        return *add(dq, d_kv, kv, *second, hops), leaving
 
     def step(carry, hops):
         dq, d_kv, leaving = visit(*carry, hops)
@@ -208,31 +227,33 @@ def _backward_rank(q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL, d_context_BLH
 
 # ---- all ranks, on globally shaped arrays -----------------------------------------------------------------
 
-def _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring):
+def _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring):
     x = ring.activation
     with jax.named_scope("ring"):
         return jax.shard_map(partial(_forward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
-                             in_specs=(x, x, x), out_specs=(x, ring.rows))(q_BLHK, k_BLGK, v_BLGK)
+                             in_specs=(x, x, x, ring.ids), out_specs=(x, ring.rows))(
+            q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
 
 # The gradient is defined around shard_map, not inside: the named residuals are then plain values of the program, where
 # every checkpoint policy sees them, and shard_map is never transposed.
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring):
-    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring)[0], "context")
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring):
+    return tag(_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring)[0], "context")
 
 
-def _attention_forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring):
-    context_BLHK, lse_BGRL = _forward(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring)
+def _attention_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring):
+    context_BLHK, lse_BGRL = _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring)
     context_BLHK, lse_BGRL = tag(context_BLHK, "context"), tag(lse_BGRL, "lse")
-    return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, context_BLHK, lse_BGRL)
+    return context_BLHK, (q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse_BGRL)
 
 
 def _attention_backward(ring, chunk, scoring, residuals, d_context_BLHK):
     x = ring.activation
     with jax.named_scope("ring"):
-        return jax.shard_map(partial(_backward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
-                             in_specs=(x, x, x, x, ring.rows, x), out_specs=(x, x, x))(*residuals, d_context_BLHK)
+        return *jax.shard_map(partial(_backward_rank, ring=ring, chunk=chunk, scoring=scoring), mesh=ring.mesh,
+                              in_specs=(x, x, x, ring.ids, x, ring.rows, x), out_specs=(x, x, x))(
+            *residuals, d_context_BLHK), None
 
 
 _ring_attention.defvjp(_attention_forward, _attention_backward)
@@ -247,16 +268,19 @@ def _check(ring: Ring, batch: int, length: int, groups: int) -> None:
             raise ValueError(f"{name}={size} is not divisible by {over}: make it a multiple of {parts}")
 
 
-def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, *, ring: Ring, chunk: int,
-                   scoring: Scoring = PLAIN) -> jax.Array:
+def ring_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None = None, *,
+                   ring: Ring, chunk: int, scoring: Scoring = PLAIN) -> jax.Array:
     """Causal attention [B, L, H, K] of a sequence in `zigzag` order, sharded over `ring.axis`.
 
     Every device walks its pairs of chunks in blocks of at most `chunk` positions; scores and sums in float32. Residuals
     of the gradient: the arguments, the result and the log-denominators [B, G, R, L], named `context` and `lse`.
+
+    Args:
+      segments_BL: segment ids of packed rows, int32, in the order of the row.
 
     Raises:
       ValueError: length, batch or heads are not divisible by the sizes of their mesh axes.
     """
     B, L, _, _ = q_BLHK.shape
     _check(ring, B, L, k_BLGK.shape[2])
-    return _ring_attention(q_BLHK, k_BLGK, v_BLGK, ring, chunk, scoring)
+    return _ring_attention(q_BLHK, k_BLGK, v_BLGK, segments_BL, ring, chunk, scoring)

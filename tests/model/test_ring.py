@@ -96,7 +96,7 @@ def test_bf16_is_summed_in_float32(devices):
     """No worse than one device in the same blocks: what travels is not rounded on the way."""
     arguments = [x.astype(jnp.bfloat16) for x in inputs(64)]
     exact = value_and_gradients(softmax_attention, *(x.astype(jnp.float32) for x in arguments))
-    one_device = value_and_gradients(lambda q, k, v: chunked_attention(q, k, v, 4), *arguments)
+    one_device = value_and_gradients(lambda q, k, v: chunked_attention(q, k, v, None, 4), *arguments)
     ring = value_and_gradients(partial(in_order, ring_of(devices, context=8), 4), *arguments)
     for true, single, divided in zip(exact, one_device, ring):
         error, allowed = (np.abs(np.asarray(x, np.float32) - true).mean() for x in (divided, single))
@@ -146,7 +146,7 @@ def test_flops_are_those_of_the_lower_triangle(devices, context):
     forward = flops.count(jax.jit(partial(ring_attention, ring=ring, chunk=chunk)).trace(*arguments).jaxpr)
     both = flops.count(jax.jit(jax.grad(loss(ring, chunk), (0, 1, 2))).trace(*arguments).jaxpr)
     one_device = flops.count(jax.jit(jax.grad(
-        lambda q, k, v: (chunked_attention(q, k, v, chunk) ** 2).sum(), (0, 1, 2))).trace(*arguments).jaxpr)
+        lambda q, k, v: (chunked_attention(q, k, v, None, chunk) ** 2).sum(), (0, 1, 2))).trace(*arguments).jaxpr)
 
     pairs = context * (m * (2 * m + 1) + (context - 1) * 2 * m * m)
     blocks = length // chunk

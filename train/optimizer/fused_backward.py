@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bytescope.model.attention.ring import zigzag
 from bytescope.model.frozen import joined
 from bytescope.model.placement import row_major
+from bytescope.model.segments import Packed
+from bytescope.train.loss_fn import in_ring_order
 from bytescope.train.optimizer.host_offload import fetch
 from bytescope.train.optimizer.partwise import Leaves, Part, PartwiseUpdate
 from bytescope.train.optimizer.rules import clip_scale, squares
@@ -79,8 +80,7 @@ class FusedBackward:
         key_B = key_B if self.dropout else None
         # Frozen layers are no part of the carry: the loops read them where they are.
         rest = fetch({name: tree for name, tree in computed.items() if name != "blocks"})
-        if ring := self.weights.layout.ring:
-            batch = {name: zigzag(x_BL, ring.size) for name, x_BL in batch.items()}
+        inputs_BL, targets_BL = in_ring_order(batch, self.weights.layout)
 
         def transformer(rest):
             return nnx.merge(self.graph, joined({**rest, "blocks": computed["blocks"]}, frozen))
@@ -89,11 +89,12 @@ class FusedBackward:
             model = transformer(rest)
             x_BLD = model.finish(x_BLD)
             with jax.named_scope("loss"):
-                return self.cross_entropy(x_BLD, model.head(), batch["targets"])
+                return self.cross_entropy(x_BLD, model.head(), targets_BL)
 
-        x_BLD, pull_begin = jax.vjp(lambda rest: transformer(rest).begin(batch["inputs"], key_B), rest)
+        packed = transformer(rest).packed(batch.get("segments"))
+        x_BLD, pull_begin = jax.vjp(lambda rest: transformer(rest).begin(inputs_BL, key_B, packed), rest)
         with jax.named_scope("blocks"):
-            x_BLD, kept = self._forward(transformer(rest), computed["blocks"], base, x_BLD, key_B)
+            x_BLD, kept = self._forward(transformer(rest), computed["blocks"], base, x_BLD, key_B, packed)
         loss, pull_end = jax.vjp(end, rest, x_BLD)
         d_end, d_BLD = pull_end(jnp.ones_like(loss))
         # Under zero1 and zero2 the layers computed with copies, otherwise with the masters themselves.
@@ -103,8 +104,8 @@ class FusedBackward:
         grads = self._kept_as(jax.tree.map(jnp.add, d_end, d_begin))
         return loss, *self._finish(params, opt_state, blocks, grads, total, tokens, rounding)
 
-    def _forward(self, model: Any, stack: Any, base: Any, x_BLD: jax.Array,
-                 key_B: jax.Array | None) -> tuple[jax.Array, list]:
+    def _forward(self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None,
+                 packed: Packed | None) -> tuple[jax.Array, list]:
         """(output of the last block, per segment its pullback, residuals [layers, ...], layer numbers and unroll)."""
         out = []
         for segment, block in model.layers():
@@ -113,8 +114,8 @@ class FusedBackward:
             def layer(x_BLD, number, block=block, recipe=recipe):
                 own = jax.tree.map(row_major, fetch(_layer(stack, number)))
                 fixed = jax.tree.map(row_major, _layer(base, number))
-                y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B), x_BLD,
-                                          own)
+                y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed),
+                                          x_BLD, own)
                 return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)))
 
             numbers = jnp.arange(segment.start, segment.stop)
