@@ -46,7 +46,7 @@ def test_no_position_sees_the_future(family, attention):
     def outputs_L(offset_LD):
         merged = nnx.merge(graph, state)
         embed = merged._embed
-        merged._embed = lambda tokens_BL: embed(tokens_BL) + offset_LD[None]
+        merged._embed = lambda tokens_BL, packed: embed(tokens_BL, packed) + offset_LD[None]
         return merged.hidden(tokens(rows=1))[0] @ weight_D
 
     reach = jax.jit(jax.jacobian(outputs_L))(jnp.zeros((24, 32)))  # [L out, L in, D]

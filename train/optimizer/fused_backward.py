@@ -36,12 +36,13 @@ class _Pullback:
     tree: Any = None
     sources: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
-    def split(self, pullback: Any, own: Leaves) -> Leaves:
-        """The residuals that have to be kept: not the layer's parameters, which the backward loop reads anyway."""
+    def split(self, pullback: Any, own: Leaves, shared: Leaves) -> Leaves:
+        """The residuals that have to be kept: not the layer's parameters, which the backward loop reads anyway, nor
+        what is `shared` by all layers."""
         leaves, self.tree = jax.tree.flatten(pullback)
         places, kept, self.sources = {id(leaf): place for place, leaf in enumerate(own)}, [], []
         for leaf in leaves:
-            if not isinstance(leaf, jax.core.Tracer):  # a constant
+            if not isinstance(leaf, jax.core.Tracer) or any(leaf is one for one in shared):  # a constant, or as good as
                 self.sources.append(("here", leaf))
             elif id(leaf) in places:
                 self.sources.append(("own", places[id(leaf)]))
@@ -116,7 +117,7 @@ class FusedBackward:
                 fixed = jax.tree.map(row_major, _layer(base, number))
                 y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed),
                                           x_BLD, own)
-                return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)))
+                return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
 
             numbers = jnp.arange(segment.start, segment.stop)
             at_once = model.at_once(segment)
