@@ -62,6 +62,13 @@ def _init() -> ConfigDict:
     return init
 
 
+def _lora() -> ConfigDict:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) over frozen weights."""
+    lora = ConfigDict()
+    lora.base = "bf16"  # how frozen weights of the blocks are stored: bf16 | nf4 (QLoRA, 4.127 bits) | int8
+    return lora
+
+
 def _loss() -> ConfigDict:
     """Cross-entropy over the vocabulary."""
     loss = ConfigDict()
@@ -226,5 +233,6 @@ def _train() -> ConfigDict:
     return train
 
 
-GROUPS = {"model": _model, "init": _init, "loss": _loss, "precision": _precision, "remat": _remat, "data": _data,
+GROUPS = {"model": _model, "init": _init, "lora": _lora, "loss": _loss, "precision": _precision, "remat": _remat,
+          "data": _data,
           "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla, "train": _train}

@@ -21,7 +21,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Transformer:
     """The model with the parameters `names` (dotted paths) marked as frozen and cast to `dtype`; in place."""
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Param) and dotted(path) in names:
+        if isinstance(node, nnx.Param) and dotted(path) in names and not node.get_metadata()["frozen"]:
             node.set_metadata("frozen", True)
             node.set_value(node[...].astype(dtype))
     return model

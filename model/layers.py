@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax.typing import DTypeLike
 from bytescope.model.fp8.products import Linear, linear
 from bytescope.model.names import tag
 from bytescope.model.placement import HERE, Axes, Placement
+from bytescope.model.quantized.table import Matrix, dequantize
+from bytescope.model.quantized.weight import Quantized
 from bytescope.model.remat.offload import here, stored_like
 
 
@@ -56,8 +59,10 @@ def _gather_backward(place, axes, residual, d_value):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def read(p: nnx.Param, dtype: DTypeLike, place: Placement) -> jax.Array:
+def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Array:
     """The parameter in `dtype`, gathered for the computation: cast first, so that the gather moves the narrow dtype."""
+    if isinstance(p, Quantized):
+        return p.read(dtype, place)
     return _gather(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
@@ -137,15 +142,34 @@ def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight.
+    """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight, and whether
+    that is `frozen`: then the product has no gradient of it, and keeps no activation for one.
 
-    frozen: whether the weight is; then the product has no gradient of it, and keeps no activation for one.
+    stored: how a quantized weight is stored, a row of BASES and its matrix; None of others.
     """
 
     name: str
     spec: str
     axes: Axes
     frozen: bool
+    stored: tuple[str, Matrix] | None = None
+
+    @classmethod
+    def of(cls, name: str, spec: str, p: nnx.Param | Quantized) -> "_Product":
+        """The product with a parameter."""
+        if isinstance(p, Quantized):
+            return cls(name, spec, p.matrix.axes, True, (p.base, p.matrix))
+        return cls(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
+
+    def read(self, w: Any, dtype: DTypeLike, place: Placement) -> jax.Array:
+        """The weight of `_value`, in `dtype` and gathered for the computation."""
+        if self.stored:
+            return dequantize(*self.stored, w, dtype, place)
+        return place.weight(here(w).astype(dtype), self.axes)
+
+
+def _value(p: nnx.Param | Quantized) -> Any:
+    return p.arrays() if isinstance(p, Quantized) else p[...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -153,7 +177,7 @@ def _again(products: tuple[_Product, ...], place: Placement, moves: tuple[Axes, 
            weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
     within = place(place(x, moves[1]), moves[0]) if moves else x
-    gathered = [place.weight(here(w).astype(x.dtype), one.axes) for one, w in zip(products, weights)]
+    gathered = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
     return _products([(one.name, one.spec) for one in products], within, gathered)
 
 
@@ -167,7 +191,9 @@ def _again_backward(products, place, moves, residuals, d_outs):
     within, dx, d_weights = x if x is None or not moves else place(place(x, moves[1]), moves[0]), [], []
     for one, w, dy in zip(products, weights, d_outs):
         (left, right), out = one.spec.split("->")[0].split(","), one.spec.split("->")[1]
-        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, place.weight(here(w).astype(dy.dtype), one.axes)))
+        if one.stored:  # else the compiler would keep what unrolled layers dequantized in the forward pass
+            w, dy = jax.lax.optimization_barrier((w, dy))
+        dx.append(jnp.einsum(f"{out},{right}->{left}", dy, one.read(w, dy.dtype, place)))
         if one.frozen:
             d_weights.append(None)
             continue
@@ -177,10 +203,6 @@ def _again_backward(products, place, moves, residuals, d_outs):
 
 
 _again.defvjp(_again_forward, _again_backward)
-
-
-def _product(name: str, spec: str, p: nnx.Param) -> _Product:
-    return _Product(name, spec, p.get_metadata()["axes"], p.get_metadata()["frozen"])
 
 
 def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: Placement, *, again: bool,
@@ -200,8 +222,8 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
         return linear(how, place, x_BLD,
                       tuple(p[...] if again else read(p, x_BLD.dtype, place) for p in params.values()))
     if again:
-        products = tuple(_product(each, spec, p) for each, p in params.items())
-        return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(p[...] for p in params.values()))
+        products = tuple(_Product.of(each, spec, p) for each, p in params.items())
+        return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
     # Sharded as the stream first: what a policy keeps is the shard, not the result of the gather.
     within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     specs = [(each, spec) for each in params]
@@ -215,13 +237,13 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
     Without a `name` products in fp8 keep `x` as it is, which is right where something else keeps it anyway. `out`: the
     name of the scope that the product is in.
     """
-    axes = p.get_metadata()["axes"]
     if matmul != "wide":
+        axes = p.get_metadata()["axes"]
         own = ("batch", "length", *axes[: x.ndim - 2])
         how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
         y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
     elif again:
-        y_BLD, = _again((_product(out, spec, p),), place, None, x, (p[...],))
+        y_BLD, = _again((_Product.of(out, spec, p),), place, None, x, (_value(p),))
     else:
         y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
     return _move(y_BLD, place, STREAM, WITHIN)

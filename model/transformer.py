@@ -15,6 +15,8 @@ from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import HERE, Placement
 from bytescope.model.precision import Precision
+from bytescope.model.quantized.table import BASES
+from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
 from bytescope.model.remat.policies import RematPlan, Segment
 from bytescope.model.segments import Packed
@@ -36,11 +38,12 @@ class Transformer(nnx.Module):
       place: shards activations, parameters and gradients over the mesh.
       ahead: layers in one turn of the loop over them, so that it can look ahead; of this and `config.unroll` the
         larger counts.
+      base: how the weights of the blocks' products are stored, a row of BASES; all but bf16 are frozen.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
-                 place: Placement = HERE, ahead: int = 1, rngs: nnx.Rngs):
+                 place: Placement = HERE, ahead: int = 1, base: str = "bf16", rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
         self.ahead = ahead
         V, D, dtype = config.vocab_size, config.d_model, precision.param
@@ -53,16 +56,19 @@ class Transformer(nnx.Module):
             self.w_head = param(rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std,
                                 pad=(0, pad), contracted=True)
         self.final_norm = Norm(config, precision, place)
-        self.blocks = self._init_blocks(jax.random.split(rngs.params(), config.n_layers))
+        self.blocks = self._init_blocks(jax.random.split(rngs.params(), config.n_layers), base)
 
-    def _init_blocks(self, key_N: jax.Array) -> nnx.Module:
+    def _init_blocks(self, key_N: jax.Array, base: str) -> nnx.Module:
         def block(key: jax.Array) -> Block:
-            return Block(self.config, self.precision, self.place, rngs=nnx.Rngs(params=key))
+            made = Block(self.config, self.precision, self.place, rngs=nnx.Rngs(params=key))
+            return quantized(made, base) if BASES[base] else made
 
         if not self.config.scan:
             return nnx.List([block(key) for key in key_N])
         graph, _ = nnx.split(nnx.eval_shape(partial(block, key_N[0])))
-        return nnx.merge(graph, jax.vmap(lambda key: nnx.split(block(key))[1])(key_N))
+        # One layer after the other where they are quantized, so that no more than one is wide.
+        each = jax.lax.map if BASES[base] else lambda one, keys: jax.vmap(one)(keys)
+        return nnx.merge(graph, each(lambda key: nnx.split(block(key))[1], key_N))
 
     def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
                segments_BL: jax.Array | None = None) -> jax.Array:

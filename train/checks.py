@@ -18,6 +18,7 @@ from bytescope.model.layers import MLPS, POSITIONS
 from bytescope.model.names import NAMES, TILED, names_in
 from bytescope.model.norm import NORMS
 from bytescope.model.precision import PRECISIONS, ROLES
+from bytescope.model.quantized.table import BASES
 from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIES
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
@@ -42,7 +43,7 @@ CHOICES = {
 OF_THE_MODEL = {
     "precision.preset": PRECISIONS, **{f"precision.{role}": table for role, table in ROLES.items()},
     "model.attention": ("auto", *KERNELS), "remat.policy": (*POLICIES, AUTO), "remat.granularity": GRANULARITIES,
-    "remat.save": NAMES, "remat.offload": NAMES,
+    "remat.save": NAMES, "remat.offload": NAMES, "lora.base": BASES,
 }
 MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
 

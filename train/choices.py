@@ -26,7 +26,7 @@ from bytescope.train.checks import (
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.trainable import check_frozen, frozen_names
+from bytescope.train.trainable import check_frozen, check_shards, frozen_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Choices:
                     remat: RematPlan | None = None) -> Transformer:
         """The model, with another layout or remat plan where one is given."""
         model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
-                            ahead=self.config.mesh.prefetch, rngs=rngs)
+                            ahead=self.config.mesh.prefetch, base=self.config.lora.base, rngs=rngs)
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
@@ -89,6 +89,7 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
     choices = Choices(config, layout, model, precision, kernel, matmul, remat, batch, frozenset())
+    check_shards(choices.abstract(), layout)
     return dataclasses.replace(choices, frozen=_frozen(choices)) if config.optimizer.freeze else choices
 
 

@@ -1,5 +1,6 @@
 """Which parameters a run trains: the patterns of `optimizer.freeze`, and how what they freeze is stored."""
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
@@ -8,7 +9,9 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from bytescope.memory.errors import remedy_for
-from bytescope.model import Precision
+from bytescope.model import Precision, Transformer
+from bytescope.model.quantized.table import check_blocks
+from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.parallel.layout import Layout
 
 
@@ -62,3 +65,11 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
     strategy = layout.strategy
     sharded = strategy.by_layer or (strategy.gradients and not contracted)
     return layout.stored(axes) if sharded else layout.sharding(axes)
+
+
+def check_shards(model: Transformer, layout: Layout) -> None:
+    """Raises ValueError where devices that share the inputs of a quantized weight would share a block of them."""
+    strategy = layout.strategy
+    for name, (base, matrix) in quantized_weights(model).items():
+        over = layout.mesh_axes(matrix.axes[0], state=strategy.by_layer or strategy.gradients)
+        check_blocks(base, name, matrix, math.prod(layout.mesh.shape[axis] for axis in over))

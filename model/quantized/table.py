@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax.typing import DTypeLike
 
 from bytescope.model.placement import Axes, Placement
 from bytescope.model.quantized import absmax, int8, nf4
+
+CHUNK = 2**18  # numbers that one thread of the host quantizes at once: they stay in its caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +130,13 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
       pieces: the weight, flattened to [inputs, outputs], a few outputs at a time, in order; of any float dtype. Beyond
         a piece and what its quantization takes, nothing wide is held.
     """
-    row = BASES[base]
-    codes, scales = zip(*(row.encode(piece_IO.T) for piece_IO in pieces))
-    found = row.finish(np.concatenate(codes), np.concatenate(scales))
+    row, done = BASES[base], []
+    at_once = max(CHUNK // matrix.sizes[0], 1)
+    with ThreadPoolExecutor() as pool:  # NumPy's loops run beside each other
+        for piece_IO in pieces:
+            w_OI = piece_IO.T
+            done += pool.map(row.encode, [w_OI[at: at + at_once] for at in range(0, len(w_OI), at_once)])
+    found = row.finish(*map(np.concatenate, zip(*done)))
     return {name: found[name].reshape(part.shape) for name, part in row.parts(matrix).items()}
 
 

@@ -46,7 +46,7 @@ def fixed_batches(rows: int, length: int, vocab: int, steps: int, masked: float 
 
 
 # What decides the values of a first state: of these groups all keys, of the others none.
-_DECIDING = ("seed", "model.", "optimizer.", "precision.", "batch.accumulation", "batch.mode", "train.steps")
+_DECIDING = ("seed", "model.", "lora.", "optimizer.", "precision.", "batch.accumulation", "batch.mode", "train.steps")
 
 
 def first_state(program: Program) -> TrainState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from bytescope.model import ModelConfig
+from bytescope.model.quantized.table import Matrix, parts_of
 from bytescope.train.run.runtime import return_freed_memory
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
+from bytescope.train.weights.quantized import QuantizedJob
 
 PIECE = 4 * 2**20  # bytes on disk that are read at once
 TRIMMED = 64 * 2**20  # bytes read after which freed memory goes back to the system
@@ -30,20 +32,29 @@ SMALL = 2**20  # bytes of a shard that is assembled in host memory and sent whol
 
 
 def load_params(folder: Folder, model: ModelConfig, shapes: Any,
-                tell: Callable[[int, int], None] = lambda done, total: None) -> Any:
+                tell: Callable[[int, int], None] = lambda done, total: None,
+                quantized: Mapping[str, tuple[str, Matrix]] = {}) -> Any:
     """The weights of a folder as a tree of jax.Array like `shapes`, cast to the dtypes there.
 
     Args:
       shapes: tree of ShapeDtypeStruct with shardings, our parameters or some of them; those of scanned blocks stacked.
       tell: called with the bytes read and the bytes to read.
+      quantized: the dotted path of each weight that `shapes` has as codes and scales -> its row of BASES, its matrix.
 
     Raises:
       UserError: as `checkpoint_leaves`; or a file that changes while it is read.
     """
     leaves = checkpoint_leaves(folder, model)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    targets = [_Target(like) for _, like in flat]
-    jobs = [job for target, (path, _) in zip(targets, flat) for job in _jobs(target, path, leaves)]
+    targets = {_dotted(path): _Target(like) for path, like in flat}
+    parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
+    jobs: list[_Job | QuantizedJob] = [job for name, target in targets.items() if name not in parts
+                                       for job in _jobs(target, name, leaves)]
+    for name, (base, matrix) in quantized.items():
+        own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
+        layers = next(iter(own.values())).like.shape[0]
+        jobs += [QuantizedJob(leaf, base, matrix, {part: target.shards for part, target in own.items()}, layer)
+                 for layer, leaf in _layers(name, layers, leaves).items()]
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -54,7 +65,7 @@ def load_params(folder: Folder, model: ModelConfig, shapes: Any,
             tell(done, total)
     folders.close()
     return_freed_memory()
-    return tree.unflatten([target.array() for target in targets])
+    return tree.unflatten([target.array() for target in targets.values()])
 
 
 class _Target:
@@ -160,14 +171,24 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
         yield from pieces([*spans[:axis], half, *spans[axis + 1:]], most, outer)
 
 
-def _jobs(target: _Target, path: Sequence[Any], leaves: dict[str, Leaf]) -> list[_Job]:
-    """What fills one array. path: that of jax to it in the tree of parameters."""
-    name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+def _dotted(path: Sequence[Any]) -> str:
+    """A parameter's path in the tree, as jax has it, in text."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _jobs(target: _Target, name: str, leaves: dict[str, Leaf]) -> list[_Job]:
+    """What fills one array. name: its dotted path in the tree of parameters."""
+    return [_Job(leaf, shard, layer) for shard in target.shards
+            for layer, leaf in _layers(name, target.like.shape[0], leaves).items()
+            if layer is None or shard.spans[0][0] <= layer < shard.spans[0][1]]
+
+
+def _layers(name: str, count: int, leaves: dict[str, Leaf]) -> dict[int | None, Leaf]:
+    """The leaf of a parameter, of None, or of a stack those of its `count` layers."""
     if name in leaves:
-        return [_Job(leaves[name], shard, None) for shard in target.shards]
+        return {None: leaves[name]}
     first, _, rest = name.partition(".")
-    layers = {layer: leaves.get(f"{first}.{layer}.{rest}") for layer in range(target.like.shape[0])}
+    layers = {layer: leaves.get(f"{first}.{layer}.{rest}") for layer in range(count)}
     if missing := next((f"{first}.{layer}.{rest}" for layer, leaf in layers.items() if leaf is None), ""):
         raise ValueError(f"parameter {missing} has no tensor in the folder: ask for parameters of the model alone")
-    return [_Job(leaf, shard, layer) for shard in target.shards for layer, leaf in layers.items()
-            if shard.spans[0][0] <= layer < shard.spans[0][1]]
+    return layers

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.program import Program
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import checkpoint_leaves
@@ -41,4 +42,5 @@ def _loaded(program: Program, shapes: Any, console: Console) -> Any:
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("", total=None)
         return load_params(Folder.open(program.config.init.folder), program.model, shapes,
-                           lambda done, total: bar.update(task, completed=done, total=total))
+                           lambda done, total: bar.update(task, completed=done, total=total),
+                           quantized_weights(program.abstract()))

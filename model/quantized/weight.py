@@ -1,0 +1,53 @@
+"""A frozen weight in the place of a parameter of a block: its codes and scales are parameters that nothing trains."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from bytescope.model.placement import Placement
+from bytescope.model.quantized.table import BASES, Matrix, dequantize, quantize_on_device
+
+
+class Quantized(nnx.Module):
+    """A weight that is stored as the row `base` of BASES says; each array of that row is an attribute."""
+
+    def __init__(self, base: str, matrix: Matrix, w: jax.Array):
+        self.base, self.matrix = base, matrix
+        parts = BASES[base].parts(matrix)
+        for name, array in quantize_on_device(base, matrix, w).items():
+            setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, frozen=True))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """What is stored, by name."""
+        return {name: getattr(self, name)[...] for name in BASES[self.base].parts(self.matrix)}
+
+    def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:
+        """The weight in `dtype`, gathered for the computation; no gradient goes to what is stored."""
+        return dequantize(self.base, self.matrix, jax.lax.stop_gradient(self.arrays()), dtype, place)
+
+
+def quantized(block: nnx.Module, base: str) -> nnx.Module:
+    """The block with the weights of its products stored as the row `base` of BASES says; in place.
+
+    Raises:
+      ValueError: a weight whose inputs are not whole blocks.
+    """
+    for _, node in list(nnx.iter_graph(block)):
+        if not isinstance(node, nnx.Module):
+            continue
+        for name, p in list(vars(node).items()):
+            if name.startswith("w_") and isinstance(p, nnx.Param):
+                setattr(node, name, Quantized(base, matrix_of(p), p[...]))
+    return block
+
+
+def matrix_of(p: nnx.Param) -> Matrix:
+    """How the parameter of a product is multiplied: from the width of the model, or to it."""
+    axes = p.get_metadata()["axes"]
+    return Matrix(p.shape, axes, axes.index("d_model") or 1)
+
+
+def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
+    """The dotted path of every quantized weight, such as `blocks.attention.w_q` -> its row of BASES, its matrix."""
+    return {".".join(map(str, path)): (node.base, node.matrix) for path, node in nnx.iter_graph(model)
+            if isinstance(node, Quantized)}

@@ -1,0 +1,63 @@
+"""Weights of a folder that are quantized as they are read: of a tensor the host holds a piece, its codes and scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bytescope.model.quantized.table import Matrix, quantize
+from bytescope.train.weights.leaves import Leaf
+
+PIECE = 4 * 2**20  # bytes on disk that are read at once
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedJob:
+    """A leaf of one layer (None: not of a stack) that is stored as codes and scales.
+
+    shards: for each array, the shards of it that this process holds (`load.Shard`). Each process reads the whole leaf,
+    since the mean of its scales is one of all.
+    """
+
+    leaf: Leaf
+    base: str
+    matrix: Matrix
+    shards: Mapping[str, Sequence[Any]]
+    layer: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return self.leaf.nbytes
+
+    def write(self) -> Iterator[int]:
+        """Reads, quantizes and writes it; yields the bytes of each piece."""
+        read: list[int] = []
+        arrays = quantize(self.base, self.matrix, self._pieces(read))
+        for name, array in arrays.items():
+            for shard in self.shards[name]:
+                spans, starts = shard.spans, [0] * array.ndim
+                if self.layer is not None:
+                    first, stop = spans[0]
+                    if not first <= self.layer < stop:
+                        continue
+                    spans, starts = spans[1:], [self.layer - first, *starts]
+                shard.write(array[tuple(slice(*span) for span in spans)], starts)
+        yield from read
+
+    def _pieces(self, read: list[int]) -> Iterator[np.ndarray]:
+        """The leaf as [inputs, outputs], a few outputs at a time; `read` takes their bytes."""
+        matrix, (inputs, _) = self.matrix, self.matrix.sizes
+        size, inner = matrix.outputs[0], int(np.prod(matrix.outputs[1:], dtype=int))
+        at_once = max(PIECE // (inputs * inner * self.leaf.dtype.itemsize), 1)
+        if self.leaf.outer < matrix.inputs:  # on disk the outputs of one input lie side by side
+            at_once = size
+        for start in range(0, size, at_once):
+            index = [slice(None)] * len(matrix.shape)
+            index[matrix.inputs] = slice(start, min(start + at_once, size))
+            piece = self.leaf.read(index)
+            read.append(piece.nbytes)
+            yield piece.reshape(inputs, -1)
