@@ -142,9 +142,9 @@ def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight, and whether
-    that is `frozen`: then the product has no gradient of it, and keeps no activation for one.
+    """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight.
 
+    frozen: whether the weight is; then the product has no gradient of it, and keeps no activation for one.
     stored: how a quantized weight is stored, a row of BASES and its matrix; None of others.
     """
 

@@ -26,7 +26,7 @@ from bytescope.train.checks import (
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.trainable import check_frozen, check_shards, frozen_names
+from bytescope.train.trainable import check_frozen, check_quantized, frozen_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,11 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
     choices = Choices(config, layout, model, precision, kernel, matmul, remat, batch, frozenset())
-    check_shards(choices.abstract(), layout)
-    return dataclasses.replace(choices, frozen=_frozen(choices)) if config.optimizer.freeze else choices
+    if config.optimizer.freeze:
+        choices = dataclasses.replace(choices, frozen=_frozen(choices))
+    if config.lora.base != "bf16":
+        check_quantized(choices.abstract(), layout, choices.frozen)
+    return choices
 
 
 def _frozen(choices: Choices) -> frozenset[str]:

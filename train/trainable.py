@@ -67,9 +67,13 @@ def stored_frozen(layout: Layout, axes: Sequence[str], contracted: bool) -> Name
     return layout.stored(axes) if sharded else layout.sharding(axes)
 
 
-def check_shards(model: Transformer, layout: Layout) -> None:
-    """Raises ValueError where devices that share the inputs of a quantized weight would share a block of them."""
+def check_quantized(model: Transformer, layout: Layout, frozen: Collection[str]) -> None:
+    """Raises ValueError for a quantized weight that is not among the parameters `frozen`, and where devices that share
+    the inputs of one would share a block of them."""
     strategy = layout.strategy
     for name, (base, matrix) in quantized_weights(model).items():
+        if f"{name}.codes" not in frozen:
+            raise ValueError(f"lora.base={base} with trained {name}: quantized weights are frozen; set "
+                             "optimizer.freeze=blocks.*.w_*, or lora.base=bf16")
         over = layout.mesh_axes(matrix.axes[0], state=strategy.by_layer or strategy.gradients)
         check_blocks(base, name, matrix, math.prod(layout.mesh.shape[axis] for axis in over))

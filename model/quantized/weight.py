@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from bytescope.model.placement import Placement
-from bytescope.model.quantized.table import BASES, Matrix, dequantize, quantize_on_device
+from bytescope.model.quantized.table import BASES, Matrix, check_blocks, dequantize, quantize_on_device
 
 
 class Quantized(nnx.Module):
@@ -37,7 +37,9 @@ def quantized(block: nnx.Module, base: str) -> nnx.Module:
             continue
         for name, p in list(vars(node).items()):
             if name.startswith("w_") and isinstance(p, nnx.Param):
-                setattr(node, name, Quantized(base, matrix_of(p), p[...]))
+                matrix = matrix_of(p)
+                check_blocks(base, name, matrix)
+                setattr(node, name, Quantized(base, matrix, p[...]))
     return block
 
 
