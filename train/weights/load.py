@@ -48,8 +48,8 @@ def load_params(folder: Folder, model: ModelConfig, shapes: Any,
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {_dotted(path): _Target(like) for path, like in flat}
     parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
-    jobs: list[_Job | QuantizedJob] = [job for name, target in targets.items() if name not in parts
-                                       for job in _jobs(target, name, leaves)]
+    jobs: list[_Job | QuantizedJob] = [job for path, _ in flat if (name := _dotted(path)) not in parts
+                                       for job in _jobs(targets[name], path, leaves)]
     for name, (base, matrix) in quantized.items():
         own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
         layers = next(iter(own.values())).like.shape[0]
@@ -176,10 +176,10 @@ def _dotted(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
-def _jobs(target: _Target, name: str, leaves: dict[str, Leaf]) -> list[_Job]:
-    """What fills one array. name: its dotted path in the tree of parameters."""
-    return [_Job(leaf, shard, layer) for shard in target.shards
-            for layer, leaf in _layers(name, target.like.shape[0], leaves).items()
+def _jobs(target: _Target, path: Sequence[Any], leaves: dict[str, Leaf]) -> list[_Job]:
+    """What fills one array. path: that of jax to it in the tree of parameters."""
+    layers = _layers(_dotted(path), target.like.shape[0], leaves)
+    return [_Job(leaf, shard, layer) for shard in target.shards for layer, leaf in layers.items()
             if layer is None or shard.spans[0][0] <= layer < shard.spans[0][1]]
 
 
