@@ -20,6 +20,7 @@ FAMILIES = {
     "mistral": ("MistralConfig", {**SIZES, "sliding_window": None}),
     "qwen2": ("Qwen2Config", {key: value for key, value in SIZES.items() if key != "head_dim"}),
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+    "gemma": ("GemmaConfig", {**SIZES, "head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                             "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}),
@@ -71,3 +72,27 @@ def save_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "</s>",
         "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}))
+
+
+def save_smollm2(folder):
+    """SmolLM2-135M-Instruct, pretrained, in bfloat16 with its tokenizer and chat template; returns its model in
+    float32. The weights are those of a file of 4 bits, written out."""
+    import torch
+    import transformers
+
+    from support.oracles import SMOLLM2
+
+    where = {"pretrained_model_name_or_path": str(SMOLLM2.parent), "gguf_file": SMOLLM2.name}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = packed.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "architectures", "model_type", "dtype"):
+        config.pop(key, None)
+    with torch.device("meta"):  # its own random numbers are not wanted
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
+    made.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in packed.state_dict().items()}, assign=True)
+    made.tie_weights()
+    made.generation_config = transformers.GenerationConfig(bos_token_id=config["bos_token_id"],
+                                                           eos_token_id=config["eos_token_id"])
+    made.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,5 +1,6 @@
 """`bytescope export`: what transformers loads is what the run holds, bit by bit; what cannot be is one line."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -13,13 +14,16 @@ from safetensors import safe_open
 
 from bytescope.train import cli
 from bytescope.train.config import flatten, load, override
+from bytescope.train.data.tokenizer import ByteTokenizer
+from bytescope.train.errors import UserError
+from bytescope.train.export.config_json import config_json
 from bytescope.train.program import build
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
 from support.models import checkpoints
-from support.toy import made_state
+from support.toy import made_state, small_config
 
 pytestmark = pytest.mark.oracle("transformers")
 
@@ -110,6 +114,56 @@ def test_a_run_from_the_start_is_of_its_nearest_family(run, tmp_path):
     ours, theirs = config["model_type"], asked["model_type"]
     assert ours == ("llama" if theirs == "mistral" else theirs) and config["dtype"] == "float32"
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)  # </s> of its tokenizer ends a text
+
+
+@pytest.mark.parametrize(("name", "parameters"), [
+    ("tiny", 918_656), ("gpt2_small", 124_475_904), ("gpt2_xl", 1_557_686_400), ("llama_8b", 8_030_261_248)])
+def test_shipped_configs(name, parameters):
+    """The architecture that their config.json asks for, nothing allocated; the published sizes, GPT-2's with 50,304."""
+    import torch
+    import transformers
+
+    raw = config_json(load(name).model.to_dict())
+    config = transformers.AutoConfig.for_model(**raw)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    assert raw["architectures"] == [type(made).__name__] and made.num_parameters() == parameters
+    if name == "llama_8b":
+        assert config.rope_parameters == {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
+                                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                          "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"position": "none"}, "model.position=none: the nearest is llama"),
+    ({"bias": True}, "model.bias=True: the nearest is llama"),
+    ({"mlp": "gelu"}, "model.mlp=gelu: the nearest is llama"),
+    ({"norm": "layernorm", "qkv_bias": True}, "model.norm=layernorm: the nearest is qwen2")])
+def test_what_no_family_computes_is_named(changes, named):
+    with pytest.raises(UserError, match="no family of transformers computes " + named):
+        config_json(load("tiny").model.to_dict() | changes)
+
+
+TEXTS = ("def f(x):\n\treturn x\n", "Ā zero \0 and one \1", "  two  spaces, größer, 日本, 🙂\r\n", "")
+
+
+def test_a_model_of_bytes(tmp_path):
+    """Its tokenizer gives in transformers the ids that the run was trained on."""
+    from transformers import AutoTokenizer
+
+    program = build(small_config({"model.vocab_size": 256}), jax.devices()[:1])
+    workdir = tmp_path / "run"
+    with contextlib.closing(Checkpoints(workdir, keep=1)) as checkpointer:
+        checkpointer.save(made_state(program), Position(1, 8))
+    identity = Identity.of(program.config, program.batch.global_rows, "data")
+    (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
+    model, config = loaded(tmp_path / "out")
+    assert (config["model_type"], config["eos_token_id"]) == ("llama", 0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in TEXTS:
+        assert tokenizer(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 @pytest.mark.parametrize(("overrides", "devices"), [

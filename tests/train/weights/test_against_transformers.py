@@ -113,4 +113,4 @@ def test_adamw_update(both):
 
 def test_greedy_text(both):
     ours, theirs = both
-    assert ours.greedy == theirs.greedy and len(set(ours.greedy)) > 2
+    assert ours.greedy == theirs.greedy and len(set(ours.greedy)) > 1
