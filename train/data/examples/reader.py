@@ -26,6 +26,7 @@ from bytescope.train.errors import UserError
 AT_ONCE = 256  # records rendered and encoded together
 REMEDY = ("; mark what is learned with {% generation %} in a template of your own (data.chat_template=FILE), or set "
           "data.loss_on=all")
+ANSWER = "qzq"  # of a conversation that shows what the template writes behind an answer
 # ids [n] and whether each is learned, bool [n]; or why there are none.
 Tokens = tuple[np.ndarray, np.ndarray] | Malformed
 
@@ -183,11 +184,11 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
     """The special token that the template puts behind an answer; "" if it puts none."""
-    probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], None)
+    probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
     (found,) = renderer.render([probe], before=True, up_to=False)
     if isinstance(found, Malformed) or not found.text.startswith(found.before[0]):
         return ""
-    behind = found.text[len(found.before[0]):].partition("a")[2]
+    behind = found.text[len(found.before[0]):].rpartition(ANSWER)[2]
     ends = {behind.find(token): token for token in sorted(tokenizer.special, key=len) if token in behind}
     return ends[min(ends)] if ends else ""
 
