@@ -28,7 +28,7 @@ SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint h
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The object in the config.json of a folder. Raises UserError: there is none, or it is damaged."""
-    return _read_json(_folder(path), CONFIG)[0]
+    return _config(_folder(path))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Folder:
           UserError: something is missing, truncated, damaged, or nothing that weights should be in.
         """
         root = _folder(path)
-        config, text = _read_json(root, CONFIG)
+        config, text = _config(root)
         index = _index(root)
         digest = hashlib.sha256(text)
         tensors: dict[str, Tensor] = {}
@@ -144,6 +144,13 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
     return found, content
 
 
+def _config(root: Path) -> tuple[dict[str, Any], bytes]:
+    """The object of config.json, and its bytes; where there is none, the error says what is there instead."""
+    if not os.path.lexists(root / CONFIG) and (found := _others(root, UNREADABLE)):
+        raise UserError(f"{root} has {found[0]} and no {CONFIG}: {found[1]}")
+    return _read_json(root, CONFIG)
+
+
 def _index(root: Path) -> dict[str, str]:
     """Tensor -> file, as the index says; empty for a folder with one file."""
     if not os.path.lexists(root / INDEX):
@@ -157,25 +164,33 @@ def _index(root: Path) -> dict[str, str]:
 
 
 def _nothing(root: Path) -> UserError:
-    """The error of a folder without weights that can be read, by what is there instead."""
-    names = sorted(os.listdir(root))
-    for ends, why in OTHERS:
-        if other := next((name for name in names if name.endswith(ends)), ""):
-            return UserError(f"{root} has {one_line(other)} and no {SINGLE}: {why}")
+    """The error of a folder without weights that can be read."""
+    if found := _others(root, (*UNREADABLE, UNNAMED)):
+        return UserError(f"{root} has {found[0]} and no {SINGLE}: {found[1]}")
     return UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
+
+
+def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
+    """(file, why it is not read) of what stands in the place of weights; None where nothing does."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:  # not ours to read
+        return None
+    found = ((name, why) for ends, why in kinds for name in names if name.endswith(ends))
+    return next(((_shown(name), why) for name, why in found), None)
 
 
 _PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"
 # Ends of names of what people have in the place of safetensors -> why it is not read.
-OTHERS = (
+UNREADABLE = (
     (("adapter_model.safetensors", "adapter_config.json"), "this is an adapter, not a model: give the folder of its "
      "base model"),
     (("params.json", "consolidated.00.pth"), "Meta's own format has the rows of q and k in another order; download the "
      "files that transformers reads"),
     ((".bin", ".pth", ".pt", ".ckpt", ".pkl"), _PICKLED),
     ((".gguf",), "GGUF is quantized for inference; download the safetensors of the same model"),
-    ((".safetensors",), f"several files need {INDEX}, and a single one that name"),
 )
+UNNAMED = ((".safetensors",), f"several files need {INDEX}, and a single one that name")
 
 
 def _header(path: Path) -> tuple[dict[str, Tensor], bytes]:

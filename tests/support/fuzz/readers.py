@@ -16,6 +16,9 @@ from support.fuzz.command import (
     read_target,
     read_words,
 )
+from support.fuzz.folders import configs, damaged_header, headers, indexes, read_header
+from support.fuzz.folders import read_config as read_hf_config
+from support.fuzz.folders import read_index as read_weight_map
 from support.fuzz.harness import Reader
 from support.fuzz.reports import beside, program, rates, read_hlo, read_rates, read_report, read_trace, report, trace
 from support.fuzz.run_directory import (
@@ -77,6 +80,9 @@ READERS = {reader.name: reader for reader in (
     Reader("metrics", metrics_rows, mutations.damaged_lines, read_metrics, (), 150),
     Reader("run_config", _listed(run_config), mutations.damaged_json, read_run_config, (UserError,), 250),
     Reader("run", run_files, damaged_file, read_run, (), 150),
+    Reader("hf_config", configs, mutations.damaged_json, read_hf_config, (UserError, ValueError), 300),
+    Reader("weight_map", indexes, mutations.damaged_json, read_weight_map, (UserError,), 200),
+    Reader("safetensors", headers, damaged_header, read_header, (UserError,), 300),
     Reader("row", _listed(row), mutations.damaged_bytes, read_row, (), 500),
 )}
 

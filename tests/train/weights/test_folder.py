@@ -55,12 +55,15 @@ class Bomb:
 @pytest.mark.parametrize(("name", "why"), [
     ("pytorch_model.bin", "may run code"), ("model.pth", "may run code"), ("model.ckpt", "may run code"),
     ("consolidated.00.pth", "another order"), ("model.Q4_K.gguf", "GGUF is quantized"),
-    ("adapter_model.safetensors", "an adapter, not a model"), ("part.safetensors", "several files need"),
+    ("adapter_model.safetensors", "an adapter, not a model"), 
+    ("adapter_config.json", "an adapter, not a model"), ("part.safetensors", "several files need"),
     ("notes.txt", "download the weights")])
 def test_what_stands_in_the_place_of_weights_is_named(folder, name, why):
     (folder / SINGLE).unlink()
     (folder / name).write_bytes(pickle.dumps(Bomb()))
     assert why in refused(folder)
+    (folder / CONFIG).unlink()  # as such folders are
+    assert (why if name not in ("notes.txt", "part.safetensors") else "has no 'config.json'") in refused(folder)
 
 
 def test_no_folder_no_config_and_a_file(folder, tmp_path):
