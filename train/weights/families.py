@@ -102,9 +102,17 @@ QK_NORMS = _of_layers(_LAYERS, (
     ("attention.norm_k.scale", "self_attn.k_norm.weight", "k -> k"),
 ))
 
+# The norm before the MLP has another name where branches have norms behind them, too.
+POST_NORMS = _of_layers(_LAYERS, (
+    ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
+    ("norm_mlp.scale", "pre_feedforward_layernorm.weight", "d -> d"),
+    ("post_norm_mlp.scale", "post_feedforward_layernorm.weight", "d -> d"),
+))
+
+
 # Of a model that has none of what only some have; a family's own keys come on top.
 PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False, "post_norms": False, "embed_scale": 1.0,
-         "attention_scale": 0.0, "attention_softcap": 0.0}
+         "attention_scale": 0.0, "attention_softcap": 0.0, "logits_softcap": 0.0}
 LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
 LLAMA_FIELDS = {
     "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
@@ -120,6 +128,10 @@ GELU = ("hidden_activation|hidden_act", {"gelu_pytorch_tanh": "geglu"})
 GEMMA = {**LLAMA, "norm": "rmsnorm_offset"}
 GEMMA_FIELDS = {**LLAMA_FIELDS, "d_head": Field("head_dim", 256), "tie_embeddings": Field("tie_word_embeddings", True),
                 "max_seq_len": Field("max_position_embeddings", 8192), "embed_scale": Field("", "sqrt(d_model)")}
+# Null is no cap; 256 is what the files say that do not say it.
+GEMMA2_FIELDS = {**GEMMA_FIELDS, "attention_scale": Field("query_pre_attn_scalar", 256.0),
+                 "attention_softcap": Field("attn_logit_softcapping", 50.0, 0.0),
+                 "logits_softcap": Field("final_logit_softcapping", 30.0, 0.0)}
 ONE_WAY = {**NO_BIAS, "use_bidirectional_attention": (False,)}
 SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 BUFFERS = (r".*\.rotary_emb\.inv_freq",)
@@ -183,4 +195,7 @@ FAMILIES: Mapping[str, Family] = {
         SILU, {**LLAMA, "qk_norm": True}, needs=NO_BIAS, ignored=BUFFERS, window="last layers"),
     "gemma": Family("GemmaForCausalLM", "model.", LLAMA_ROWS, GEMMA_FIELDS, GELU, GEMMA, needs=ONE_WAY,
                     ignored=BUFFERS),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", "model.", {**LLAMA_ROWS, **POST_NORMS}, GEMMA2_FIELDS, GELU, {**GEMMA, "post_norms": True},
+        needs=ONE_WAY, ignored=BUFFERS, window="every second"),
 }

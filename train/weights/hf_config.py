@@ -196,7 +196,7 @@ FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "sqrt(d_model)": lambda keys: math.sqrt(keys["d_model"]),
 }
 # Our key -> our value of theirs.
-TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: value**-0.5}
+TRANSFORMS: Mapping[str, Callable[[Any], Any]] = {"attention_scale": lambda value: max(value, 1e-30)**-0.5}
 
 
 def _layer_types(reader: _Reader, default: Callable[[int], bool]) -> list[bool]:
