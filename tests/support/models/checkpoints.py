@@ -21,6 +21,8 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", {key: value for key, value in SIZES.items() if key != "head_dim"}),
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {**SIZES, "head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2Config", {**SIZES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.0,
+                                "final_logit_softcapping": 3.0}),
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                             "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}),

@@ -48,6 +48,14 @@ QWEN3 = {
     "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
     "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936}
 
+GEMMA2 = {
+    "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+    "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+    "vocab_size": 256000}
+
 
 def keys(raw, **changes):
     return describe({**raw, **changes}, "config.json").keys
@@ -67,7 +75,11 @@ def test_a_published_config_is_the_shipped_one(raw, shipped, differ):
     (GPT2, {"d_ff": 3072, "n_kv_heads": 12, "tie_embeddings": True, "dropout": 0.1, "mlp": "gelu", "bias": True}),
     (QWEN25, {"qkv_bias": True, "bias": False, "d_head": 64, "max_seq_len": 32768, "qk_norm": False}),
     (QWEN3, {"qk_norm": True, "d_head": 128, "qkv_bias": False, "rope_theta": 1e6}),
-    (MISTRAL_V01, {"max_seq_len": 4096, "d_head": 128})])
+    (MISTRAL_V01, {"max_seq_len": 4096, "d_head": 128}),
+    (GEMMA2, {"mlp": "geglu", "norm": "rmsnorm_offset", "post_norms": True, "tie_embeddings": True, "embed_scale": 48.0,
+              "attention_scale": 1 / 16, "attention_softcap": 50.0, "logits_softcap": 30.0, "max_seq_len": 4096}),
+    ({**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+     {"attention_softcap": 0.0, "logits_softcap": 0.0})])
 def test_published_configs(raw, expected):
     assert {key: value for key, value in keys(raw).items() if key in expected} == expected
 
@@ -115,7 +127,9 @@ def test_both_spellings_of_rotary_positions():
     (SMOLLM2, {"vocab_size": 5.0}, "vocab_size=5.0"), (SMOLLM2, {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
     (SMOLLM2, {"tie_word_embeddings": "yes"}, "true or false"), (QWEN25, {"use_sliding_window": 1}, "False or True"),
     (QWEN25, {"use_sliding_window": True, "layer_types": ["x"] * 24}, "layer_types"),
-    (MISTRAL_V01, {"sliding_window": 0}, "sliding_window=0")])
+    (MISTRAL_V01, {"sliding_window": 0}, "sliding_window=0"),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ({**GEMMA2, "hidden_activation": None}, {"hidden_act": "gelu"}, "hidden_act='gelu'")])
 def test_what_our_model_does_not_compute_is_refused_by_name(raw, changes, why):
     with pytest.raises(UserError) as caught:
         keys(raw, **changes)
@@ -124,6 +138,7 @@ def test_what_our_model_does_not_compute_is_refused_by_name(raw, changes, why):
 
 @pytest.mark.parametrize(("raw", "changes", "window"), [
     (MISTRAL_V01, {}, 4096), (MISTRAL_V01, {"sliding_window": None}, None), (QWEN25, {}, None),
+    (GEMMA2, {}, 4096), (GEMMA2, {"layer_types": ["full_attention"] * 26}, None),
     (QWEN25, {"use_sliding_window": True}, None),  # all 24 layers are below max_window_layers
     (QWEN25, {"use_sliding_window": True, "max_window_layers": 20, "sliding_window": 512}, 512),
     (QWEN25, {"use_sliding_window": True, "layer_types": ["full_attention"] * 24, "max_window_layers": 0}, None)])
