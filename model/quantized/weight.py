@@ -7,6 +7,9 @@ from jax.typing import DTypeLike
 from bytescope.model.placement import Placement
 from bytescope.model.quantized.table import BASES, Matrix, check_blocks, dequantize, quantize_on_device
 
+# The matrices of a block that are quantized, as bitsandbytes has it: all but adapters, norms and biases.
+WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
+
 
 class Quantized(nnx.Module):
     """A weight that is stored as the row `base` of BASES says; each array of that row is an attribute."""
@@ -36,7 +39,7 @@ def quantized(block: nnx.Module, base: str) -> nnx.Module:
         if not isinstance(node, nnx.Module):
             continue
         for name, p in list(vars(node).items()):
-            if name.startswith("w_") and isinstance(p, nnx.Param):
+            if name in WEIGHTS and isinstance(p, nnx.Param):
                 matrix = matrix_of(p)
                 check_blocks(base, name, matrix)
                 setattr(node, name, Quantized(base, matrix, p[...]))

@@ -16,6 +16,7 @@ from bytescope.train.weights.families import Family, Row
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
+from bytescope.train.weights.quantized import as_computed, matrices_of
 
 NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy's name of a dtype -> the format's
 
@@ -75,7 +76,8 @@ def _axis(row: Row) -> int:
 
 class Parameters:
     """The parameters of a run by our dotted path with the number of the layer: those of the checkpoint, and of a run
-    that trains some alone the others, from the folder that it began from.
+    that trains some alone the others, from the folder that it began from. What the run quantized is dequantized: what
+    it trained belongs to those numbers.
 
     Raises:
       UserError: a parameter is in neither.
@@ -83,6 +85,7 @@ class Parameters:
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
         self._run, self._leaves, self._stack = run, {}, ("", np.zeros(0))
+        self._quantized = matrices_of(model, run.config.lora.base)
         stored = {path: self._stored(path) for path in parameters_of(model)}
         if surplus := sorted(set(run.arrays) - set(filter(None, stored.values()))):
             raise UserError(f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
@@ -98,7 +101,8 @@ class Parameters:
     def read(self, path: str) -> np.ndarray:
         """A parameter in our layout, verified. Raises UserError for a damaged checkpoint or folder."""
         if leaf := self._leaves.get(path):
-            return leaf.read()
+            matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
+            return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
         name = self._stored(path)
         if self._stack[0] != name:
             self._stack = ("", np.zeros(0))  # freed before the next one is read

@@ -27,7 +27,7 @@ def matmul_parameters(model: ModelConfig) -> int:
 def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
     """Those of `matmul_parameters` that are not trained; `frozen`: dotted paths of parameters."""
     table = {**_matrices(model), "w_token" if model.tie_embeddings else "w_head": model.d_model * model.vocab_size}
-    names = [path.split(".") for path in frozen]
+    names = [path.removesuffix(".codes").split(".") for path in frozen]  # of quantized ones the codes count, once
     return sum(table.get(keys[-1], 0) * (model.n_layers if keys[0] == "blocks" and model.scan else 1)
                for keys in names)
 

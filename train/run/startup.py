@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from bytescope.memory.text import report as report_text
 from bytescope.memory.text.console import put, safe
 from bytescope.memory.text.layout import Prose
 from bytescope.model.names import NAMES
+from bytescope.model.quantized.table import Matrix
+from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.command import DEFAULT, UNKNOWN, Command
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
@@ -43,12 +45,20 @@ from bytescope.train.weights.start import frozen_params, initial_params
 REPORT, PAGE = "memory.json", "memory.html"
 
 
-def parameters_by_component(params: Any) -> dict[str, int]:
-    """Component (a second column of _COMPONENTS, or "other") -> number of parameters."""
+def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
+    """Component (a second column of _COMPONENTS, or "other") -> number of parameters.
+
+    quantized: the dotted path of each weight that is stored as codes and scales -> its row of BASES, its matrix.
+    """
     counts: dict[str, int] = defaultdict(int)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [str(key.key) for key in path]
-        counts[_component(keys)] += math.prod(leaf.shape)
+        count, (_, matrix) = math.prod(leaf.shape), quantized.get(".".join(keys[:-1]), ("", None))
+        if matrix:
+            inputs, outputs = matrix.sizes
+            layers = leaf.shape[0] if leaf.ndim > 1 + len(matrix.outputs) else 1
+            count = layers * inputs * outputs if keys[-1] == "codes" else 0
+        counts[_component(keys)] += count
     return dict(counts)
 
 
@@ -67,7 +77,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     data: the data source in words, shown of examples. verbose: with the data, parameters by component, and why each
     kernel was chosen.
     """
-    counts = parameters_by_component(program.state.model_params)
+    counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
     model, remat = program.model, program.config.remat
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     total = sum(counts.values())

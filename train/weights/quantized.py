@@ -6,9 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from bytescope.model.quantized.table import Matrix, quantize
+from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.model.placement import HERE
+from bytescope.model.quantized.table import Matrix, dequantize, quantize
+from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.weights.leaves import Leaf
 
 PIECE = 4 * 2**20  # bytes on disk that are read at once
@@ -61,3 +67,19 @@ class QuantizedJob:
             piece = self.leaf.read(index)
             read.append(piece.nbytes)
             yield piece.reshape(inputs, -1)
+
+
+def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
+    """The weights of one layer that `lora.base` quantizes, by their path in it, such as `attention.w_q`."""
+    if base == "bf16":
+        return {}
+    one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1)
+    abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), base=base, rngs=nnx.Rngs(params=0)))
+    return {name.removeprefix("blocks.0."): matrix for name, (_, matrix) in quantized_weights(abstract).items()}
+
+
+def as_computed(leaf: Leaf, base: str, matrix: Matrix) -> np.ndarray:
+    """A leaf quantized and dequantized: the float32 weights that a step over `lora.base` multiplies with."""
+    w = leaf.read()
+    arrays = quantize(base, matrix, [w.reshape(matrix.sizes)])
+    return np.asarray(dequantize(base, matrix, jax.tree.map(jnp.asarray, arrays), jnp.float32, HERE))
