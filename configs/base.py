@@ -63,8 +63,12 @@ def _init() -> ConfigDict:
 
 
 def _lora() -> ConfigDict:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) over frozen weights."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): they alone are trained, all other parameters are frozen."""
     lora = ConfigDict()
+    lora.rank = 0  # rank of the adapters; 0: none, all parameters are trained
+    lora.alpha = 16.0  # what adapters add is multiplied by alpha / rank
+    lora.targets = ("q", "k", "v", "o", "gate", "up", "down")  # matrices of the blocks that have an adapter
+    lora.dropout = 0.0  # rate on what adapters read
     lora.base = "bf16"  # how frozen weights of the blocks are stored: bf16 | nf4 (QLoRA, 4.127 bits) | int8
     return lora
 
@@ -234,5 +238,5 @@ def _train() -> ConfigDict:
 
 
 GROUPS = {"model": _model, "init": _init, "lora": _lora, "loss": _loss, "precision": _precision, "remat": _remat,
-          "data": _data,
-          "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla, "train": _train}
+          "data": _data, "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla,
+          "train": _train}

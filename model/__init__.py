@@ -6,6 +6,7 @@ Shape letters, the same in every file and einsum string:
     L  positions of the queries          G  key/value heads       V  vocabulary
     S  positions of the keys             R  query heads per G     N  layers
     D  model width                       K  width of one head
+    r  rank of adapters
 
 Start with `block.py`, whose forward pass fits one screen; `transformer.py` puts N of them into the model.
 """

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from bytescope.model.adapters import Lora, adapted, add_adapters
 from bytescope.model.attention.kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.config import ModelConfig
@@ -23,7 +24,7 @@ class Attention(nnx.Module):
     """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245); the kernel is a row of KERNELS."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
         D, H, G, K = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
         std, dtype = config.init_std, precision.param
         self.w_q = param(rngs.params(), (D, H, K), ("d_model", "heads", "d_head"), dtype, std=std, contracted=True)
@@ -42,11 +43,13 @@ class Attention(nnx.Module):
             self.norm_q = Norm(config, precision, place, "d_head", ("batch", "length", "heads", None))
             self.norm_k = Norm(config, precision, place, "d_head", ("batch", "length", "kv_heads", None))
 
-    def project(self, x_BLD: jax.Array) -> list[jax.Array]:
+    def project(self, x_BLD: jax.Array, key_B: jax.Array | None) -> list[jax.Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K], in the compute dtype and before rotation."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
         out = []
-        for which, y_BLHK in zip(weights, self._enter(x_BLD, weights)):
+        outs = adapted(self, "bld,dhk->blhk", x_BLD, self._enter(x_BLD, weights), tuple(weights), fold(key_B, 2),
+                       "attn_norm_mask")
+        for which, y_BLHK in zip(weights, outs):
             heads = "heads" if which == "q" else "kv_heads"
             with jax.named_scope(which):
                 if self.config.bias or self.config.qkv_bias:
@@ -58,11 +61,12 @@ class Attention(nnx.Module):
         return enter("bld,dhk->blhk", x_BLD, weights, self.place, again=self.again,
                      matmul=self.precision.matmul, name="attn_norm")
 
-    def inputs(self, x_BLD: jax.Array, packed: Packed | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def inputs(self, x_BLD: jax.Array, packed: Packed | None,
+               key_B: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values as the attention core reads them: as `project` has them, normed and rotated."""
         config = self.config
         with jax.named_scope("qkv"):
-            q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD)
+            q_BLHK, k_BLGK, v_BLGK = self.project(x_BLD, key_B)
         if config.qk_norm:
             with jax.named_scope("qk_norm"):
                 q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
@@ -88,14 +92,15 @@ class Attention(nnx.Module):
                     q_BLHK, k_BLGK, v_BLGK, segments_BL, config=config, key_B=fold(key_B, 0), place=self.place)
             return self.place(context_BLHK, ("batch", "length", "heads", None))
 
-    def output(self, context_BLHK: jax.Array) -> jax.Array:
-        """The output projection, [B, L, D]."""
+    def output(self, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        """The output projection, [B, L, D]; `key_B`: dropout keys, of its adapter alone."""
         config, dtype = self.config, self.precision.compute
         with jax.named_scope("out"):
             # The gradient of every kernel but the naive one reads its own result, so that is kept wide already.
             name = "context" if config.attention == "naive" and not self.place.ring else ""
             y_BLD = leave("blhk,hkd->bld", context_BLHK, self.w_o, self.place, again=self.again,
                           matmul=self.precision.matmul, name=name, out="attn_out")
+            y_BLD, = adapted(self, "blhk,hkd->bld", context_BLHK, (y_BLD,), ("o",), fold(key_B, 3), "context_mask")
             if config.bias:
                 y_BLD = y_BLD + read(self.b_o, dtype, self.place)[None, None]
             return tag(self.place(y_BLD, ("batch", "stream", None)), "attn_out")
@@ -105,7 +110,7 @@ class Mlp(nnx.Module):
     """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]."""
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, False
+        self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
         self.gated, self.activation = MLPS[config.mlp]
         D, F, std, dtype = config.d_model, config.d_ff, config.init_std, precision.param
         if self.gated:
@@ -117,11 +122,13 @@ class Mlp(nnx.Module):
             self.b_up = param(None, (F,), ("d_ff",), dtype)
             self.b_down = param(None, (D,), ("d_model",), dtype)
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None) -> jax.Array:
         dtype, act = self.precision.compute, ACTIVATIONS[self.activation]
         weights = {"up": self.w_up, **({"gate": self.w_gate} if self.gated else {})}
         up_BLF, *gate = enter("bld,df->blf", x_BLD, weights, self.place, again=self.again,
                               matmul=self.precision.matmul, name="mlp_norm")
+        up_BLF, *gate = adapted(self, "bld,df->blf", x_BLD, (up_BLF, *gate), tuple(weights), fold(key_B, 2),
+                                "mlp_norm_mask")
         if self.config.bias:
             up_BLF = up_BLF + read(self.b_up, dtype, self.place)[None, None]
         up_BLF = tag(self.place(up_BLF, ("batch", "length", "d_ff")), "up")
@@ -133,6 +140,7 @@ class Mlp(nnx.Module):
         act_BLF = tag(act_BLF, "act")
         y_BLD = leave("blf,fd->bld", act_BLF, self.w_down, self.place, again=self.again,
                       matmul=self.precision.matmul, name="act", out="mlp_out")
+        y_BLD, = adapted(self, "blf,fd->bld", act_BLF, (y_BLD,), ("down",), fold(key_B, 3), "act_mask")
         if self.config.bias:
             y_BLD = y_BLD + read(self.b_down, dtype, self.place)[None, None]
         return tag(self.place(y_BLD, ("batch", "stream", None)), "mlp_out")
@@ -141,7 +149,8 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *,
+                 lora: Lora | None = None, rngs: nnx.Rngs):
         self.config, self.precision, self.place = config, precision, place
         self.norm_attention = Norm(config, precision, place)
         self.attention = Attention(config, precision, place, rngs=rngs)
@@ -150,10 +159,14 @@ class Block(nnx.Module):
         if config.post_norms:
             self.post_norm_attention = Norm(config, precision, place)
             self.post_norm_mlp = Norm(config, precision, place)
+        if lora:
+            add_adapters(self.attention, lora, precision.param, rngs)
+            add_adapters(self.mlp, lora, precision.param, rngs)
 
-    def _inputs(self, x_BLD: jax.Array, packed: Packed | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _inputs(self, x_BLD: jax.Array, packed: Packed | None,
+                key_B: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         with jax.named_scope("attention"):
-            return self.attention.inputs(tag(self.norm_attention(x_BLD), "attn_norm"), packed)
+            return self.attention.inputs(tag(self.norm_attention(x_BLD), "attn_norm"), packed, fold(key_B, 0))
 
     def _core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,
               packed: Packed | None) -> jax.Array:
@@ -163,13 +176,13 @@ class Block(nnx.Module):
     def _join(self, x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         with jax.named_scope("attention"):
             key_B = fold(key_B, 0)
-            y_BLD = self.attention.output(context_BLHK)
+            y_BLD = self.attention.output(context_BLHK, key_B)
             if self.config.post_norms:
                 y_BLD = self.post_norm_attention(y_BLD)
             return x_BLD + dropout(y_BLD, fold(key_B, 1), self.config.dropout, "attn_out_mask")
 
     def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
-        return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed), key_B, packed), key_B)
+        return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed, key_B), key_B, packed), key_B)
 
     def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         x_BLD = tag(x_BLD, "mid")
@@ -182,7 +195,7 @@ class Block(nnx.Module):
         tiles = count_tiles(x_BLD.shape[1], config.mlp_chunk, self.place.stream_parts)
         post = (self.post_norm_mlp,) if config.post_norms else ()
         if tiles == 1:
-            y_BLD = self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"))
+            y_BLD = self.mlp(tag(self.norm_mlp(x_BLD), "mlp_norm"), key_B)
             for norm in post:
                 y_BLD = norm(y_BLD)
             return x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
@@ -227,7 +240,8 @@ def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array 
     # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
     # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")
-    context_BLHK = read()._core(*wrap(lambda x, packed: read()._inputs(x, packed))(x_BLD, packed), key_B, packed)
+    context_BLHK = read()._core(*wrap(lambda x, packed, key: read()._inputs(x, packed, key))(x_BLD, packed, key_B), key_B,
+                                packed)
 
     def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         block = read()

@@ -242,11 +242,16 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
         own = ("batch", "length", *axes[: x.ndim - 2])
         how = Linear(spec, (axes,), own, own, own, name, (out,), again, matmul)
         y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
-    elif again:
-        y_BLD, = _again((_Product.of(out, spec, p),), place, None, x, (_value(p),))
     else:
-        y_BLD = jnp.einsum(spec, x, read(p, x.dtype, place))
+        y_BLD = multiply(spec, x, p, place, again=again, name=out)
     return _move(y_BLD, place, STREAM, WITHIN)
+
+
+def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, name: str) -> jax.Array:
+    """`einsum(spec, x, p)` in the dtype of `x`, wherever that is; `again` as in `enter`."""
+    if again:
+        return _again((_Product.of(name, spec, p),), place, None, x, (_value(p),))[0]
+    return jnp.einsum(spec, x, read(p, x.dtype, place))
 
 
 ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}

@@ -41,6 +41,17 @@ NAMES = {
     "act_scale": ("BLF", "its scales, one float32 per 128 of the width"),
     "mlp_out": ("BLD", "down projection"),
     "mlp_out_mask": ("BLD", "dropout mask of the MLP branch, one byte per element"),
+    "lora_q": ("BLr", "input of the second half of the adapter of w_q; likewise below"),
+    "lora_k": ("BLr", "of w_k"),
+    "lora_v": ("BLr", "of w_v"),
+    "lora_o": ("BLr", "of w_o"),
+    "lora_gate": ("BLr", "of w_gate"),
+    "lora_up": ("BLr", "of w_up"),
+    "lora_down": ("BLr", "of w_down"),
+    "attn_norm_mask": ("BLD", "dropout mask of what the adapters of q, k and v read, one byte per element"),
+    "context_mask": ("BLHK", "the same for the adapter of o"),
+    "mlp_norm_mask": ("BLD", "the same for the adapters of gate and up"),
+    "act_mask": ("BLF", "the same for the adapter of down"),
     "final_norm": ("BLD", "normed output of the last block, input of the head"),
 }
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from bytescope.model.adapters import Lora
 from bytescope.model.block import CUTS, Block
 from bytescope.model.config import ModelConfig
 from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
@@ -39,13 +40,15 @@ class Transformer(nnx.Module):
       ahead: layers in one turn of the loop over them, so that it can look ahead; of this and `config.unroll` the
         larger counts.
       base: how the weights of the blocks' products are stored, a row of BASES; all but bf16 are frozen.
+      lora: adapters of the blocks, None for none; all other parameters have the same values with them.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
-                 place: Placement = HERE, ahead: int = 1, base: str = "bf16", rngs: nnx.Rngs):
+                 place: Placement = HERE, ahead: int = 1, base: str = "bf16", lora: Lora | None = None,
+                 rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
-        self.ahead = ahead
+        self.ahead, self.lora = ahead, lora
         V, D, dtype = config.vocab_size, config.d_model, precision.param
         pad = config.padded_vocab - V
         self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std, pad=(pad, 0))
@@ -60,7 +63,7 @@ class Transformer(nnx.Module):
 
     def _init_blocks(self, key_N: jax.Array, base: str) -> nnx.Module:
         def block(key: jax.Array) -> Block:
-            made = Block(self.config, self.precision, self.place, rngs=nnx.Rngs(params=key))
+            made = Block(self.config, self.precision, self.place, lora=self.lora, rngs=nnx.Rngs(params=key))
             return quantized(made, base) if BASES[base] else made
 
         if not self.config.scan:
@@ -84,12 +87,17 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: more positions than `max_seq_len`.
         """
-        dropout_key_B = None if self.config.dropout == 0.0 else dropout_key_B
+        dropout_key_B = dropout_key_B if self.drops else None
         packed = self.packed(segments_BL)
         x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
             x_BLD = self._run_blocks(x_BLD, dropout_key_B, packed)
         return self.finish(x_BLD)
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything has dropout."""
+        return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def packed(self, segments_BL: jax.Array | None) -> Packed | None:
         """What `begin` and the blocks read of packed rows; None of rows that are one text each."""

@@ -57,6 +57,7 @@ LEAST = {
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
     "mesh.prefetch": 0, "batch.tokens": 0, "optimizer.base_batch_tokens": 0,
+    "lora.rank": 0,
     "precision.loss_scale_init": 2.0**-14, "precision.loss_scale_growth_every": 1,
 }
 

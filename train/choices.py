@@ -9,6 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
+from bytescope.model.adapters import Lora, is_adapter
 from bytescope.model.attention.kernels import choose_kernel, platform_of
 from bytescope.model.fp8.products import choose_matmul
 from bytescope.model.frozen import freeze, names_of
@@ -26,7 +27,7 @@ from bytescope.train.checks import (
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.trainable import check_frozen, check_quantized, frozen_names
+from bytescope.train.trainable import adapters_of, check_frozen, check_quantized, frozen_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Choices:
     """What a config comes to on some devices, checked: all that a program is assembled from.
 
     `kernel` is the attention kernel and the reason for it, `matmul` likewise how the matrix products of the blocks are
-    computed. `frozen`: dotted paths of the parameters that are not trained.
+    computed. `frozen`: dotted paths of the parameters that are not trained. `lora`: the adapters, None for none.
     """
 
     config: ConfigDict
@@ -46,12 +47,13 @@ class Choices:
     remat: RematPlan
     batch: BatchAlgebra
     frozen: frozenset[str]
+    lora: Lora | None
 
     def transformer(self, rngs: nnx.Rngs, *, place: Layout | None = None,
                     remat: RematPlan | None = None) -> Transformer:
         """The model, with another layout or remat plan where one is given."""
         model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
-                            ahead=self.config.mesh.prefetch, base=self.config.lora.base, rngs=rngs)
+                            ahead=self.config.mesh.prefetch, base=self.config.lora.base, lora=self.lora, rngs=rngs)
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
@@ -88,8 +90,9 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
-    choices = Choices(config, layout, model, precision, kernel, matmul, remat, batch, frozenset())
-    if config.optimizer.freeze:
+    choices = Choices(config, layout, model, precision, kernel, matmul, remat, batch, frozenset(),
+                      adapters_of(config, layout))
+    if choices.lora or config.optimizer.freeze:
         choices = dataclasses.replace(choices, frozen=_frozen(choices))
     if config.lora.base != "bf16":
         check_quantized(choices.abstract(), layout, choices.frozen)
@@ -99,7 +102,10 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
 def _frozen(choices: Choices) -> frozenset[str]:
     """Dotted paths of the parameters that are not trained. Raises ValueError for patterns that do not fit the model."""
     config = choices.config
-    found = frozen_names(names_of(choices.abstract()), tuple(config.optimizer.freeze), choices.precision,
-                         choices.model.scan)
-    check_frozen(config, found)
+    names = names_of(choices.abstract())
+    if choices.lora:
+        found = frozenset(name for name in names if not is_adapter(name))
+    else:
+        found = frozen_names(names, tuple(config.optimizer.freeze), choices.model.scan)
+    check_frozen(config, found, choices.precision)
     return found

@@ -262,7 +262,7 @@ def assemble(choices: Choices) -> Program:
     if config.optimizer.fused_backward:
         check_fused(config, choices.remat, batch, state.params)
         cross_entropy = make_cross_entropy(config, layout, precision, batch.micro, choices.frozen)
-        fused = FusedBackward(graph, cross_entropy, weights, partwise, choices.model.dropout > 0)
+        fused = FusedBackward(graph, cross_entropy, weights, partwise, abstract.drops)
     elif reduces_once(config, layout, batch):
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
         local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro, choices.frozen)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bytescope.model.adapters import TARGETS
+
 
 class Matrix(NamedTuple):
     """How a parameter is a matrix.
@@ -33,6 +35,9 @@ MATRICES = {
     "w_up": _UP, "w_gate": _UP, "w_down": _DOWN,
     "w_token": Matrix(1, 1, (-1,), hidden=False), "w_position": Matrix(1, 1, (-1,), hidden=False),
     "w_head": Matrix(1, 1, (-2,), hidden=False),
+    # Adapters: inputs by rank, rank by outputs.
+    **{f"w_{target}_a": Matrix(inputs, 1, (-1,)) for target, inputs in TARGETS.items()},
+    **{f"w_{target}_b": _PROJECTION if target in ("q", "k", "v") else _UP for target in TARGETS},
 }
 # Vectors of more than one axis: how many of the last axes they have.
 VECTORS = {"b_q": 2, "b_k": 2, "b_v": 2}

@@ -29,16 +29,20 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
     "vocab": ("tensor",),
+    # The rank of adapters, and that of those halves which have no model width.
+    "adapter": (),
+    "adapter_state": (),
     # Where the token table stays sharded along the width, a device looks its rows up for all that share the table.
     "table_batch": BATCH,
     "table_length": ("context",),
     "table_width": (),
 }
 SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
-# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the width: every matrix, table and norm has it. The devices
+# ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the width: every matrix, table and norm has it; of adapters
+# one half has, the other's rank is sharded. The devices
 # that share a sequence share state as well: to gradients they are data-parallel ranks.
 SHARDS = ("fsdp", "context")
-STATE_SHARDED = {"d_model": SHARDS}
+STATE_SHARDED = {"d_model": SHARDS, "adapter_state": SHARDS}
 TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
 
 
