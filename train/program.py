@@ -155,14 +155,24 @@ class Program(Choices):
 
     def init(self) -> TrainState:
         """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
-        def init(seed: jax.Array) -> TrainState:
-            return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer,
-                              self.parts.scaling, self.frozen)
+        return in_turns(self._init, self.state)(self.config.seed)
 
-        return in_turns(init, self.state)(self.config.seed)
+    def _init(self, seed: jax.Array) -> TrainState:
+        return init_state(self.transformer(nnx.Rngs(params=jax.random.key(seed))), self.parts.optimizer,
+                          self.parts.scaling, self.frozen)
 
     def init_around(self, params: Any) -> TrainState:
-        """The initial state with these parameters, which are in their shardings already; nothing is copied."""
+        """The initial state with these parameters, which are in their shardings already; nothing is copied.
+
+        With adapters they are the frozen ones, and the adapters are those of `init`.
+        """
+        if self.lora:
+            def own(seed: jax.Array) -> TrainState:
+                return dataclasses.replace(self._init(seed), frozen=None)
+
+            made = in_turns(own, dataclasses.replace(self.state, frozen=None))(self.config.seed)
+            return dataclasses.replace(made, frozen=params)
+
         def rest() -> TrainState:
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state.params)
             made = state_around(zeros, self.parts.optimizer, self.parts.scaling)

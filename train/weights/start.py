@@ -24,8 +24,11 @@ def fingerprint_of_weights(program: Program) -> str:
 
 
 def initial_params(program: Program, console: Console) -> Any:
-    """The parameters that `init.folder` holds, in their shardings and dtypes; None without one."""
-    return _loaded(program, program.state.model_params, console) if program.config.init.folder else None
+    """The parameters that `init.folder` holds, in their shardings and dtypes; None without one. Adapters are not among
+    them."""
+    if not program.config.init.folder:
+        return None
+    return _loaded(program, program.state.frozen if program.lora else program.state.model_params, console)
 
 
 def frozen_params(program: Program, console: Console) -> Any:
