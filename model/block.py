@@ -240,8 +240,8 @@ def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array 
     # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
     # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")
-    context_BLHK = read()._core(*wrap(lambda x, packed, key: read()._inputs(x, packed, key))(x_BLD, packed, key_B), key_B,
-                                packed)
+    inputs = wrap(lambda x, packed, key: read()._inputs(x, packed, key))(x_BLD, packed, key_B)
+    context_BLHK = read()._core(*inputs, key_B, packed)
 
     def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
         block = read()
