@@ -158,7 +158,7 @@ def test_a_model_of_bytes(tmp_path):
     identity = Identity.of(program.config, program.batch.global_rows, "data")
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
-    model, config = loaded(tmp_path / "out")
+    _, config = loaded(tmp_path / "out")
     assert (config["model_type"], config["eos_token_id"]) == ("llama", 0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in TEXTS:
