@@ -14,7 +14,7 @@ from bytescope.model.attention.kernels import choose_kernel, platform_of
 from bytescope.model.fp8.products import choose_matmul
 from bytescope.model.frozen import freeze, names_of
 from bytescope.model.remat.policies import AUTO
-from bytescope.train.batch import BatchAlgebra
+from bytescope.train.batch import BatchAlgebra, batch_names
 from bytescope.train.checks import (
     check_effort,
     check_offload,
@@ -82,7 +82,8 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     if config.data.seq_len > model.max_seq_len:
         raise ValueError(f"data.seq_len={config.data.seq_len} is longer than model.max_seq_len="
                          f"{model.max_seq_len}: shorten the sequences, or raise model.max_seq_len")
-    kernel = choose_kernel(model, precision, platform_of(devices[0]), config.data.seq_len)
+    kernel = choose_kernel(model, precision, platform_of(devices[0]), config.data.seq_len,
+                           packed="segments" in batch_names(config), head_parts=layout.mesh.shape["tensor"])
     check_effort(config, kernel[0], layout)
     model = dataclasses.replace(model, attention=kernel[0])
     batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)

@@ -103,6 +103,9 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
     if segments_BL is None:
         return tag(place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK), "context")
+    # A mask of all pairs, which becomes a bias of 16 bits and has a gradient of as many in jax 0.10. cuDNN's packed
+    # layout (offsets and lengths) runs from Hopper on; jax has it outside its public functions, with a static number of
+    # segments, each with softmax statistics of a whole row, and in 0.10 with wrong offsets for fewer heads of keys.
     pairs = ("batch", None, None, None)
     same_B1LS = place(_same_segment(segments_BL)[:, None], pairs)
 
@@ -167,11 +170,33 @@ def platform_of(device: jax.Device) -> str:
     return device.platform
 
 
-def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int) -> tuple[str, str]:
+def _mask_bytes(seq_len: int) -> int:
+    """What cuDNN's attention takes for a packed row: the mask as a bias of 16 bits, and in jax 0.10 its gradient."""
+    return 2 * 2 * seq_len ** 2
+
+
+def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
+    """What chunked attention takes for a row of 16-bit queries: sums of the gradients in float32, the blocks of queries
+    and three blocks of scores (within 4 % of what the compiler assigned for H100, 8B and 124M shapes; jax 0.10.2)."""
+    H, G, K = config.n_heads, config.n_kv_heads, config.d_head
+    block = min(config.attention_chunk, seq_len)
+    return (seq_len * K * (4 * (H + 2 * G) + 2 * H) + 3 * 4 * H * block ** 2) // head_parts
+
+
+def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
+    """Of the kernels that run on NVIDIA GPUs the one of less memory for packed rows."""
+    mask, chunked = _mask_bytes(seq_len), _chunked_bytes(config, seq_len, head_parts)
+    sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
+    return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"
+
+
+def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_len: int, *, packed: bool = False,
+                  head_parts: int = 1) -> tuple[str, str]:
     """(kernel, why) for `config.attention`; `auto` takes the one of least memory that can run.
 
     Args:
       platform: `platform_of` where the program will run, not where it is compiled: "cpu", "gpu"/"cuda", "tpu", ...
+      packed: whether rows have segments. head_parts: devices that share the heads.
 
     Raises:
       ValueError: the kernel asked for cannot run there, or does not exist.
@@ -181,8 +206,13 @@ def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_
             raise ValueError(f"model.attention={config.attention!r}: choose one of auto, {', '.join(KERNELS)}")
         if reason := KERNELS[config.attention].refuses(config, precision, platform):
             raise ValueError(f"model.attention={config.attention} cannot run here: {reason}")
+        if config.attention == "cudnn" and packed and seq_len % 2:
+            raise ValueError(f"model.attention=cudnn cannot run here: for packed rows data.seq_len={seq_len} has to be "
+                             "even; make it so, or use chunked")
         return config.attention, "as configured"
     if KERNELS["cudnn"].refuses(config, precision, platform) is None:
+        if packed:
+            return _choose_for_packed(config, seq_len, head_parts)
         return "cudnn", "auto: 16-bit compute on an NVIDIA GPU"
     if reason := KERNELS["chunked"].refuses(config, precision, platform):
         return "naive", f"auto: chunked cannot run here, {reason.split(';')[0]}"

@@ -3,6 +3,7 @@
     python tests/bench/attention.py                              # CPU: naive and chunked, float32
     python tests/bench/attention.py --precision=bf16 --lengths 1024 4096 16384 --heads 32 --groups 8 --width 128
     python tests/bench/attention.py --target=h200 --precision=bf16 --lengths 4096 65536     # compiled only: memory
+    python tests/bench/attention.py --target=rtx4090 --precision=bf16 --lengths 2048 8192 --examples=4    # packed rows
     python tests/bench/attention.py --assert                     # exit 1 unless memory is linear and time is kept
 
 The kernels of model.attention.kernels.KERNELS on the same --tokens a call, cut into sequences of each length, in turn.
@@ -29,6 +30,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import limit_bytes
 from bytescope.model import PRECISIONS, ModelConfig
 from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.placement import HERE
 
 LINEAR, TIME = 1.15, 1.25  # memory by tokens from the shortest to the longest; time of the leanest by the quickest
 PRODUCTS = 6
@@ -70,8 +72,12 @@ def compile_side(kernel: str, length: int, asked: argparse.Namespace, target: ta
         return Side(kernel, length, refused=reason.split(";")[0])
 
     def run(q_BLHK, k_BLGK, v_BLGK, d_context_BLHK):
-        context_BLHK, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, config=model, key_B=None),
-                                     q_BLHK, k_BLGK, v_BLGK)
+        segments_BL = None
+        if asked.examples:
+            place_BL = jax.lax.broadcasted_iota(jnp.int32, q_BLHK.shape[:2], 1)
+            segments_BL = 1 + place_BL * asked.examples // length
+        context_BLHK, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=model, key_B=None,
+                                                                         place=HERE), q_BLHK, k_BLGK, v_BLGK)
         return context_BLHK, *pull(d_context_BLHK)
 
     sharding = jax.sharding.SingleDeviceSharding(target.devices()[0])
@@ -132,6 +138,7 @@ def options() -> argparse.Namespace:
     flags.add_argument("--groups", type=int, default=4, help="key/value heads (default %(default)s)")
     flags.add_argument("--width", type=int, default=64, help="of a head (default %(default)s)")
     flags.add_argument("--chunk", type=int, default=512, help="model.attention_chunk (default %(default)s)")
+    flags.add_argument("--examples", type=int, default=0, help="packed in a sequence; 0: one text (default 0)")
     flags.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     flags.add_argument("--precision", choices=list(PRECISIONS), default="fp32")
     flags.add_argument("--target", default="local", help="another than local is compiled for, not run")
@@ -156,8 +163,10 @@ def main() -> int:
     for side in sides:
         if side.name in samples:
             first.setdefault(side.length, side.name)
-    return finish(f"causal attention with gradients, {asked.precision}, {asked.tokens:,} tokens, {asked.heads} heads "
-                  f"({asked.groups} of keys) of {asked.width}; {target.kind}, jax {jax.__version__}",
+    packed = f"{asked.examples} examples a sequence, " if asked.examples else ""
+    return finish(f"causal attention with gradients, {packed}{asked.precision}, {asked.tokens:,} tokens, "
+                  f"{asked.heads} heads ({asked.groups} of keys) of {asked.width}; {target.kind}, "
+                  f"jax {jax.__version__}",
                   [row(side, samples, first, asked) for side in sides], checks_of(sides, samples, asked),
                   {"versions": versions(), "sides": {side.name: {
                       "bytes": side.bytes, "refused": side.refused,

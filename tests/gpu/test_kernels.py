@@ -1,4 +1,4 @@
-"""On a card: cuDNN attention equals the plain kernel, and a deterministic run repeats bit for bit.
+"""On a card: cuDNN attention equals the plain kernel, packed rows too, and a deterministic run repeats bit for bit.
 
     python -m pytest tests/gpu/test_kernels.py
 """
@@ -39,6 +39,34 @@ def test_cudnn_equals_naive_in_values_and_gradients(heads, groups, width):
     for one, other in zip(jax.jit(run, static_argnums=0)("cudnn"), jax.jit(run, static_argnums=0)("naive")):
         one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
         assert np.abs(one - other).max() <= 0.03 * np.abs(other).max()
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(8, 8, 64), (8, 2, 128)])
+def test_cudnn_computes_packed_examples_as_if_each_were_alone(heads, groups, width):
+    lengths, length = (200, 1, 215), 512  # 96 of padding
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, length, heads, width), (2, length, groups, width), (2, length, groups, width),
+              (2, length, heads, width)]
+    ends = np.cumsum(lengths)
+    q, k, v, weight = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
+    weight = weight.at[:, ends[-1]:].set(0)
+    segments = np.repeat(np.r_[1:len(lengths) + 1, 0], [*lengths, length - ends[-1]]).astype(np.int32)
+    config = ModelConfig.from_dict({**base.get_config().model.to_dict(), "d_head": width})
+
+    def run(kernel, segments_BL, q, k, v, weight):
+        value, pull = jax.vjp(lambda q, k, v: KERNELS[kernel].run(q, k, v, segments_BL, config=config, key_B=None,
+                                                                  place=HERE), q, k, v)
+        return value, *pull(weight)
+
+    packed = jax.jit(run, static_argnums=0)("cudnn", jnp.tile(segments, (2, 1)), q, k, v, weight)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in packed)
+    for gradient in packed[1:]:
+        assert not np.any(np.asarray(gradient[:, ends[-1]:], np.float32))
+    for start, end in zip((0, *ends[:-1]), ends):
+        alone = run("naive", None, *(x[:, start:end].astype(jnp.float32) for x in (q, k, v, weight)))
+        for one, other in zip(packed, alone):
+            one = np.asarray(one[:, start:end], np.float32)
+            assert np.abs(one - other).max() <= 0.03 * np.abs(other).max() + 1e-3
 
 
 def test_a_deterministic_run_repeats_bit_for_bit(tmp_path):

@@ -1,5 +1,6 @@
 """Attention kernels: equal to a plain reference in values and gradients, linear memory, honest refusals."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -94,6 +95,25 @@ def test_masked_blocks_cost_nothing():
 def test_auto_takes_the_leanest_that_runs_and_says_why(platform, preset, length, changes, kernel):
     chosen, why = choose_kernel(config(**changes), PRECISIONS[preset], platform, length)
     assert chosen == kernel and why.startswith("auto: ")
+
+
+LLAMA_8B = {"n_heads": 32, "n_kv_heads": 8, "d_head": 128, "attention_chunk": 512}
+
+
+@pytest.mark.parametrize(("length", "changes", "parts", "kernel", "sizes"), [
+    (8192, LLAMA_8B, 1, "cudnn", "256 MiB.*352 MiB"), (8192, LLAMA_8B, 2, "chunked", "256 MiB.*176 MiB"),
+    (16384, LLAMA_8B, 1, "chunked", "1,024 MiB.*608 MiB"), (33, LLAMA_8B, 1, "chunked", "0 MiB"),
+    (8192, {"n_heads": 12, "n_kv_heads": 12, "d_head": 64, "attention_chunk": 512}, 1, "chunked", "256 MiB.*120 MiB")])
+def test_auto_weighs_the_mask_of_packed_rows_against_blocks(length, changes, parts, kernel, sizes):
+    chosen, why = choose_kernel(config(**changes), PRECISIONS["bf16"], "gpu", length, packed=True, head_parts=parts)
+    assert chosen == kernel and re.search(f"packed rows.*{sizes}", why)
+
+
+def test_cudnn_takes_packed_rows_of_an_even_length_alone():
+    asked = config(**LLAMA_8B, attention="cudnn")
+    assert choose_kernel(asked, PRECISIONS["bf16"], "gpu", 8192, packed=True)[0] == "cudnn"
+    with pytest.raises(ValueError, match="data.seq_len=33 has to be even"):
+        choose_kernel(asked, PRECISIONS["bf16"], "gpu", 33, packed=True)
 
 
 def test_cudnn_is_told_the_scale(monkeypatch):
