@@ -105,7 +105,7 @@ def check_quantized(model: Transformer, layout: Layout, frozen: Collection[str])
     strategy = layout.strategy
     for name, (base, matrix) in quantized_weights(model).items():
         if f"{name}.codes" not in frozen:
-            raise ValueError(f"lora.base={base} with trained {name}: quantized weights are frozen; set "
-                             "optimizer.freeze=blocks.*.w_*, or lora.base=bf16")
+            raise ValueError(f"lora.base={base} with trained {name}: quantized weights are frozen; set lora.rank=16 "
+                             "for adapters, or lora.base=bf16")
         over = layout.mesh_axes(matrix.axes[0], state=strategy.by_layer or strategy.gradients)
         check_blocks(base, name, matrix, math.prod(layout.mesh.shape[axis] for axis in over))

@@ -14,7 +14,7 @@ from support.toy import first_state, run_losses, small_program
 
 STEPS = 3
 SHAPE = {"model.d_model": 128, "model.d_head": 32, "model.d_ff": 128, "model.n_layers": 2,
-         "optimizer.freeze": "blocks.*.w_*"}
+         "lora.rank": 4}
 QUANTIZED = [base for base, row in BASES.items() if row]
 
 
@@ -83,7 +83,7 @@ def test_no_policy_keeps_what_is_dequantized(overrides):
     (1, {"model.d_model": 96}, "the 96 inputs of w_[a-z]+ are not whole blocks of 64: change the size"),
     (8, {"mesh.fsdp": 8, "batch.micro": 1}, "the 128 inputs of blocks.attention.w_k .* on each of 8 devices: change"),
     (2, {"mesh.tensor": 2, "model.d_ff": 192}, "the 192 inputs of blocks.mlp.w_down .* on each of 2 devices"),
-    (1, {"optimizer.freeze": "blocks.attention.w_*"}, "lora.base=nf4 with trained blocks.mlp.w_down"),
+    (1, {"lora.rank": 0, "optimizer.freeze": "blocks.attention.w_*"}, "=nf4 with trained blocks.mlp.w_down: "),
     (1, {"lora.base": "nf5"}, "lora.base='nf5': did you mean nf4")], ids=str)
 def test_what_cannot_be_quantized_is_refused(devices, overrides, message):
     with pytest.raises(ValueError, match=message):
