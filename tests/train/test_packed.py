@@ -8,7 +8,9 @@ import pytest
 
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.feed import calls
-from support.toy import first_state, small_program
+from bytescope.train.program import build
+from support.described import described
+from support.toy import first_state, small_config, small_program
 
 LENGTH, ROWS = 32, 8
 PACKED = {"data.format": "pairs", "model.n_layers": 2, "batch.micro": ROWS}
@@ -93,6 +95,20 @@ def test_rows_of_one_text_or_one_example_have_no_segments():
     for changes in ({}, {"data.format": "chat", "data.packing": False}):
         program = small_program(changes)
         assert list(program.batch_shapes) == ["inputs", "targets"] == list(program.eval_shapes)
+
+
+def test_the_gradient_is_traced_with_segments():
+    """For checkpoint names that a config asks for, and for those that a report lists."""
+    program = small_program({**PACKED, "remat.policy": "custom", "remat.save": "q_rot,v"})
+    assert "segments" in str(program.trace_gradient().jaxpr.debug_info.arg_names)
+
+
+def test_cudnn_has_one_mask_for_all_layers_and_each_device_that_of_its_rows():
+    changes = {"precision.preset": "bf16", "model.attention": "cudnn", "data.seq_len": 64, "batch.micro": 3,
+               "mesh.fsdp": 2, "mesh.tensor": 2, "model.n_layers": 5, "remat.policy": "selective"}
+    program = build(small_config({**PACKED, **changes}), described("h100:4"))
+    masks = re.findall(r"(\w+)\[([\d,]+),64,64\]", program.compile().as_text())
+    assert ("bf16", "3,1") in masks and {rows for _, rows in masks} <= {"3,1", "3"}
 
 
 @pytest.mark.parametrize("changes", [
