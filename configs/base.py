@@ -43,6 +43,8 @@ def _model() -> ConfigDict:
     model.embed_scale = 1.0  # factor of the token embedding, rounded to the compute dtype; Gemma: sqrt(d_model)
     model.rope_theta = 10_000.0  # base of the rotary frequencies
     model.rope_scaling = ()  # Llama 3.1: (factor, low_freq_factor, high_freq_factor, original_positions); (): none
+    model.rope_local_theta = 0.0  # Gemma 3: base of local layers, without rope_scaling; 0: rope_theta in all layers
+    model.global_every = 0  # with it: each so manieth layer is global, with rope_theta, and all others are local
     model.init_std = 0.02  # standard deviation of the initial weights
     model.scan = True  # one compiled block looped over stacked parameters; False: every layer compiled on its own
     model.unroll = 1  # layers per iteration of that loop; divides the layers of each remat.layers range, or is all

@@ -5,18 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from bytescope.model.adapters import Lora, adapted, add_adapters
 from bytescope.model.attention.kernels import KERNELS, scoring_of
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.config import ModelConfig
-from bytescope.model.layers import ACTIVATIONS, MLPS, dropout, enter, fold, leave, param, read, rope_frequencies, rotate
+from bytescope.model.layers import ACTIVATIONS, MLPS, dropout, enter, fold, leave, param, read
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision
 from bytescope.model.remat.tile import count_tiles, tiled
+from bytescope.model.rotary import rope_frequencies, rotate, rotate_by_layer
 from bytescope.model.segments import Packed
 
 
@@ -25,6 +27,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
+        self.layer = None  # its number, from 0; see Block.set
         D, H, G, K = config.d_model, config.n_heads, config.n_kv_heads, config.d_head
         std, dtype = config.init_std, precision.param
         self.w_q = param(rngs.params(), (D, H, K), ("d_model", "heads", "d_head"), dtype, std=std, contracted=True)
@@ -72,11 +75,20 @@ class Attention(nnx.Module):
                 q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
         if config.position == "rope":
             with jax.named_scope("rope"):
-                frequency = rope_frequencies(config.d_head, config.rope_theta, config.rope_scaling)
+                turn, frequency = self._rotation()
                 positions = self.place.positions(x_BLD.shape[1]) if packed is None else packed.positions_BL
-                q_BLHK = rotate(q_BLHK, positions, frequency)
-                k_BLGK = rotate(k_BLGK, positions, frequency)
+                q_BLHK = turn(q_BLHK, positions, frequency)
+                k_BLGK = turn(k_BLGK, positions, frequency)
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
+
+    def _rotation(self) -> tuple[Callable[..., jax.Array], jax.Array]:
+        """How this layer rotates, and the frequencies."""
+        config = self.config
+        frequency = rope_frequencies(config.d_head, config.rope_theta, config.rope_scaling)
+        if not config.rope_local_theta:
+            return rotate, frequency
+        local = rope_frequencies(config.d_head, config.rope_local_theta, ())
+        return rotate_by_layer, jnp.where(config.is_global(self.layer), frequency, local)
 
     def core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,
              packed: Packed | None) -> jax.Array:
@@ -211,9 +223,11 @@ class Block(nnx.Module):
         # The mask is drawn for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
-    def gather_again(self, again: bool) -> "Block":
-        """This block, set to gather its parameters again in the backward pass or not (`again` of `layers.enter`)."""
+    def set(self, layer: jax.Array | int, again: bool) -> "Block":
+        """This block as the layer of this number, from 0, set to gather its parameters again in the backward pass or
+        not (`again` of `layers.enter`)."""
         self.attention.again = self.mlp.again = again
+        self.attention.layer = layer
         return self
 
     def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None) -> jax.Array:

@@ -35,6 +35,8 @@ class ModelConfig:
     rope_theta: float
     # (factor, low_frequency_factor, high_frequency_factor, original_positions); () for none.
     rope_scaling: tuple[float, ...]
+    rope_local_theta: float
+    global_every: int
     bias: bool
     qkv_bias: bool
     qk_norm: bool
@@ -63,6 +65,10 @@ class ModelConfig:
             raise ValueError(f"config.model and ModelConfig disagree on: {odd}")
         return cls(**{**values, "rope_scaling": tuple(values["rope_scaling"])})
 
+    def is_global(self, layer: Any) -> Any:
+        """Whether a layer, by its number from 0, rotates by `rope_theta`: the last of each `global_every`."""
+        return (layer + 1) % self.global_every == 0
+
     @property
     def padded_vocab(self) -> int:
         """Rows of the token table: the vocabulary, rounded up to `vocab_multiple`."""
@@ -86,6 +92,13 @@ class ModelConfig:
         if self.position == "rope" and self.d_head % 2:
             raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an "
                              "even width")
+        local = f"model.rope_local_theta={self.rope_local_theta} with"
+        if bool(self.rope_local_theta) != bool(self.global_every):
+            raise ValueError(f"{local} model.global_every={self.global_every}: one is the base of local layers, the "
+                             "other says which are not local; give both, or 0 for both")
+        if self.rope_local_theta and self.position != "rope":
+            raise ValueError(f"{local} model.position={self.position}: it is a base of rotary positions; set "
+                             "model.position=rope, or it and model.global_every to 0")
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
         if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 4):
             raise ValueError(

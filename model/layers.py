@@ -1,7 +1,6 @@
-"""Parameters on their way into products, rotary positions, activations, dropout; tables where there is a choice."""
+"""Parameters on their way into products, activations, dropout; tables where there is a choice."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -259,34 +258,6 @@ ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approxima
 # arXiv 1606.08415); SwiGLU, and GeGLU with the tanh form as in Gemma, after Shazeer 2020 (arXiv 2002.05202)
 MLPS = {"gelu": (False, "gelu"), "gelu_exact": (False, "gelu_exact"), "swiglu": (True, "silu"), "geglu": (True, "gelu")}
 POSITIONS = ("learned", "rope", "none")
-
-
-def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
-    """Angle per position of each pair, [d_head / 2] float32 (Su et al. 2021, arXiv 2104.09864).
-
-    `scaling` is Llama 3.1's: wavelengths above original/low are stretched by `factor`, below
-    original/high they are kept, and those between are blended (Grattafiori et al. 2024, arXiv 2407.21783).
-    """
-    frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
-    if not scaling:
-        return frequency
-    factor, low, high, original = scaling
-    rotations = original * frequency / (2 * math.pi)  # of a pair, within the original length
-    blend = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
-    return frequency * (blend + (1 - blend) / factor)
-
-
-def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
-    """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype.
-
-    positions: int32 [L], or [B, L] where rows differ.
-    """
-    positions = positions.astype(jnp.float32)
-    positions = positions[None, :, None, None] if positions.ndim == 1 else positions[:, :, None, None]
-    angle = positions * frequency[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:

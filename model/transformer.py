@@ -186,7 +186,7 @@ class Transformer(nnx.Module):
                 own = state
                 if whole_N is not None:
                     own = jax.tree.map(partial(_of_stack, layer), state, whole_N)
-                return nnx.merge(graph, own).gather_again(policy.saveable is None)
+                return nnx.merge(graph, own).set(layer, again=policy.saveable is None)
 
             return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer), packed)
 

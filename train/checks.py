@@ -53,7 +53,7 @@ LEAST = {
     "train.checkpoint_every": 0, "train.sample_tokens": 0, "train.sample_temperature": 0.0,
     "train.stall_timeout": 0.0, "data.skip_bad": 0,
     "model.norm_eps": 0.0, "model.attention_scale": 0.0, "model.attention_softcap": 0.0,
-    "model.logits_softcap": 0.0,
+    "model.logits_softcap": 0.0, "model.rope_local_theta": 0.0, "model.global_every": 0,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
     "mesh.prefetch": 0, "batch.tokens": 0, "optimizer.base_batch_tokens": 0,

@@ -19,6 +19,8 @@ FAMILIES = {
     "gemma2": {"model.attention_scale": 0.25, "model.attention_softcap": 1.5, "model.norm": "rmsnorm_offset",
                "model.post_norms": True, "model.mlp": "geglu", "model.embed_scale": 32 ** 0.5,
                "model.tie_embeddings": True, "model.logits_softcap": 3.0},
+    "gemma3": {"model.qk_norm": True, "model.norm": "rmsnorm_offset", "model.rope_local_theta": 100.0,
+               "model.global_every": 2, "model.rope_scaling": "(8.0, 1e9, 2e9, 1.0)"},
 }
 SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
 
@@ -43,19 +45,22 @@ def bent(x, cap):
     return cap * (1 - 2 / (jnp.exp(2 * x / cap) + 1)) if cap else x
 
 
-def turned(x_BLHK, base):
+def turned(x_BLHK, m, layer):
     """Rotary positions by complex numbers: component i and i + K/2 are one number."""
     L, K = x_BLHK.shape[1], x_BLHK.shape[3]
-    angle_LK = np.arange(L)[:, None] * base ** (-np.arange(0, K, 2) / K)
+    local = m.global_every and (layer + 1) % m.global_every
+    base, slower = (m.rope_local_theta, 1) if local else (m.rope_theta, m.rope_scaling[0] if m.rope_scaling else 1)
+    angle_LK = np.arange(L)[:, None] / slower * base ** (-np.arange(0, K, 2) / K)
     z = (x_BLHK[..., : K // 2] + 1j * x_BLHK[..., K // 2:]) * np.exp(1j * angle_LK)[None, :, None]
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def plain_attention(p, x, m):
+def plain_attention(p, x, m, layer):
     q, k, v = (jnp.einsum("bld,dhk->blhk", x, p[f"w_{name}"]) + p.get(f"b_{name}", 0.0) for name in "qkv")
     if m.qk_norm:
-        q, k = rms(q, p["norm_q"]["scale"], m.norm_eps), rms(k, p["norm_k"]["scale"], m.norm_eps)
-    q, k = turned(q, m.rope_theta), turned(k, m.rope_theta)
+        q, k = (rms(y, p[name]["scale"] + (m.norm == "rmsnorm_offset"), m.norm_eps)
+                for y, name in ((q, "norm_q"), (k, "norm_k")))
+    q, k = turned(q, m, layer), turned(k, m, layer)
     k, v = (jnp.repeat(y, m.n_heads // m.n_kv_heads, 2) for y in (k, v))
     scores = jnp.einsum("blhk,bshk->bhls", q, k) * (m.attention_scale or 1 / np.sqrt(m.d_head))
     scores = bent(scores, m.attention_softcap)
@@ -71,7 +76,7 @@ def plain_logits(params, tokens, m):
     x = params["w_token"][tokens] * m.embed_scale
     for layer in range(m.n_layers):
         p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-        y = plain_attention(p["attention"], norm(p["norm_attention"], x), m)
+        y = plain_attention(p["attention"], norm(p["norm_attention"], x), m, layer)
         x = x + (norm(p["post_norm_attention"], y) if m.post_norms else y)
         y = norm(p["norm_mlp"], x)
         y = (GATES[m.mlp](y @ p["mlp"]["w_gate"]) * (y @ p["mlp"]["w_up"])) @ p["mlp"]["w_down"]
@@ -148,7 +153,8 @@ WAYS = {
 @pytest.mark.parametrize(("family", "way"), [
     ("qwen", "naive"), ("qwen", "chunked"), ("qwen", "unrolled"), ("qwen", "sharded"),
     ("gemma2", "naive"), ("gemma2", "chunked"), ("gemma2", "sharded"),
-    ("gemma2", "unrolled"), ("gemma2", "tiles")])
+    ("gemma2", "unrolled"), ("gemma2", "tiles"),
+    ("gemma3", "naive"), ("gemma3", "chunked"), ("gemma3", "unrolled"), ("gemma3", "sharded")])
 def test_loss_and_gradients_are_those_of_the_plain_formulas(family, way, plain):
     (loss, grads), (wanted, wanted_grads) = found(family, WAYS[way], 8 if way == "sharded" else 1), plain(family)
     assert_same((loss, grads), (wanted, by_layer(wanted_grads) if way == "unrolled" else wanted_grads))
@@ -169,7 +175,15 @@ def test_the_scale_of_an_embedding_is_rounded_to_the_dtype_that_is_computed_in()
     model = program.transformer(nnx.Rngs(params=0))
     tokens_BL = jnp.arange(6)[None]
     one = model.w_token[...][tokens_BL].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(model.begin(tokens_BL, None), one * jnp.bfloat16(55.5))
+    np.testing.assert_array_equal(model.begin(tokens_BL, None, None), one * jnp.bfloat16(55.5))
+
+
+def test_no_sines_are_kept_of_every_layer():
+    """Though they depend on the layer: the rotation back makes them again."""
+    program = small_program({**SHAPE, **FAMILIES["gemma3"], "remat.policy": "none"})
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(program.parts.loss))(program.state.params, program.batch_shapes, None)
+    assert "f32[1,16,1,4]" in str(jaxpr) and "f32[3,4]" in str(jaxpr)  # angles of a layer, frequencies of all
+    assert "f32[3,1,16,1,4]" not in str(jaxpr)
 
 
 def test_logits_that_are_sampled_from_are_those_of_the_loss():

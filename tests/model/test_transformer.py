@@ -12,9 +12,9 @@ from flax import nnx
 
 from bytescope.configs import base, gpt2_small, gpt3_175b, llama_1b, llama_8b, llama_405b
 from bytescope.model import PRECISIONS, ModelConfig, RematPlan, Transformer
-from bytescope.model.layers import rope_frequencies, rotate
 from bytescope.model.names import NAMES, tag
 from bytescope.model.remat.policies import QUANTIZED
+from bytescope.model.rotary import rope_frequencies, rotate
 from bytescope.model.transformer import logical_axes
 
 SMALL = {"d_model": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "d_head": 8, "d_ff": 48, "vocab_size": 50,
@@ -143,7 +143,10 @@ def test_bf16_compute_keeps_fp32_masters_norms_and_logits():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"n_kv_heads": 3}, "n_heads=4 is not a multiple"), ({"d_model": 0}, "d_model=0"),
-    ({"dropout": 1.0}, "dropout=1.0"), ({"d_head": 7}, "d_head=7 is odd"), ({"rope_scaling": (1.0,)}, "rope_scaling")])
+    ({"dropout": 1.0}, "dropout=1.0"), ({"d_head": 7}, "d_head=7 is odd"), ({"rope_scaling": (1.0,)}, "rope_scaling"),
+    ({"rope_local_theta": 100.0}, "rope_local_theta=100.0 with model.global_every=0: one is"),
+    ({"global_every": 6}, "rope_local_theta=0.0 with model.global_every=6: one is"),
+    ({"rope_local_theta": 100.0, "global_every": 6, "position": "learned"}, "with model.position=learned")])
 def test_sizes_that_cannot_be_built(change, message):
     with pytest.raises(ValueError, match=message):
         small(**change)

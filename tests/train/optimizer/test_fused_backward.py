@@ -47,6 +47,12 @@ def test_losses_are_the_same_on_every_mesh(strategy):
     np.testing.assert_array_equal(losses({**mesh, **FUSED}, 4), losses(mesh, 4))
 
 
+def test_a_layer_knows_its_number():
+    """By which it rotates, forward and backward."""
+    overrides = {"model.rope_local_theta": 10.0, "model.global_every": 2, "model.qk_norm": True}
+    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "adafactor"])
 def test_rows_of_the_optimizer_table(name):
     assert name in OPTIMIZERS

@@ -1,0 +1,49 @@
+"""Rotary positions: the frequencies of a head's pairs, and the rotation of queries and keys."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
+    """Angle per position of each pair, [d_head / 2] float32 (Su et al. 2021, arXiv 2104.09864).
+
+    `scaling` is Llama 3.1's: wavelengths above original/low are stretched by `factor`, below
+    original/high they are kept, and those between are blended (Grattafiori et al. 2024, arXiv 2407.21783).
+    """
+    frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
+    if not scaling:
+        return frequency
+    factor, low, high, original = scaling
+    rotations = original * frequency / (2 * math.pi)  # of a pair, within the original length
+    blend = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return frequency * (blend + (1 - blend) / factor)
+
+
+def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
+    """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype.
+
+    positions: int32 [L], or [B, L] where rows differ.
+    """
+    positions = positions.astype(jnp.float32)
+    positions = positions[None, :, None, None] if positions.ndim == 1 else positions[:, :, None, None]
+    angle = positions * frequency[None, None, None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)
+
+
+@jax.custom_vjp
+def rotate_by_layer(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
+    """`rotate` by frequencies that depend on the layer, to which there is no gradient.
+
+    What it keeps of a layer for its gradient are these, not the sines and cosines of all positions.
+    """
+    return rotate(x_BLHK, positions, frequency)
+
+
+# The transpose of a rotation is the rotation back.
+rotate_by_layer.defvjp(
+    lambda x_BLHK, positions, frequency: (rotate(x_BLHK, positions, frequency), (positions, frequency)),
+    lambda kept, d_BLHK: (rotate(d_BLHK, kept[0], -kept[1]), None, None))
