@@ -1,4 +1,4 @@
-"""The walk of the READMEs: a folder of transformers in, a few updates on chats, a folder out, the same in transformers."""
+"""The walk of the READMEs: a folder of transformers in, updates on chats, a folder out, the same in transformers."""
 
 import json
 
@@ -46,7 +46,8 @@ def test_a_folder_in_and_a_folder_out(tmp_path, monkeypatch, capsys):
         override(config, key, str(SETTINGS[key]))
     program = build(config, jax.devices()[:1])
     params = load_params(Folder.open("out"), program.model, program.state.params)
-    ours = jax.jit(lambda params, tokens_BL: nnx.merge(program.graph, params)(tokens_BL))(params, tokens.astype(np.int32))
+    model = jax.jit(lambda params, tokens_BL: nnx.merge(program.graph, params)(tokens_BL))
+    ours = model(params, tokens.astype(np.int32))
     np.testing.assert_allclose(ours, logits["out"], rtol=0, atol=5e-5)
     assert all(np.abs(logits["out"] - logits[name]).max() > 0.01 for name in ("folder", "before"))
     last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]

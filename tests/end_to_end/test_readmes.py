@@ -154,7 +154,8 @@ def test_the_front_page_names_every_command():
     named = re.findall(r"`(?:bytescope )?(\w+)`", table)
     assert sorted(named) == sorted(name for names in cli.GROUPS.values() for name in names)
     # The set-up lines and the first report are among what test_every_command_parses reads.
-    assert commands(text) == [["train"], ["report", "llama_8b", "h100:8"]]
+    assert [words[0] for words in commands(text)] == ["train", "report", "train", "export"]
+    assert commands(text)[1] == ["report", "llama_8b", "h100:8"]
 
 
 @pytest.mark.parametrize("page", READMES, ids=relative)

@@ -86,6 +86,9 @@ def export(args: argparse.Namespace) -> None:
 
     _refuse_used(args.out, args.force)
     run = SavedRun.open(args.run, args.step)
+    origin = os.path.expanduser(run.config.init.folder)
+    if origin and os.path.realpath(origin) == os.path.realpath(args.out):
+        raise UserError(f"{args.out} is the folder that the run began from: give another one")
     partial = args.out.with_name(f".{args.out.name}.partial")  # of one that was killed, too
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -151,8 +154,12 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int) -> lis
             tell(tensor.nbytes)
     files.sync()
     count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)
-    return [f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
-            f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}", f"text       {text.note}"]
+    lines = [f"model      {raw['architectures'][0]}, {parameters_count:,} parameters, {_most(planned)}",
+             f"weights    {human(files.nbytes)} in {count} file{'s' if count > 1 else ''}", f"text       {text.note}"]
+    if run.config.init.folder and folder is None:
+        lines.append(f"note       {run.config.init.folder}, which the run began from, is not here: config.json is "
+                     "made of config.model, and dtypes are those of the run")
+    return lines
 
 
 def _origin(run: SavedRun) -> Folder | None:

