@@ -62,7 +62,7 @@ def test_policies_meshes_and_accumulation_change_nothing(devices, overrides, exp
     np.testing.assert_allclose(run_losses(program("nf4", devices, **overrides), STEPS), expected["nf4"], rtol=2e-6)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"remat.policy": "minimal"}, {"remat.policy": "dots"},
+@pytest.mark.parametrize("overrides", [{"remat.policy": "none"}, {"remat.policy": "minimal"}, {"remat.policy": "dots"},
                                        {"remat.policy": "none", "model.scan": "false"}], ids=str)
 def test_no_policy_keeps_what_is_dequantized(overrides):
     """Nothing that the forward pass gives to the backward pass has the elements of a weight, in any of its shapes."""
