@@ -23,6 +23,10 @@ BATCH_TOKENS = "batch.tokens"
 
 DATA_SEQ_LEN = "data.seq_len"
 
+LORA_BASE = "lora.base"
+LORA_RANK = "lora.rank"
+LORA_TARGETS = "lora.targets"
+
 LOSS_CHUNK = "loss.chunk"
 LOSS_KIND = "loss.kind"
 
@@ -57,6 +61,7 @@ OFFLOAD_PARAMS = "offload.params"
 
 OPTIMIZER_CLIP = "optimizer.clip"
 OPTIMIZER_CLIP_NORM = "optimizer.clip_norm"
+OPTIMIZER_FREEZE = "optimizer.freeze"
 OPTIMIZER_FUSED_BACKWARD = "optimizer.fused_backward"
 OPTIMIZER_NAME = "optimizer.name"
 

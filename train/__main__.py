@@ -20,7 +20,7 @@ exit codes: 0 done, 2 mistake, 3 does not fit, 4 non-finite loss, 5 process lost
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
-    from bytescope.memory.commands.arguments import Parser, add_rates, user_path
+    from bytescope.memory.commands.arguments import Parser, add_lora, add_rates, user_path
     from bytescope.train.parallel.processes import add_flags
 
     parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
@@ -34,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--extend", action="store_true", help="continue past the planned steps")
     parser.add_argument("--fit", action="store_true", help="train the configuration that bytescope fit finds")
     parser.add_argument("--budget", metavar="SIZE", help="with --fit: bytes per device, such as 72GiB")
+    add_lora(parser)
     parser.add_argument("--profile", metavar="STEPS", help="trace 3 updates, or 100-103: where their time went")
     add_rates(parser)
     parser.add_argument("--show-data", action="store_true", help="print the first row, [what is learned], and stop")
@@ -93,6 +94,11 @@ def _run(args: argparse.Namespace) -> int:
     """Trains as the arguments say; returns the exit code."""
     from bytescope.train.config import load
 
+    if args.lora:
+        from bytescope.memory.commands.arguments import with_lora
+        from bytescope.train.planning.adapter import Adapter
+
+        args.overrides = with_lora(args, args.overrides, Adapter())
     if args.fit:
         from bytescope.train.parallel.processes import find
         from bytescope.train.planning.fit import fitted

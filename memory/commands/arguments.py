@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from bytescope.memory.config_keys import LORA_RANK
 from bytescope.memory.errors import ReportError, did_you_mean, remedy_for
 from bytescope.memory.plan import cache as row_cache
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from bytescope.memory.plan.trainer import Trainer
+
 # Exit codes besides 0 (done), 1 (a check failed) and 2 (a mistake). That of Ctrl-C is what shells give: 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
+LORA_DEFAULT_RANK = 16
 SET_KEY = "set a config key; bytescope keys lists them"
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
@@ -106,6 +110,26 @@ def _settle_place(args: argparse.Namespace) -> None:
         raise ReportError(f"{first} is not a target{f' ({near})' if near else ''}, and nothing else may stand there "
                           f"with --{flag}: give either a config or --{flag}")
     args.config_here, args.target_here = None, first
+
+
+def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds the flag for adapters; `more`: what else it does, in words."""
+    parser.add_argument("--lora", action="store_true", help="train LoRA adapters over frozen weights, of rank "
+                        f"{LORA_DEFAULT_RANK} where the config has none{more}")
+
+
+def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
+              trainer: Trainer) -> Sequence[tuple[str, str]]:
+    """The overrides, with a rank where --lora asks for adapters and the config has none.
+
+    Raises:
+      ReportError: the command line says that there are none. The trainer's errors for a config.
+    """
+    if not args.lora or trainer.config(args.config, overrides)[LORA_RANK]:
+        return overrides
+    if LORA_RANK in dict(overrides):
+        raise ReportError(f"--lora with --config.{LORA_RANK}={dict(overrides)[LORA_RANK]}: leave one out")
+    return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]
 
 
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:

@@ -15,9 +15,11 @@ from bytescope.memory.commands.arguments import (
     NO_CONFIG,
     Bar,
     add_compiling,
+    add_lora,
     add_subject,
     check,
     progress,
+    with_lora,
     write,
 )
 from bytescope.memory.devices import targets
@@ -29,6 +31,7 @@ from bytescope.memory.plan import pool as worker_pool
 from bytescope.memory.plan.fit import result as fit_result
 from bytescope.memory.plan.fit import space as fit_space
 from bytescope.memory.plan.fit import walk as walks
+from bytescope.memory.plan.fit.reach import Reach
 from bytescope.memory.plan.fit.step import Step
 from bytescope.memory.plan.grids import given_flags
 from bytescope.memory.plan.variants import Trials
@@ -50,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "the config's)")
     parser.add_argument("--levers", metavar="L,L", help="what may change (default: all of "
                         f"{', '.join(fit_space.LEVERS)})")
+    add_lora(parser, "; then other ranks and lengths are tried")
     parser.add_argument("--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache "
                         "do not count")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, help="start no compile after so many seconds")
@@ -65,6 +69,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
     target = targets.to_compile_for(args.target)
+    overrides = with_lora(args, overrides, trainer)
     flat = trainer.config(args.config, overrides)
     trainer.check(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
@@ -80,9 +85,12 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
                         args.timeout or math.inf)
         walk = walks.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
         walk.run()
+        reach = Reach(walk) if args.lora else None
+        if reach is not None:
+            reach.run()
     wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
     measured = _measured(args, walk, place) if wanted else None
-    return _finish(args, walk, flat, overrides, trainer, measured)
+    return _finish(args, walk, reach, flat, overrides, trainer, measured)
 
 
 def _told(bar: Bar, lines: fit_text.Lines, step: Step) -> None:
@@ -116,8 +124,8 @@ def _measured(args: argparse.Namespace, walk: walks.Walk, place: Path | None) ->
     return measured
 
 
-def _finish(args: argparse.Namespace, walk: walks.Walk, flat: Mapping[str, Any], overrides: Sequence[tuple[str, str]],
-            trainer: Trainer, measured: Mapping[str, Any] | None) -> int:
+def _finish(args: argparse.Namespace, walk: walks.Walk, reach: Reach | None, flat: Mapping[str, Any],
+            overrides: Sequence[tuple[str, str]], trainer: Trainer, measured: Mapping[str, Any] | None) -> int:
     """Prints the result of the walk and writes the files asked for."""
     from bytescope.memory.devices.compiler import versions
 
@@ -125,7 +133,7 @@ def _finish(args: argparse.Namespace, walk: walks.Walk, flat: Mapping[str, Any],
         values = trainer.config(args.config, [*overrides, *keys.items()])
         return " ".join(filter(None, (given_flags(overrides), levers.differing(keys, values, flat))))
 
-    out = fit_result.to_json(walk, flags, versions(), measured)
+    out = fit_result.to_json(walk, flags, versions(), measured, reach)
     fit_text.show(out, args.config)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")

@@ -11,9 +11,11 @@ from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     NO_CONFIG,
     add_compiling,
+    add_lora,
     add_subject,
     check,
     progress,
+    with_lora,
     write,
 )
 from bytescope.memory.config_keys import (
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost", choices=COSTS, default="time", metavar="NAME", help="what to minimize at each "
                         "budget: time, which is predicted per update, or flops, which are recomputed (default: time)")
     parser.add_argument("--offload", action="store_true", help="plans may also move tensors to pinned host memory")
+    add_lora(parser)
     add_compiling(parser, "the front")
     parser.set_defaults(measure=False)
 
@@ -60,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
     """Prints the points and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
     target, ends = _checked(args, overrides)
+    overrides = with_lora(args, overrides, trainer)
     trainer.check(args.config, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target)
     workers = worker_pool.worker_count(args.points, args.jobs)

@@ -20,10 +20,12 @@ from bytescope.memory.config_keys import (
     BATCH_MODE,
     BATCH_TOKENS,
     DATA_SEQ_LEN,
+    LORA_RANK,
     MESH_SEQUENCE_PARALLEL,
     MESH_STRATEGY,
     MODEL_D_MODEL,
     MODEL_N_LAYERS,
+    OPTIMIZER_FREEZE,
     PRECISION,
     PRECISION_PRESET,
     REMAT_POLICY,
@@ -157,11 +159,12 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
 def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int) -> list[Expected]:
     """Everything the formulas expect of a trainer's config (dotted keys), axes in the order of the mesh.
 
-    [] for a mesh or a precision without a formula. `axes`: mesh axis -> size; `parameters`: of the model, over all
-    devices.
+    [] for a mesh or a precision without a formula, and where parameters are frozen. `axes`: mesh axis -> size;
+    `parameters`: of the model, over all devices.
     """
     plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get(PRECISION_PRESET, ""))
     changed = any(config.get(PRECISION + role) for role in ("param", "compute", "reduce", "cast"))
+    changed |= bool(config.get(LORA_RANK) or config.get(OPTIMIZER_FREEZE))  # a part alone has gradients to reduce
     if plan is None or itemsize is None or not parameters or changed:
         return []
     scanned = config.get(BATCH_MODE) == "scan"

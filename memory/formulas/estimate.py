@@ -10,6 +10,9 @@ from typing import Any
 from bytescope.memory.config_keys import (
     BATCH_MICRO,
     DATA_SEQ_LEN,
+    LORA_BASE,
+    LORA_RANK,
+    LORA_TARGETS,
     LOSS_CHUNK,
     LOSS_KIND,
     MESH_CONTEXT,
@@ -22,12 +25,14 @@ from bytescope.memory.config_keys import (
     MODEL_ATTENTION,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAMS,
+    OPTIMIZER_FREEZE,
     OPTIMIZER_FUSED_BACKWARD,
     OPTIMIZER_NAME,
     PRECISION_PRESET,
 )
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.formulas import adapters, training_state, transformer
+from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.transformer import Layout, Model
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
@@ -231,6 +236,13 @@ GATED = ("swiglu", "geglu")
 OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
 
 
+def adapters_of(config: Mapping[str, Any]) -> Adapters | None:
+    """The adapters of a trainer's config (dotted key -> value); None where it trains the weights."""
+    if not config[LORA_RANK]:
+        return None
+    return Adapters(config[LORA_RANK], tuple(config[LORA_TARGETS]), config[LORA_BASE])
+
+
 def question_of(config: Mapping[str, Any]) -> Question:
     """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
 
@@ -245,11 +257,14 @@ def question_of(config: Mapping[str, Any]) -> Question:
         if config[key] not in table:
             raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
                               "bytescope report compiles it")
+    if config[OPTIMIZER_FREEZE]:
+        raise ReportError(f"{OPTIMIZER_FREEZE}={','.join(config[OPTIMIZER_FREEZE])} has no formula: bytescope report "
+                          "compiles it")
     m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
     vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
     model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
                   gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
-                  qk_norm=m["qk_norm"], post_norms=m["post_norms"])
+                  qk_norm=m["qk_norm"], post_norms=m["post_norms"], adapters=adapters_of(config))
     shards = max(config[MESH_FSDP], 1) * max(config[MESH_CONTEXT], 1)
     shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
     ranks = shards if shared else copies

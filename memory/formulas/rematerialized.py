@@ -4,8 +4,8 @@ A backward pass reads certain tensors. Walked from there, a tensor is either kep
 from what it was made from. What the walk ends at is the layer's residuals, the products it passed are the FLOPs of the
 recomputation; a name that is never reached costs nothing, whatever the policy says.
 
-Left out: statistics of norms (two numbers per token), what lies inside adapters (their rank, a token), and everything
-outside the layers.
+Left out: statistics of norms (two numbers per token), the FLOPs of recomputed adapters, the masks of their dropout, and
+everything outside the layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from bytescope.memory.formulas import transformer
-from bytescope.memory.formulas.adapters import adapted
+from bytescope.memory.formulas.adapters import TARGETS, adapted
 from bytescope.memory.formulas.transformer import Model, Tensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
@@ -40,6 +40,7 @@ NAMED = {tensor.name: tensor for tensor in (
     Tensor("act", "mlp", "tensor", operand=True),
     Tensor("mlp_out", "width", "sequence"),
     Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
+    *(Tensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
 )}
 
 
@@ -80,6 +81,9 @@ LAYER = {
     "act": MadeFrom(("gate", "up")),
     "mlp_out": MadeFrom(("act",), "mlp"),
     "mlp_out_mask": MadeFrom(),
+    **{f"lora_{target}": MadeFrom((name,)) for targets, name in (
+        (("q", "k", "v"), "attn_norm"), (("o",), "context"), (("gate", "up"), "mlp_norm"), (("down",), "act"))
+       for target in targets},
 }
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
 # reads its input: tensor -> the Model field with which it is normed.
@@ -89,12 +93,14 @@ NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
 WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
+# The first of an adapter's two products, which the gradient of the second reads.
+ADAPTERS = tuple(f"lora_{target}" for target in TARGETS)
 # What the trainer's policies keep by name, besides the block's input (a test compares them with its table).
 SAVED = {
     "full": (),
     "selective": ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
-                  "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask"),
-    "minimal": ("q", "k", "v", "context", "lse", "attn_out", "gate", "up"),
+                  "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *ADAPTERS),
+    "minimal": ("q", "k", "v", "context", "lse", "attn_out", "gate", "up", *ADAPTERS),
 }
 # Names inside an MLP in tiles: none of them is kept.
 TILED = frozenset(("mlp_norm", "gate", "up", "act", "mlp_out"))
@@ -174,4 +180,4 @@ def bytes_of(names: Collection[str], model: Model, layout: transformer.Layout, s
 def _exists(name: str, model: Model) -> bool:
     """Whether a layer of this model makes the tensor; kernels, which have no row, always exist."""
     tensor = NAMED.get(name)
-    return tensor is None or not tensor.only or getattr(model, tensor.only)
+    return tensor is None or transformer.exists(tensor, model)

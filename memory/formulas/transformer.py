@@ -150,6 +150,7 @@ def token_sizes(model: Model, sequence: int) -> dict[str, int]:
     return {"width": model.width, "queries": model.heads * model.head_width, "keys": model.kv_heads * model.head_width,
             "scores": model.heads * sequence, "heads": model.heads, "mlp": model.mlp_width,
             "vocabulary": model.vocabulary,
+            "rank": model.adapters.rank if model.adapters else 0,
             "adapters": model.adapters.rank * len(adapted(model)) if model.adapters else 0}
 
 

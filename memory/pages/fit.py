@@ -52,7 +52,7 @@ def render(out: Mapping[str, Any]) -> str:
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(target),
         facts=facts([_subject(out)], out["given"]),
         versions=versions(out["versions"]), verdict=_verdict(out), figures=_figures(out), stopped=out["stopped"],
-        answer=_answer(out), walk=_walk(out), notes=_notes(out), stages=_stages(out))
+        answer=_answer(out), walk=_walk(out), reach=_reach(out), notes=_notes(out), stages=_stages(out))
 
 
 def _notes(out: Mapping[str, Any]) -> list[str]:
@@ -182,6 +182,25 @@ def _walk(out: Mapping[str, Any]) -> Table:
     return table(columns, list(enumerate(out["walk"], 1)),
                  kind=lambda item: "winner" if out["best"] and _is_chosen(out, item[1]) else "",
                  title=lambda item: " ".join(f"{key}={text}" for key, text in item[1]["keys"].items()))
+
+
+def _reach(out: Mapping[str, Any]) -> Table | None:
+    """Other ranks and lengths of adapters, with the command of each; None for a fit without adapters."""
+    columns = (
+        ("rank", "num", lambda row: str(row["rank"])),
+        ("tokens of a sequence", "num", lambda row: count(row["length"])),
+        ("sequences at once", "num", lambda row: str(row["micro"])),
+        ("frozen weights in", "text", lambda row: row["base"]),
+        ("recomputed", "text", lambda row: row["policy"]),
+        ("allocated", "num", lambda row: _known(row["allocated_bytes"])),
+        ("host", "num", lambda row: _known(row["host_bytes"] or None)),
+        ("step, predicted", "num", lambda row: seconds(row["predicted_seconds"])),
+        ("tokens/s, predicted", "num", lambda row: count(row["tokens_per_s"])),
+        ("verdict", "text", lambda row: Cell(row["verdict"], kind=_kind(row))),
+        ("command", "text command", lambda row: Cell("copy", command=command(
+            out["config"], out["target"], row["flags"], fits=row["fits"]))),
+    )
+    return table(columns, out["reach"]) if out.get("reach") else None
 
 
 def _known(size: int | None) -> str:

@@ -19,6 +19,7 @@ from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.console import make_console, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, ignoring, wrap
 from bytescope.memory.text.seconds.prediction import rounded, within
+from bytescope.memory.text.table import FigureTable, figure, fixed
 from bytescope.memory.units import human
 
 # Stage -> what is done in it.
@@ -116,6 +117,11 @@ def render(out: Mapping[str, Any], config: str) -> RenderableType:
     certificate = out["certificate"]
     if certificate is None:
         return Prose(Text.assemble(("nothing was found", "bold red"), f": no variant compiled; {effort}{stopped}"))
+    return Group(_certificate(certificate, out, f"{effort}{stopped}"), *_reach(out))
+
+
+def _certificate(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
+    """The tightest configuration with what is missing."""
     parts = ", ".join(f"{row} {human(certificate['breakdown'][row])}" for row in ROWS
                       if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100)
     missing = " and ".join(f"{human(certificate[key])} {where}" for key, where in
@@ -125,7 +131,22 @@ def render(out: Mapping[str, Any], config: str) -> RenderableType:
         Prose(Text.assemble(("does not fit: ", "bold red"), f"{missing} missing")),
         Prose(f"tightest: {certificate['what']}"),
         Prose(f"it takes {human(certificate['allocated_bytes'])} of {human(out['budget_bytes'])}: {parts}"),
-        Text("its flags:"), Command(certificate["flags"], style=""), Prose(f"{effort}{stopped}"))
+        Text("its flags:"), Command(certificate["flags"], style=""), Prose(effort))
+
+
+def _reach(out: Mapping[str, Any]) -> list[RenderableType]:
+    """Other ranks and lengths of adapters, a line each; none for a fit without adapters."""
+    rows = out.get("reach") or ()
+    if not rows:
+        return []
+    table = FigureTable(*map(figure, ("rank", "length", "at once")), fixed("base"), fixed("remat"),
+                        *map(figure, ("allocated", "host", "update", "tokens/s")), fixed())
+    for row in rows:
+        host = human(row["host_bytes"]) if row["host_bytes"] else ""
+        table.add(f"{row['rank']}", f"{row['length']:,}", f"{row['micro']}", row["base"], row["policy"],
+                  human(row["allocated_bytes"]), host, seconds(row["predicted_seconds"]),
+                  f"{row['tokens_per_s']:,.0f}", row["verdict"], style="" if row["fits"] else "dim")
+    return [Text("other ranks and lengths", style="bold"), table]
 
 
 def _said(seconds: float | None, low: float | None, high: float | None) -> str:
@@ -160,4 +181,4 @@ def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: 
         Prose(f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
               f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"),
         Text("run it with:", style="bold"),
-        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()))
+        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()), *_reach(out))

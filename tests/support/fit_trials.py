@@ -1,7 +1,9 @@
 """A program that is arithmetic, for tests of fits: real `Trials` and searches over a pool without a compiler.
 
 One layer makes two tensors, `a` and `b`, at 50 TFLOP each a sequence, and hands on 1/4 GiB; parameters, Adam's state
-and gradients are 4, 8 and 4 GiB. Beside its sequences a micro-batch moves memory for 250 ms at the data sheet's rate.
+and gradients are 4, 8 and 4 GiB. Under adapters these are a thousandth a rank, over 8 GiB of frozen weights in 16 bits;
+8 and 4 bits take half and a quarter, and 100 ms a micro-batch. Activations grow with the sequence. Beside its
+sequences a micro-batch moves memory for 250 ms at the data sheet's rate.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ FLOPS, OVERHEAD = 5e13, 0.25
 LARGE = (1, 8192, 8192, 8192)
 FLAT = {"model.n_heads": 8, "model.n_kv_heads": 8, "data.seq_len": SEQ, "batch.micro": 1, "batch.tokens": 0,
         "batch.accumulation": 8, "batch.accumulation_schedule": (), "batch.mode": "scan", "precision.preset": "bf16",
-        "optimizer.name": "adamw", "optimizer.fused_backward": "false", "optimizer.clip": "global",
+        "optimizer.name": "adamw", "lora.rank": 0, "lora.base": "bf16", "model.max_seq_len": 8 * SEQ,
+        "optimizer.fused_backward": "false", "optimizer.clip": "global",
         "offload.optimizer": "false", "offload.params": "false", "remat.policy": "none", "remat.layers": "()",
         "remat.save": "()", "remat.offload": "()", "mesh.data": 1, "mesh.fsdp": -1, "mesh.context": 1, "mesh.tensor": 1,
         "mesh.strategy": "zero3", "mesh.sequence_parallel": "false"}
@@ -50,7 +53,7 @@ def plan_of(flat):
     ranges = re.findall(r"(\d+)-(\d+):([^,()]+)", flat["remat.layers"])
     out = []
     for start, stop, text in ranges or [(0, LAYERS, flat["remat.policy"])]:
-        names = [] if text == "full" else text.split("+")
+        names = {"full": [], "offload": ["block_in@host"]}.get(text, text.split("+"))
         kept = {name for name in names if "@" not in name}
         out += (int(stop) - int(start)) * [None if text == "none" else
                                            (kept, {name.partition("@")[0] for name in names} - kept)]
@@ -65,6 +68,9 @@ def answer(flat, target):
     small = {"params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,
              "optimizer": {"adamw_8bit": 0.25, "adafactor": 0.0}.get(flat["optimizer.name"], 1.0),
              "gradients": 0.0 if flat["optimizer.fused_backward"] == "true" else 1.0}
+    rank, base = int(flat["lora.rank"]), flat["lora.base"]
+    if rank:
+        small = dict.fromkeys(small, rank / 1000)
     state = {name: gib * small[name] / axes["tensor"] / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
              for name, gib in STATE.items()}
     host = sum(state[name] for name in ("params", "optimizer") if flat["offload." + name] == "true")
@@ -75,14 +81,17 @@ def answer(flat, target):
         here += NONE + KEPT["block_in"] if layer is None else sum(KEPT[n] for n in {*kept, "block_in"} - set(moved))
         away += sum(KEPT[name] for name in moved)
         again += sum(name not in kept and name not in moved for name in "ab")
-    scale = micro / axes["tensor"]
-    flops = FLOPS * micro * axes["data"] * axes["fsdp"] / target.n_devices * steps
+    if rank:
+        state["frozen"] = 8 * {"bf16": 1.0, "int8": 0.5, "nf4": 0.25}[base]
+    scale = micro * int(flat["data.seq_len"]) / SEQ / axes["tensor"]
+    overhead = OVERHEAD + (0.1 if rank and base != "bf16" else 0.0)
+    flops = FLOPS * scale * axes["tensor"] * axes["data"] * axes["fsdp"] / target.n_devices * steps
     sums = {**state, "residuals": here * scale, "workspace": WORKSPACE}
     breakdown = {name: round(gib * GIB) for name, gib in sums.items()}
     model = 3 * 2 * LAYERS * FLOPS
     moving = round(away * scale * GIB * steps)
     work = {"forward": {"flops": {"bf16": 2 * LAYERS * flops}, "to_host_bytes": moving,
-                        "other_bytes": OVERHEAD * steps * target.hbm_bytes_per_s},
+                        "other_bytes": overhead * steps * target.hbm_bytes_per_s},
             "recompute": {"flops": {"bf16": again * flops}},
             "backward": {"flops": {"bf16": 4 * LAYERS * flops}, "to_device_bytes": moving},
             "optimizer": {"to_host_bytes": round(host * GIB), "to_device_bytes": round(host * GIB)}}
@@ -91,7 +100,7 @@ def answer(flat, target):
             "host_bytes": round((away * scale + host) * GIB),
             "recompute_flops_fraction": again * FLOPS / model, "model_flops": model, "calls_per_update": 1,
             "tokens_per_update": int(flat["data.seq_len"]) * micro * steps * axes["data"] * axes["fsdp"], "work": work,
-            "schedule": schedule.to_json(schedule_of(work, OVERHEAD * target.hbm_bytes_per_s, steps)),
+            "schedule": schedule.to_json(schedule_of(work, overhead * target.hbm_bytes_per_s, steps)),
             "target": target.to_json()}
 
 
@@ -157,7 +166,7 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
     return out
 
 
-def as_json(done):
-    """The JSON of a walk."""
+def as_json(done, reach=None):
+    """The JSON of a walk, and of what adapters reach."""
     flags = lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items())  # noqa: E731
-    return result.to_json(done, flags, {"jax": "9"})
+    return result.to_json(done, flags, {"jax": "9"}, reach=reach)

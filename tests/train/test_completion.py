@@ -113,8 +113,8 @@ def test_fish(folder):
     script = "source .script.fish; while read -l line; complete -C $line; echo end; end"
     found = offered(folder, "fish", "-c", script, text="".join(f"{line}\n" for line in lines)).split("end\n")
     assert [set(part.split()) for part in found[:-1]] == [
-        {"llama_1b", "llama_8b", "llama_70b", "llama_405b"}, {"--remat=none,full"}, {"--config.model.n_layers="},
-        {"h100:2", "h100:2x8"}, {"mine.py"}]
+        {"llama_1b", "llama_8b", "llama_8b_qlora", "llama_70b", "llama_70b_qlora", "llama_405b"},
+        {"--remat=none,full"}, {"--config.model.n_layers="}, {"h100:2", "h100:2x8"}, {"mine.py"}]
 
 
 def test_every_word_is_one_that_is_taken(words):

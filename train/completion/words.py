@@ -87,12 +87,13 @@ def _kind(action: argparse.Action) -> str:
 
 def _lists() -> dict[str, str]:
     """Flags that take several names with commas between them."""
+    from bytescope.memory.formulas.adapters import TARGETS
     from bytescope.memory.plan import levers
     from bytescope.memory.plan.fit import space as fit_space
     from bytescope.model.remat.policies import POLICIES
 
     return {"--remat": " ".join(["@list", *POLICIES]), "--levers": " ".join(["@list", *fit_space.LEVERS]),
-            "--stages": " ".join(["@list", *levers.STAGES])}
+            "--stages": " ".join(["@list", *levers.STAGES]), "--lora-targets": " ".join(["@list", *TARGETS])}
 
 
 def _keys() -> dict[str, str]:

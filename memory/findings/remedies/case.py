@@ -17,6 +17,7 @@ from bytescope.memory.config_keys import (
     BATCH_MICRO,
     BATCH_TOKENS,
     DATA_SEQ_LEN,
+    LORA_RANK,
     LOSS_KIND,
     MESH,
     MESH_FSDP,
@@ -55,7 +56,13 @@ class Case:
     @property
     def by_layer(self) -> bool:
         """Whether an update can go layer by layer, as moments in host memory and a fused backward pass need."""
-        return not self.flat[BATCH_ACCUMULATION_SCHEDULE] and self.flat[PRECISION_PRESET] != "fp16"
+        closed = (self.flat[BATCH_ACCUMULATION_SCHEDULE], self.flat[PRECISION_PRESET] == "fp16", self.adapters)
+        return not any(closed)
+
+    @property
+    def adapters(self) -> bool:
+        """Whether low-rank adapters are what is trained: their state is too small to narrow or to move."""
+        return bool(self.flat.get(LORA_RANK))  # a report of before there were adapters has no such key
 
     @property
     def micro_steps(self) -> int:

@@ -17,6 +17,7 @@ from bytescope.memory.config_keys import (
     BATCH_MODE,
     BATCH_TOKENS,
     DATA_SEQ_LEN,
+    LORA_BASE,
     LOSS_KIND,
     MESH_DATA,
     MESH_FSDP,
@@ -38,6 +39,7 @@ from bytescope.memory.config_keys import (
     REMAT_SAVE,
 )
 from bytescope.memory.findings.remedies.case import Case, Keys, case_of, schedule
+from bytescope.memory.formulas.adapters import BASES
 from bytescope.memory.formulas.training_state import STRATEGIES
 from bytescope.memory.records import Report
 
@@ -230,8 +232,16 @@ def _narrow_compute(case: Case) -> Lever | None:
     return Lever({PRECISION_PRESET: "bf16"}, dict.fromkeys(_BATCH_ROWS, 0.5), False, "changes the arithmetic")
 
 
+def _narrow_base(case: Case) -> Lever | None:
+    """Frozen weights in 4 bits; tables, and what is left in 16 bits, are not told from matrices here."""
+    if not case.adapters or case.flat[LORA_BASE] == "nf4":
+        return None
+    left = BASES["nf4"].element / BASES[case.flat[LORA_BASE]].element
+    return Lever({LORA_BASE: "nf4"}, {"frozen": 1 - left}, False, "frozen weights are rounded to 4 bits")
+
+
 def _narrow_moments(case: Case) -> Lever | None:
-    if case.flat[OPTIMIZER_NAME] != "adamw":
+    if case.flat[OPTIMIZER_NAME] != "adamw" or case.adapters:
         return None
     return Lever({OPTIMIZER_NAME: "adamw_8bit"}, {"optimizer": 0.75}, False, "changes the arithmetic")
 
@@ -246,7 +256,7 @@ def _fused_update(case: Case) -> Lever | None:
 
 
 def _narrow_params(case: Case) -> Lever | None:
-    if case.flat[PRECISION_PRESET] != "bf16":
+    if case.flat[PRECISION_PRESET] != "bf16" or case.adapters:
         return None
     return Lever({PRECISION_PRESET: "bf16_params"}, {"params": 0.5, "gradients": 0.5}, False,
                  "no float32 master parameters")
@@ -269,5 +279,5 @@ def _shorter(case: Case) -> Lever | None:
 # In the order of what they cost: first time, little of it, then much; then those that change the loss curve.
 LEVERS: tuple[Callable[[Case], Lever | None], ...] = (
     _chunked_loss, _flash_attention, _selective, _micro, _zero3, _replicas, _tiled_mlp, _full, _parts, _blocks_to_host,
-    _moments_to_host, _params_to_host, _narrow_compute, _narrow_moments, _fused_update, _narrow_params, _smaller_batch,
-    _shorter)
+    _moments_to_host, _params_to_host, _narrow_compute, _narrow_base, _narrow_moments, _fused_update, _narrow_params,
+    _smaller_batch, _shorter)

@@ -10,6 +10,9 @@ Its keys (sizes are bytes on ONE device):
   predicted seconds are from, in one line.
 - `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
   `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
+- `reach`: of adapters, variants at other ranks and lengths, the fastest that fit first: `rank`, `length`, `micro`,
+  `base`, `policy`, `allocated_bytes`, `host_bytes`, `predicted_seconds`, `tokens_per_s`, `fits`, `verdict`, `flags`; []
+  without adapters.
 - `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `config`, `given`, `target`, `versions`: as in a comparison, but
   that the flags above hold the given ones; `programs`: how many were compiled, those
   in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
@@ -22,16 +25,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bytescope.memory.plan.fit.reach import Reach
 from bytescope.memory.plan.fit.walk import Walk
 from bytescope.memory.plan.grids import given_flags
 from bytescope.memory.plan.rows import Row
 
 
 def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Mapping[str, str],
-            measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
+            measured: Mapping[str, Any] | None = None, reach: Reach | None = None) -> dict[str, Any]:
     """A walk that has ended as JSON values; see the module for the keys.
 
-    flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run.
+    flags: config keys -> the flags that set them. measured: what was measured of the best, if it was run. reach: what
+    was tried besides, of adapters.
     """
     best, certificate, host = None, None, walk.trials.host_budget
     if walk.best is not None:
@@ -47,5 +52,6 @@ def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Map
         "given": given_flags(walk.trials.overrides), "target": walk.trials.target.to_json(), "versions": dict(versions),
         "ties": [step.what for step in walk.ties],
         "rates": next((step.prediction.rates for step in walk.steps if step.prediction), ""),
-        "programs": walk.trials.compiles, "seconds": walk.seconds, "stopped": walk.stopped,
+        "programs": walk.trials.compiles, "seconds": walk.seconds,
+        "stopped": walk.stopped or (reach.stopped if reach else ""), "reach": reach.to_json(flags) if reach else [],
     }

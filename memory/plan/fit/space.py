@@ -15,6 +15,8 @@ from bytescope.memory.config_keys import (
     BATCH_MODE,
     BATCH_TOKENS,
     DATA_SEQ_LEN,
+    LORA_BASE,
+    LORA_RANK,
     MESH,
     MESH_CONTEXT,
     MESH_DATA,
@@ -45,6 +47,7 @@ LEVERS: Mapping[str, str] = {
     "offload": "activations, optimizer state and parameters in host memory",
     "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: the arithmetic changes",
     "sharding": "the mesh",
+    "base": "how weights frozen under LoRA adapters are stored (lora.base): 16 bits, 8 bits, NF4",
 }
 
 # Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
@@ -61,6 +64,7 @@ class Squeeze:
         what: in words. levers: all of these have to be allowed. keys: what it sets.
         activations: whether tensors of blocks may go to host memory.
         whole: whether the whole batch of an update has to be one micro-batch, without accumulation.
+        beside: whether it is tried where one before it fits, too: the room that it leaves may be worth its time.
     """
 
     what: str
@@ -68,6 +72,7 @@ class Squeeze:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     activations: bool = False
     whole: bool = False
+    beside: bool = False
 
 
 _MOMENTS = {OFFLOAD_OPTIMIZER: "true"}
@@ -88,6 +93,15 @@ SQUEEZES = (
             {**_NARROW, **_FUSED, **_MOMENTS}, True, True),
     Squeeze("16-bit parameters updated inside the backward pass, Adafactor", ("precision",),
             {**_NARROW, **_FUSED, OPTIMIZER_NAME: "adafactor"}, False, True),
+)
+# Under adapters there is little state to narrow or to move, but the frozen weights. Decoding them takes time.
+_INT8, _NF4 = {LORA_BASE: "int8"}, {LORA_BASE: "nf4"}
+ADAPTER_SQUEEZES = (
+    Squeeze("recomputation"),
+    Squeeze("frozen weights in 8 bits", ("base",), _INT8, beside=True),
+    Squeeze("frozen weights in NF4", ("base",), _NF4, beside=True),
+    Squeeze("activations in host memory", ("offload",), {}, True),
+    Squeeze("frozen weights in NF4, activations in host memory", ("base", "offload"), _NF4, True),
 )
 
 
@@ -177,7 +191,8 @@ class Space:
         """The squeezes that the levers allow and no given key contradicts; none replaces an optimizer other than
         AdamW."""
         adam = str(self.flat[OPTIMIZER_NAME]).startswith("adamw")
-        return [squeeze for squeeze in SQUEEZES if set(squeeze.levers) <= self.levers
+        table = ADAPTER_SQUEEZES if self.flat[LORA_RANK] else SQUEEZES
+        return [squeeze for squeeze in table if set(squeeze.levers) <= self.levers
                 and not self.given.intersection(squeeze.keys) and (adam or OPTIMIZER_NAME not in squeeze.keys)]
 
     def baseline(self) -> Keys:
@@ -254,7 +269,7 @@ def words(keys: Mapping[str, str], space: Space) -> str:
     parts = [mesh or "one device",
              f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}"]
     for key, value in keys.items():
-        if key in (PRECISION_PRESET, OPTIMIZER_NAME):
+        if key in (PRECISION_PRESET, OPTIMIZER_NAME, LORA_BASE):
             parts.append(f"{key.rpartition('.')[2]}={value}")
         elif key.startswith((OFFLOAD, OPTIMIZER_FUSED_BACKWARD)):
             parts.append(key)

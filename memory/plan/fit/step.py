@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.plan.rows import Row, thrift
+from bytescope.memory.plan.variants import Trials
 from bytescope.memory.seconds.prediction import Prediction
+from bytescope.memory.units import human
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,3 +74,15 @@ class Step:
                 "missing_bytes": max(self.allocated - budget, 0), "host_bytes": self.answer["host_bytes"],
                 "host_missing_bytes": int(max(self.answer["host_bytes"] - host_budget, 0)),
                 "breakdown": dict(self.answer["breakdown"])}
+
+
+def judged(stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any], budget: int,
+           trials: Trials) -> Step:
+    """The step of a variant that runs, compared with the budgets of device and host."""
+    over, host_over = answer["allocated_bytes"] - budget, answer["host_bytes"] - trials.host_budget
+    verdict = "fits"
+    if over > 0:
+        verdict = f"{human(over)} over"
+    elif host_over > 0:
+        verdict = f"host {human(int(host_over))} over"
+    return Step(stage, what, keys, answer, over <= 0 and host_over <= 0, verdict, trials.predicted(answer))

@@ -19,13 +19,12 @@ from typing import Any
 from bytescope.memory.config_keys import REMAT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.plan.fit.space import Keys, Space, Squeeze, words
-from bytescope.memory.plan.fit.step import Step
+from bytescope.memory.plan.fit.step import Step, judged
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.ilp import Plan, remat_keys, with_name
 from bytescope.memory.remat.search import EVEN, FULL, NONE, Search, Tried
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
-from bytescope.memory.units import human
 
 # At most so many compiles in one search for a plan, and so many plans with one more name around the choice.
 MOST_PLANS, MOST_NEIGHBOURS = 6, 4
@@ -89,14 +88,8 @@ class Walk:
 
     def _judged(self, stage: str, what: str, keys: Mapping[str, str], answer: Mapping[str, Any]) -> Step:
         """The step of a variant that runs, compared with the budgets and with the best so far."""
-        over = answer["allocated_bytes"] - self.budget
-        host_over = answer["host_bytes"] - self.trials.host_budget
-        step = Step(stage, what, keys, answer, over <= 0 and host_over <= 0, "fits", self.trials.predicted(answer))
-        if over > 0:
-            step = dataclasses.replace(step, verdict=f"{human(over)} over")
-        elif host_over > 0:
-            step = dataclasses.replace(step, verdict=f"host {human(int(host_over))} over")
-        else:
+        step = judged(stage, what, keys, answer, self.budget, self.trials)
+        if step.fits:
             step = self._against_the_best(step)
         if self.tightest is None or self._missing(step) < self._missing(self.tightest):
             self.tightest = step
@@ -109,9 +102,9 @@ class Walk:
         verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
         if chosen is step:
             verdict = "fits, fastest so far" if len(tied) == 1 else f"{verdict}, thriftier"
-        judged = dataclasses.replace(step, verdict=verdict)
-        self.best = judged if chosen is step else chosen
-        return judged
+        told = dataclasses.replace(step, verdict=verdict)
+        self.best = told if chosen is step else chosen
+        return told
 
     @property
     def ties(self) -> list[Step]:
@@ -153,15 +146,18 @@ class Walk:
         smallest = [{**base, **mesh, **space.batch(mesh, space.micros(mesh)[0])} for mesh in meshes]
         self._try_all([("baseline", {**first, **remat_keys(NONE)}, NONE),
                        *(("mesh", {**keys, **remat_keys(FULL)}, FULL) for keys in smallest)])
-        for squeeze in space.squeezes():
+        for number, squeeze in enumerate(space.squeezes()):
+            if number and self.best is not None and not squeeze.beside:
+                break
             self._squeezed(squeeze, base, meshes)
             if self.best is not None:
-                self._neighbours()
-                return
+                continue
             # Only the smallest meshes are squeezed further: the others hold more.
             ran = [step for step in self.steps if step.ok and step.stage == "mesh"]
             small = sorted(ran, key=lambda step: step.allocated)[:MOST_MESHES]
             meshes = [mesh for mesh in meshes if any(mesh.items() <= step.keys.items() for step in small)] or meshes
+        if self.best is not None:
+            self._neighbours()
 
     def _squeezed(self, squeeze: Squeeze, base: Keys, meshes: Sequence[Keys]) -> None:
         """Looks for plans under a squeeze, on each mesh that can still win, the most promising first."""

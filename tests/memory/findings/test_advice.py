@@ -160,3 +160,16 @@ def test_a_lever_counts_what_it_can_free():
     lever, = (each for each in open_levers(refused()) if each.keys == {"remat.policy": "selective"})
     assert lever.most(refused()) == 10 * GIB
     assert Tried(lever, 1).why == ""
+
+
+def test_under_adapters_the_frozen_weights_are_what_to_narrow():
+    """Gradients and moments of adapters are small: nothing is said of where they lie, or of their dtypes."""
+    rows = {"params": GIB // 8, "optimizer": GIB // 4, "gradients": GIB // 8, "frozen": 12 * GIB}
+    report = refused(limit=9, platform="cuda", rows=rows, **{"lora.rank": "16"})
+    advised = flags(report)
+    assert "--config.lora.base=nf4" in advised
+    assert not any(word in flag for flag in advised for word in ("adamw_8bit", "offload.", "fused", "bf16_params"))
+    lever, = (lever for lever in open_levers(report) if "lora.base" in lever.flags)
+    assert 0.7 < lever.frees["frozen"] < 0.75 and not lever.curve
+    assert "--config.lora.base=nf4" not in flags(refused(platform="cuda", **{"lora.rank": "16", "lora.base": "nf4"}))
+    assert not any("lora" in flag for flag in flags(refused()))

@@ -6,10 +6,12 @@ import json
 import pytest
 
 from bytescope.memory.__main__ import main
+from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapters, rematerialized, training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
-from bytescope.memory.formulas.estimate import Question, estimate
+from bytescope.memory.formulas.estimate import Question, check, estimate, question_of
 from bytescope.memory.formulas.transformer import Layout, Model, gpt
+from bytescope.train.planning.adapter import Adapter
 
 pytestmark = pytest.mark.quick
 
@@ -138,3 +140,11 @@ def test_mistakes_are_one_line(capsys, arguments, words):
     assert main(["estimate", "--params=7b", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+def test_a_config_says_its_adapters():
+    config = Adapter().config("llama_8b", [])
+    assert question_of(config).model.adapters is None
+    config |= {"lora.rank": 8, "lora.targets": ("q", "v"), "lora.base": "int8"}
+    assert check(question_of(config)).model.adapters == Adapters(8, ("q", "v"), "int8")
+    with pytest.raises(ReportError, match="optimizer.freeze=w_token has no formula"):
+        question_of(config | {"optimizer.freeze": ("w_token",)})

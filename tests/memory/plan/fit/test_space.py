@@ -175,3 +175,13 @@ def test_levers_by_name(text, found):
 def test_a_lever_that_does_not_exist(text, message):
     with pytest.raises(ReportError, match=re.escape(message)):
         fit_space.choose(text)
+
+
+def test_adapters_have_squeezes_of_their_own():
+    """Their state is small: neither its dtypes nor its place are worth a variant."""
+    asked = space(lora_rank=16)
+    assert [squeeze.keys.get("lora.base", "") for squeeze in asked.squeezes()] == ["", "int8", "nf4", "", "nf4"]
+    assert not any(key.startswith(("optimizer", "precision", "offload")) for squeeze in asked.squeezes()
+                   for key in squeeze.keys)
+    held = space(lora_rank=16, given=["lora.base"])
+    assert [squeeze.what for squeeze in held.squeezes()] == ["recomputation", "activations in host memory"]

@@ -248,7 +248,7 @@ def test_every_step_is_told_once_as_it_is_done():
 STEP = {"stage", "what", "keys", "allocated_bytes", "host_bytes", "predicted_seconds", "predicted_seconds_low",
         "predicted_seconds_high", "recompute_flops_fraction", "fits", "verdict"}
 WHOLE = {"best", "walk", "certificate", "budget_bytes", "host_budget_bytes", "batch_tokens", "config", "given",
-         "target", "versions", "programs", "seconds", "stopped", "ties", "rates"}
+         "target", "versions", "programs", "seconds", "stopped", "ties", "rates", "reach"}
 
 
 def test_the_json_has_every_key():

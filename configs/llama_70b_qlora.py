@@ -1,0 +1,22 @@
+"""Llama 3.1 70B with LoRA adapters over weights in NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), on one H200.
+
+    bytescope train --config=llama_70b_qlora --config.data.source=SHARDS
+    bytescope report llama_70b_qlora h200
+
+With init.folder, a folder of Hugging Face's with config.json and weights, training begins from those: they are
+quantized while they are read.
+
+Hardware: one H200 (described; nothing measured on a card yet).
+Memory: peak 47.73 GiB, allocated 47.73 GiB, predicted in use 47.76 GiB per device, of 128.17 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Loss: not trained yet.
+"""
+
+from bytescope.configs import llama_8b_qlora
+
+
+def get_config():
+    config = llama_8b_qlora.get_config()
+    config.model.update(d_model=8192, n_layers=80, n_heads=64, d_ff=28672)
+    config.optimizer.learning_rate = 1e-4
+    return config

@@ -1,0 +1,24 @@
+"""Llama 3.1 8B with LoRA adapters over weights in NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), on one RTX 4090.
+
+    bytescope train --config=llama_8b_qlora --config.data.source=SHARDS
+    bytescope report llama_8b_qlora rtx4090
+
+With init.folder, a folder of Hugging Face's with config.json and weights, training begins from those: they are
+quantized while they are read.
+
+Hardware: one RTX 4090 (described; nothing measured on a card yet).
+Memory: peak 7.80 GiB, allocated 7.81 GiB, predicted in use 7.81 GiB per device, of 21.19 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Loss: not trained yet.
+"""
+
+from bytescope.configs import llama_8b
+
+
+def get_config():
+    config = llama_8b.get_config()
+    config.lora.update(rank=16, alpha=16.0, base="nf4")
+    config.data.seq_len = 4096
+    config.optimizer.update(learning_rate=2e-4, warmup_steps=100, weight_decay=0.0)
+    config.train.update(steps=1000, eval_every=250, checkpoint_every=250)
+    return config
