@@ -33,7 +33,7 @@ from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.display import TOLD_WAIT, Display
 from bytescope.train.run.failures import explained
-from bytescope.train.run.metrics import MetricsLog, has_evaluation, model_flops_per_token
+from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
 from bytescope.train.run.runtime import forget_peak, return_freed_memory
 from bytescope.train.run.signals import Stop
 from bytescope.train.run.step_timer import Clock
@@ -108,7 +108,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
     lap = clock.lap()
-    flops = model_flops_per_token(run.program.model, batch.seq_len, run.program.frozen) * lap.tokens / lap.seconds
+    flops = lap.tokens / lap.seconds * model_flops_per_token(
+        run.program.model, batch.seq_len, run.program.frozen, adapter_parameters(run.program.state.params))
     mfu = flops / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = sample(mesh.local_devices[0])
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}

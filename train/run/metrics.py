@@ -1,12 +1,17 @@
 """Metrics of a run: one JSON object per row, and the FLOPs of the model for its utilization."""
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from bytescope.model import ModelConfig
+from bytescope.model.adapters import is_adapter
+from bytescope.model.frozen import dotted
 from bytescope.model.layers import MLPS
 from bytescope.train.run.workdir import write_atomically
 
@@ -32,16 +37,23 @@ def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int
                for keys in names)
 
 
-def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = ()) -> float:
+def adapter_parameters(params: Any) -> int:
+    """Number of parameters of adapters in a tree of parameters."""
+    return sum(math.prod(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+               if is_adapter(dotted(path)))
+
+
+def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (), adapters: int = 0) -> float:
     """FLOPs of one training step per token: forward and backward, nothing recomputed.
 
     6 per matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
     (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half, as is usual. A frozen one
-    (`frozen`: dotted paths) has no gradient, which leaves 4: its output, and the gradient of its input.
+    (`frozen`: dotted paths) has no gradient, which leaves 4: its output, and the gradient of its input. 6 too for each of
+    so many parameters of `adapters`.
     Leaves out norms, activations, softmax and the optimizer.
     """
     core = 12 * model.n_layers * model.n_heads * model.d_head * seq_len
-    return 6.0 * matmul_parameters(model) - 2.0 * frozen_matmul_parameters(model, frozen) + core
+    return 6.0 * (matmul_parameters(model) + adapters) - 2.0 * frozen_matmul_parameters(model, frozen) + core
 
 
 def has_evaluation(path: Path, step: int) -> bool:

@@ -11,9 +11,11 @@ import sys
 import pytest
 
 from bytescope.memory.costs import flops
-from bytescope.train.config import override
+from bytescope.memory.formulas.adapters import matrices
+from bytescope.memory.formulas.estimate import question_of
+from bytescope.train.config import flatten, override
 from bytescope.train.errors import UserError
-from bytescope.train.run.metrics import MetricsLog, matmul_parameters, model_flops_per_token
+from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
 from bytescope.train.run.workdir import METRICS, Identity, claim, claimed, new_workdir
 from support.toy import small_config, small_program
 
@@ -241,3 +243,15 @@ def test_frozen_matrices_take_four_flops_a_token(patterns, tied):
     tokens = program.batch.rows * program.batch.seq_len
     assert counted == model_flops_per_token(program.model, program.batch.seq_len, program.frozen) * tokens
     assert model_flops_per_token(program.model, 8, program.frozen) < model_flops_per_token(program.model, 8)
+
+
+@pytest.mark.parametrize("targets", ["q,k,v,o,gate,up,down", "q,v"])
+def test_adapters_take_six_flops_a_token(targets):
+    program = small_program({"lora.rank": 4, "lora.targets": targets, "remat.policy": "none", "loss.kind": "full",
+                             "model.attention": "naive"})
+    counted = flops.count(program.step.trace(program.state, program.batch_shapes).jaxpr).model_flops
+    own, length = adapter_parameters(program.state.params), program.batch.seq_len
+    assert own == 4 * program.model.n_layers * sum(
+        sum(shape) for name, shape in matrices(question_of(flatten(program.config)).model).items()
+        if name in targets.split(","))
+    assert counted == model_flops_per_token(program.model, length, program.frozen, own) * program.batch.rows * length
