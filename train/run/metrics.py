@@ -43,7 +43,8 @@ def adapter_parameters(params: Any) -> int:
                if is_adapter(dotted(path)))
 
 
-def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (), adapters: int = 0) -> float:
+def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[str] = (),
+                          adapters: int = 0) -> float:
     """FLOPs of one training step per token: forward and backward, nothing recomputed.
 
     6 per matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
