@@ -49,8 +49,8 @@ def model_flops_per_token(model: ModelConfig, seq_len: int, frozen: Collection[s
 
     6 per matrix parameter (Kaplan et al. 2020, arXiv 2001.08361) and 12 N H K L for the attention core
     (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), which counts the masked half, as is usual. A frozen one
-    (`frozen`: dotted paths) has no gradient, which leaves 4: its output, and the gradient of its input. 6 too for each of
-    so many parameters of `adapters`.
+    (`frozen`: dotted paths) has no gradient, which leaves 4: its output, and the gradient of its input. 6 too for each
+    of so many parameters of `adapters`.
     Leaves out norms, activations, softmax and the optimizer.
     """
     core = 12 * model.n_layers * model.n_heads * model.d_head * seq_len
