@@ -46,6 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=tuple(DTYPES), metavar="DTYPE",
                         help="float32, bfloat16 or float16 (default: that of the weights that the run began from, else "
                         "that of its parameters)")
+    parser.add_argument("--merge", action="store_true", help="of a run with adapters the whole model, with them added "
+                        "to its weights (default: the adapters alone, as peft loads them)")
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
     parser.add_argument("--force", action="store_true", help="replace OUT where it holds a model already")
     return parser
@@ -93,7 +95,7 @@ def export(args: argparse.Namespace) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        lines = _write(run, partial, DTYPES.get(args.dtype), args.shard_bytes)
+        lines = _write(run, partial, DTYPES.get(args.dtype), args.shard_bytes, args.merge)
         _move(partial, args.out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +112,8 @@ def _refuse_used(out: Path, force: bool) -> None:
         return
     if not force:
         raise UserError(f"{out} is not empty: give a new or empty folder, or --force to replace the model in it")
-    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+    described = names & {"config.json", "adapter_config.json"}
+    if not described or not any(name.endswith(".safetensors") for name in names):
         raise UserError(f"{out} holds no model, and --force replaces nothing else: give another folder")
 
 
@@ -124,13 +127,13 @@ def _move(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int) -> list[str]:
+def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge: bool) -> list[str]:
     """Writes the files; returns lines that say what they are.
 
     Adapters and merged weights are other `Parameters` (tensors.py) of the same plan.
     """
     from bytescope.model import ModelConfig
-    from bytescope.train.export import tensors, tokenizer_files
+    from bytescope.train.export import peft, tensors, tokenizer_files
     from bytescope.train.export.config_json import config_json
     from bytescope.train.export.safetensors_files import Files
     from bytescope.train.weights.families import FAMILIES
@@ -138,10 +141,14 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int) -> lis
     folder = _origin(run)
     raw = config_json(run.config.model.to_dict(), folder and folder.config)
     model = ModelConfig.from_dict(run.config.model)
+    if merge and not run.config.lora.rank:
+        raise UserError(f"--merge: {run.workdir} has no adapters (lora.rank=0): leave it out")
+    if run.config.lora.rank and not merge:
+        return peft.write_adapters(run, out, model, FAMILIES[raw["model_type"]], folder, dtype)
     text = tokenizer_files.text_of(run.config)
     if folder is None:
         raw |= tokenizer_files.special_ids(text)
-    parameters = tensors.Parameters(run, model, folder)
+    parameters = (peft.Merged if merge else tensors.Parameters)(run, model, folder)
     planned = tensors.plan(model, FAMILIES[raw["model_type"]], _dtypes(run, folder, dtype))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = _most(planned)
     (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")

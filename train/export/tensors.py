@@ -10,6 +10,7 @@ from itertools import groupby
 import numpy as np
 
 from bytescope.model import ModelConfig
+from bytescope.model.adapters import is_adapter
 from bytescope.train.errors import UserError
 from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.weights.families import Family, Row
@@ -75,9 +76,10 @@ def _axis(row: Row) -> int:
 
 
 class Parameters:
-    """The parameters of a run by our dotted path with the number of the layer: those of the checkpoint, and of a run
-    that trains some alone the others, from the folder that it began from. What the run quantized is dequantized: what
-    it trained belongs to those numbers.
+    """The parameters of a run by our dotted path with the number of the layer, without adapters.
+
+    They are those of the checkpoint, and of a run that trains some alone the others, from the folder that it began
+    from. What the run quantized is dequantized: what it trained belongs to those numbers.
 
     Raises:
       UserError: a parameter is in neither.
@@ -87,7 +89,8 @@ class Parameters:
         self._run, self._leaves, self._stack = run, {}, ("", np.zeros(0))
         self._quantized = matrices_of(model, run.config.lora.base)
         stored = {path: self._stored(path) for path in parameters_of(model)}
-        if surplus := sorted(set(run.arrays) - set(filter(None, stored.values()))):
+        own = {name for name in run.arrays if not is_adapter(name)}
+        if surplus := sorted(own - set(filter(None, stored.values()))):
             raise UserError(f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
                             "model alone and cannot be exported with it")
         if missing := [path for path, name in stored.items() if not name]:

@@ -1,0 +1,87 @@
+"""Adapters out: peft loads them over the folder that the run began from, and computes what our model computes; so does
+transformers with the merged weights."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.config import load, override
+from bytescope.train.program import build
+from bytescope.train.run.checkpoint import Checkpoints, Position
+from bytescope.train.run.workdir import Identity
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.load import load_params
+from support.models import checkpoints
+
+pytestmark = [pytest.mark.oracle("peft"),
+              pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")]
+TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 50 + 2
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """(folder of weights, run of random adapters over it, our loss and its gradients of the adapters)."""
+    parent = tmp_path_factory.mktemp("peft")
+    folder = checkpoints.save(checkpoints.model("llama"), parent / "folder")
+    config = load(f"hf:{folder}")
+    for key, value in {"precision.preset": "fp32", "batch.accumulation": 1, "lora.rank": 3, "lora.alpha": 5}.items():
+        override(config, key, str(value))
+    program, rng = build(config, jax.devices()[:1]), np.random.default_rng(5)
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), program.state)
+    adapters = jax.tree.map(lambda leaf: jnp.asarray(0.2 * rng.standard_normal(leaf.shape), leaf.dtype), state.params)
+    checkpointer, source = Checkpoints(parent / "run", keep=1), Folder.open(folder)
+    checkpointer.save(dataclasses.replace(state, params=adapters), Position(3, 24))
+    checkpointer.close()
+    identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
+    (parent / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
+    base = load_params(source, program.model, program.state.frozen)
+    batch = {"inputs": jnp.asarray(TOKENS[:, :-1]), "targets": jnp.asarray(TOKENS[:, 1:])}
+    return folder, parent / "run", jax.jit(jax.value_and_grad(program.parts.loss))(adapters, batch, None, base)
+
+
+def loss_of(model):
+    """The sum over positions of the loss of `TOKENS`, a torch scalar."""
+    import torch
+
+    tokens = torch.tensor(TOKENS.astype(np.int64))
+    logits = model(tokens[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1),
+                                             reduction="sum")
+
+
+def test_peft_computes_the_same_loss_and_gradients(lora, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, run, (loss, grads) = lora
+    assert cli.main(["export", str(run), str(tmp_path / "adapters")]) == 0
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters",
+                                      is_trainable=True)
+    theirs = loss_of(model)
+    np.testing.assert_allclose(theirs.item(), loss, rtol=1e-5)
+    assert abs(loss_of(AutoModelForCausalLM.from_pretrained(folder)).item() - float(loss)) > 1e-3
+    theirs.backward()
+    found = {name: param.grad for name, param in model.named_parameters() if "lora_" in name}
+    assert len(found) == 14 * 2
+    for path, ours in jax.tree_util.tree_leaves_with_path(grads):
+        target, half = path[-1].key.split("_")[1:]
+        for layer in range(2):
+            name, = [name for name in found if f".layers.{layer}." in name and f".{target}_proj." in name
+                     and f".lora_{half.upper()}." in name]
+            one = np.asarray(ours[layer])
+            one = one.reshape(-1, one.shape[-1]) if half == "a" else one.reshape(one.shape[0], -1)
+            np.testing.assert_allclose(found[name].numpy().T, one, atol=1e-4 * np.abs(one).max(), err_msg=name)
+
+
+def test_merged_weights_compute_the_same(lora, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    _, run, (loss, _) = lora
+    assert cli.main(["export", str(run), str(tmp_path / "whole"), "--merge"]) == 0
+    np.testing.assert_allclose(loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")).item(), loss,
+                               rtol=1e-5)

@@ -1,0 +1,86 @@
+"""The adapters of a run as a folder that peft loads, or added to the weights they lie beside."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from bytescope.model import ModelConfig
+from bytescope.model.adapters import TARGETS
+from bytescope.train.errors import UserError
+from bytescope.train.export.safetensors_files import Files
+from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.export.tensors import NAMES, Parameters, Tensor
+from bytescope.train.weights.families import Family
+from bytescope.train.weights.folder import SINGLE, Folder
+from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def halves(run: SavedRun, path: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(A [inputs, r], B [r, outputs]) of the adapter beside a matrix, by its dotted path with the number of the layer;
+    None where it has none. Raises UserError for a damaged checkpoint."""
+    target = path.rpartition(".w_")[2]
+    if target not in TARGETS or not path.startswith("blocks."):
+        return None
+    stacked = ".".join(["blocks", *path.split(".")[2:]])
+    name = next((name for name in (path, stacked) if f"{name}_a" in run.arrays), "")
+    if not name:
+        return None
+    a, b = (run.read(f"{name}_{half}") for half in "ab")
+    if name != path:
+        a, b = (one[int(path.split(".")[1])] for one in (a, b))
+    return a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
+
+
+class Merged(Parameters):
+    """The parameters of a run with what its adapters add, summed in float32."""
+
+    def read(self, path: str) -> np.ndarray:
+        """See `Parameters.read`."""
+        found, lora = super().read(path), self._run.config.lora
+        own = halves(self._run, path)
+        if own is None:
+            return found
+        a, b = (half.astype(np.float32) for half in own)
+        return found.astype(np.float32) + (lora.alpha / lora.rank * (a @ b)).reshape(found.shape)
+
+
+def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None,
+                   dtype: str | None) -> list[str]:
+    """Writes the adapters of a run as peft names them; returns lines that say what they are.
+
+    Raises:
+      UserError: a matrix that shares a tensor with others in this family.
+    """
+    planned, values, modules = [], {}, set()
+    for path, (row, name) in rows_by_path(family, parameters_of(model)).items():
+        if (own := halves(run, path)) is None:
+            continue
+        if row.parts:
+            raise UserError(f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
+                            "would be of all of them: export with --merge")
+        module = name.removesuffix(".weight")
+        modules.add(module.rpartition(".")[2])
+        for letter, half in zip("AB", own):
+            array = np.ascontiguousarray(half.T)
+            kind = dtype or NAMES[array.dtype.name]
+            full = f"base_model.model.{module}.lora_{letter}.weight"
+            planned.append(Tensor(full, kind, array.shape, ()))
+            values[full] = array.astype(READABLE[kind])
+    files = Files(out, planned, 2**62)
+    for tensor in planned:
+        files.write(tensor, values[tensor.name])
+    files.sync()
+    (out / SINGLE).rename(out / WEIGHTS)
+    lora = run.config.lora
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
+              "lora_dropout": lora.dropout, "target_modules": sorted(modules), "bias": "none", "inference_mode": True,
+              "fan_in_fan_out": False, "base_model_name_or_path": str(folder.path) if folder else None}
+    (out / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    count = sum(math.prod(tensor.shape) for tensor in planned)
+    return [f"adapters   rank {lora.rank}, {count:,} parameters, of {', '.join(sorted(modules))}"]
