@@ -112,7 +112,8 @@ POST_NORMS = _of_layers(_LAYERS, (
 
 # Of a model that has none of what only some have; a family's own keys come on top.
 PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False, "post_norms": False, "embed_scale": 1.0,
-         "attention_scale": 0.0, "attention_softcap": 0.0, "logits_softcap": 0.0}
+         "attention_scale": 0.0, "attention_softcap": 0.0, "logits_softcap": 0.0, "rope_local_theta": 0.0,
+         "global_every": 0}
 LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
 LLAMA_FIELDS = {
     "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
@@ -198,4 +199,11 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(
         "Gemma2ForCausalLM", "model.", {**LLAMA_ROWS, **POST_NORMS}, GEMMA2_FIELDS, GELU, {**GEMMA, "post_norms": True},
         needs=ONE_WAY, ignored=BUFFERS, window="every second"),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", "model.", {**LLAMA_ROWS, **POST_NORMS, **QK_NORMS},
+        {**GEMMA2_FIELDS, "max_seq_len": Field("max_position_embeddings", 131072),
+         "attention_softcap": Field("attn_logit_softcapping", 0.0),
+         "logits_softcap": Field("final_logit_softcapping", 0.0)},
+        GELU, {**GEMMA, "post_norms": True, "qk_norm": True}, needs=ONE_WAY, ignored=BUFFERS, window="but each n-th",
+        rope="two"),
 }
