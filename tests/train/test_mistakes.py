@@ -131,6 +131,7 @@ MISTAKES = {
         ("tiny --config.remat.policy=full", "itself"), ("tiny --jobs=0", "--jobs=0")],
     "fit": [
         ("", "no config"), ("tiny --levers=", "--levers="), ("tiny --levers=,", "--levers=,"),
+        ("tiny --lora --config.lora.rank=0", "leave one out"),
         ("tiny --levers=remt", "did you mean remat?"), ("tiny --budget=nan", "--budget"),
         ("tiny --budget=inf", "--budget"), ("tiny --budget=-3GiB", "--budget"), ("tiny --budget=", "--budget"),
         ("tiny --budget=0", "--budget=0"), ("tiny --budget=72Gi", "--budget"),
