@@ -42,7 +42,7 @@ def _model() -> ConfigDict:
     model.post_norms = False  # what attention and MLP add to the residual stream is normed too, as in Gemma 2
     model.embed_scale = 1.0  # factor of the token embedding, rounded to the compute dtype; Gemma: sqrt(d_model)
     model.rope_theta = 10_000.0  # base of the rotary frequencies
-    model.rope_scaling = ()  # Llama 3.1: (factor, low_freq_factor, high_freq_factor, original_positions); (): none
+    model.rope_scaling = ()  # (factor,): linear; Llama 3.1: (factor, low_freq, high_freq, original_positions); (): none
     model.rope_local_theta = 0.0  # Gemma 3: base of local layers, without rope_scaling; 0: rope_theta in all layers
     model.global_every = 0  # with it: each so manieth layer is global, with rope_theta, and all others are local
     model.init_std = 0.02  # standard deviation of the initial weights

@@ -100,7 +100,8 @@ class ModelConfig:
             raise ValueError(f"{local} model.position={self.position}: it is a base of rotary positions; set "
                              "model.position=rope, or it and model.global_every to 0")
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
-        if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 4):
+        if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4):
             raise ValueError(
-                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, or four positive numbers: "
+                f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
+                "slows all pairs alike, or four positive numbers: "
                 "factor,low_frequency_factor,high_frequency_factor,original_positions")

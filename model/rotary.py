@@ -9,12 +9,16 @@ import jax.numpy as jnp
 def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
     """Angle per position of each pair, [d_head / 2] float32 (Su et al. 2021, arXiv 2104.09864).
 
-    `scaling` is Llama 3.1's: wavelengths above original/low are stretched by `factor`, below
-    original/high they are kept, and those between are blended (Grattafiori et al. 2024, arXiv 2407.21783).
+    `scaling` is one of two. (factor,) slows all pairs alike, so that positions are interpolated (Chen et al. 2023,
+    arXiv 2306.15595). (factor, low, high, original) is Llama 3.1's: wavelengths above original/low are stretched by
+    `factor`, below original/high they are kept, and those between are blended (Grattafiori et al. 2024, arXiv
+    2407.21783).
     """
     frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
     if not scaling:
         return frequency
+    if len(scaling) == 1:
+        return frequency / scaling[0]
     factor, low, high, original = scaling
     rotations = original * frequency / (2 * math.pi)  # of a pair, within the original length
     blend = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)

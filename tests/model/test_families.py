@@ -20,7 +20,7 @@ FAMILIES = {
                "model.post_norms": True, "model.mlp": "geglu", "model.embed_scale": 32 ** 0.5,
                "model.tie_embeddings": True, "model.logits_softcap": 3.0},
     "gemma3": {"model.qk_norm": True, "model.norm": "rmsnorm_offset", "model.rope_local_theta": 100.0,
-               "model.global_every": 2, "model.rope_scaling": "(8.0, 1e9, 2e9, 1.0)"},
+               "model.global_every": 2, "model.rope_scaling": "(8.0,)"},
 }
 SHAPE = {"model.n_layers": 3, "data.seq_len": 16, "batch.micro": 4}
 

@@ -122,6 +122,11 @@ def test_rope_turns_by_relative_position():
     assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)
 
 
+def test_linear_scaling_slows_every_pair():
+    plain, scaled = (rope_frequencies(8, 10_000.0, s) for s in ((), (4.0,)))
+    np.testing.assert_array_equal(scaled * 4, plain)
+
+
 def test_llama3_scaling_stretches_only_long_wavelengths():
     plain, scaled = (rope_frequencies(128, 500_000.0, s) for s in ((), (8.0, 1.0, 4.0, 8192.0)))
     turns = 8192 * plain / (2 * math.pi)
@@ -143,7 +148,7 @@ def test_bf16_compute_keeps_fp32_masters_norms_and_logits():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"n_kv_heads": 3}, "n_heads=4 is not a multiple"), ({"d_model": 0}, "d_model=0"),
-    ({"dropout": 1.0}, "dropout=1.0"), ({"d_head": 7}, "d_head=7 is odd"), ({"rope_scaling": (1.0,)}, "rope_scaling"),
+    ({"dropout": 1.0}, "dropout=1.0"), ({"d_head": 7}, "d_head=7 is odd"), ({"rope_scaling": (1, 2)}, "rope_scaling"),
     ({"rope_local_theta": 100.0}, "rope_local_theta=100.0 with model.global_every=0: one is"),
     ({"global_every": 6}, "rope_local_theta=0.0 with model.global_every=6: one is"),
     ({"rope_local_theta": 100.0, "global_every": 6, "position": "learned"}, "with model.position=learned")])

@@ -37,11 +37,12 @@ def test_the_ends_of_the_ranges_are_valid(key, value):
     check_values(small_config({key: value}))
 
 
-@pytest.mark.parametrize("text", ["a,b,c,d", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
-def test_scaling_of_rotary_positions_takes_four_positive_numbers(text):
+@pytest.mark.parametrize("text", ["a,b,c,d", "0", "-8", "8,1", "8,1,4", "8,1,4,-1", "8,1,4,nan", "8,1,4,0"])
+def test_scaling_of_rotary_positions_takes_one_or_four_positive_numbers(text):
     with pytest.raises(ValueError, match="rope_scaling=.*four positive numbers"):
         ModelConfig.from_dict(small_config({"model.rope_scaling": text}).model)
-    assert ModelConfig.from_dict(small_config({"model.rope_scaling": "8,1,4,8192"}).model).rope_scaling[0] == 8
+    for valid in ("8", "8,1,4,8192"):
+        assert ModelConfig.from_dict(small_config({"model.rope_scaling": valid}).model).rope_scaling[0] == 8
 
 
 @pytest.mark.parametrize("text", ["inf", "nan", "0", "-3", "1e18"])

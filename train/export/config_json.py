@@ -14,7 +14,7 @@ from bytescope.configs import base
 from bytescope.train.errors import UserError
 from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import OWN
-from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.hf_config import SCALINGS, describe
 
 # Keys of `config.model` that say how a step is computed, not what: no config.json has them.
 COMPUTED = ("scan", "unroll", "attention", "attention_chunk", "mlp_chunk", "vocab_multiple", *OWN)
@@ -112,10 +112,10 @@ def _whole(value: float) -> float | int:
 
 def _rope(model: Keys) -> Raw:
     """One base for all layers, spelt as transformers 4 and 5 both read it."""
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     raw: Raw = {"rope_theta": model["rope_theta"], "rope_scaling": None}
-    if model["rope_scaling"]:
-        raw["rope_scaling"] = {"rope_type": "llama3", **dict(zip(names, map(_whole, model["rope_scaling"])))}
+    if scaling := model["rope_scaling"]:
+        kind, names = next(row for row in SCALINGS.items() if len(row[1]) == len(scaling))
+        raw["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(_whole, scaling)))}
     return raw
 
 
@@ -132,7 +132,11 @@ def _layer_types(model: Keys) -> Raw:
 
 
 # Our key -> their value of it, where that is not the same; the inverse of hf_config.TRANSFORMS.
-INVERSES: Mapping[str, Callable[[Keys], Any]] = {"attention_scale": lambda model: _whole(_scale(model) ** -2)}
+INVERSES: Mapping[str, Callable[[Keys], Any]] = {
+    "attention_scale": lambda model: _whole(_scale(model) ** -2),
+    "attention_softcap": lambda model: model["attention_softcap"] or None,  # transformers divides by a 0
+    "logits_softcap": lambda model: model["logits_softcap"] or None,
+}
 # The rows of hf_config.ROPES and WINDOWS: what a family without a window writes.
 ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "two": _ropes}
 WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {

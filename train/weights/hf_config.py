@@ -17,6 +17,10 @@ from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 
 # No published model comes near; whatever is larger is a mistake, and not worth the arithmetic.
 LARGEST, MOST_LAYERS = 2**28, 2**12
+# Kind of rotary positions -> what `model.rope_scaling` has of it, in order.
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 # Keys whose presence asks for something else than a dense decoder: (key, what it asks for).
 OTHERS = (
     ("quantization_config", "quantized weights: give the folder of the bf16 weights"),
@@ -156,13 +160,10 @@ class _Reader:
         partial = found.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
         if partial is not None and partial != 1:
             raise UserError(f"{self.where}: partial_rotary_factor={_shown(partial)}: our model rotates whole heads")
-        if kind == "default":
-            return theta, ()
-        if kind != "llama3":
-            raise UserError(f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes default "
-                            "and llama3 alone")
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return theta, tuple(self.number(name, found.get(name), 1e-6) for name in names)
+        if not isinstance(kind, str) or kind not in SCALINGS:
+            raise UserError(f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes "
+                            f"{', '.join(SCALINGS)} alone")
+        return theta, tuple(self.number(name, found.get(name), 1e-6) for name in SCALINGS[kind])
 
 
 def _rope(reader: _Reader) -> dict[str, Any]:

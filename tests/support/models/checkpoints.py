@@ -14,6 +14,9 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_h
          "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
+# Gemma 3, as transformers 5 spells it: the second layer sees everything.
+TWO_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
 # name -> (class of the config in transformers, what it says). Weights are spread as widely as those of trained models.
 FAMILIES = {
     "llama": ("LlamaConfig", SIZES),
@@ -24,6 +27,9 @@ FAMILIES = {
     "gemma": ("GemmaConfig", {**SIZES, "head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2Config", {**SIZES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.0,
                                 "final_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3TextConfig", {**SIZES, "tie_word_embeddings": False, "query_pre_attn_scalar": 12,
+                                         "rope_parameters": TWO_ROPES, "sliding_window": 64,
+                                         "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
                             "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}),

@@ -56,6 +56,19 @@ GEMMA2 = {
     "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
     "vocab_size": 256000}
 
+# The text models of Gemma 3 1B, and of 4B, whose layers that see everything have slower positions.
+GEMMA3_1B = {
+    "model_type": "gemma3_text", "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None,
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+    "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "vocab_size": 262144}
+GEMMA3_4B = {
+    **GEMMA3_1B, "hidden_size": 2560, "intermediate_size": 10240, "max_position_embeddings": 131072,
+    "num_attention_heads": 8, "num_hidden_layers": 34, "num_key_value_heads": 4, "sliding_window": 1024,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262208}
+
 
 def keys(raw, **changes):
     return describe({**raw, **changes}, "config.json").keys
@@ -78,6 +91,11 @@ def test_a_published_config_is_the_shipped_one(raw, shipped, differ):
     (MISTRAL_V01, {"max_seq_len": 4096, "d_head": 128}),
     (GEMMA2, {"mlp": "geglu", "norm": "rmsnorm_offset", "post_norms": True, "tie_embeddings": True, "embed_scale": 48.0,
               "attention_scale": 1 / 16, "attention_softcap": 50.0, "logits_softcap": 30.0, "max_seq_len": 4096}),
+    (GEMMA3_1B, {"qk_norm": True, "post_norms": True, "attention_softcap": 0.0, "logits_softcap": 0.0,
+                 "rope_theta": 1e6, "rope_local_theta": 1e4, "global_every": 6, "rope_scaling": (), "max_seq_len": 512,
+                 "attention_scale": 1 / 16, "tie_embeddings": True, "n_kv_heads": 1}),
+    (GEMMA3_4B, {"rope_scaling": (8.0,), "rope_theta": 1e6, "rope_local_theta": 1e4, "max_seq_len": 1024,
+                 "n_layers": 34, "vocab_size": 262208}),
     ({**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
      {"attention_softcap": 0.0, "logits_softcap": 0.0})])
 def test_published_configs(raw, expected):
@@ -103,6 +121,13 @@ def test_both_spellings_of_rotary_positions():
     del old["rope_scaling"]["rope_type"]  # as the first files had it
     assert keys(LLAMA_31_8B, **old) == keys(LLAMA_31_8B)
     assert keys(SMOLLM2, rope_parameters={"rope_type": "default", "rope_theta": 5e4})["rope_theta"] == 5e4
+    assert keys(SMOLLM2, rope_scaling={"type": "linear", "factor": 2})["rope_scaling"] == (2.0,)
+    new = {key: value for key, value in GEMMA3_4B.items() if not key.startswith("rope") and "pattern" not in key}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    new["layer_types"] = [("full" if layer % 6 == 5 else "sliding") + "_attention" for layer in range(34)]
+    assert keys(new) == keys(GEMMA3_4B)
 
 
 @pytest.mark.parametrize(("raw", "changes", "why"), [
@@ -115,7 +140,11 @@ def test_both_spellings_of_rotary_positions():
     (SMOLLM2, {"attention_bias": True}, "attention_bias=True"), (SMOLLM2, {"mlp_bias": True}, "mlp_bias=True"),
     (SMOLLM2, {"hidden_act": "relu"}, "hidden_act='relu'"), (GPT2, {"activation_function": "relu"}, "gelu_new"),
     (SMOLLM2, {"attention_dropout": 0.1}, "--config.model.dropout"), (GPT2, {"attn_pdrop": 0.0}, "embd_pdrop=0.1"),
-    (SMOLLM2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "kind 'linear'"),
+    (SMOLLM2, {"rope_scaling": {"type": "linear"}}, "factor=None"),
+    (SMOLLM2, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0"),
+    (SMOLLM2, {"rope_scaling": {"type": ["linear"]}}, "kind ['linear']"),
+    (GEMMA3_4B, {"layer_types": ["full_attention", *["sliding_attention"] * 33]}, "layer_types"),
+    (GEMMA3_4B, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "alone"),
     (SMOLLM2, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "kind 'yarn'"),
     (SMOLLM2, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind 'dynamic'"),
     (SMOLLM2, {"rope_scaling": {"rope_type": "llama3"}}, "factor=None"), (SMOLLM2, {"rope_scaling": 3}, "an object"),
