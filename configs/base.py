@@ -61,6 +61,8 @@ def _init() -> ConfigDict:
     """Where the parameters begin."""
     init = ConfigDict()
     init.folder = ""  # folder of weights (config.json, safetensors) that training begins from; empty: random weights
+    # folder of adapters as peft saves them that training begins from; lora.rank=0: rank, alpha and targets are theirs
+    init.adapter = ""
     return init
 
 

@@ -66,7 +66,7 @@ LEAST = {
 POSITIVE = ("model.init_std", "model.embed_scale", "model.rope_theta")
 DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
 # What may hold paths, whose bytes need not be UTF-8.
-PATHS = ("data.", "init.folder", "train.cache_dir")
+PATHS = ("data.", "init.", "train.cache_dir")
 _LONE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are not
 # Whole numbers are int32 on a device, or count what no run has more of; tokens per update may be more. Others are
 # float32 there.

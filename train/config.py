@@ -113,7 +113,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 
     Raises:
       UserError: no such file, a file without get_config(), an unknown key, a value of the wrong type; or the model is
-        not that of the folder whose weights it begins from.
+        not that of the folder whose weights it begins from, or its adapters are not those of `init.adapter`.
     """
     from bytescope.train.weights import finetune
 
@@ -128,6 +128,10 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
         override(config, key, text)
     if config.init.folder:
         finetune.check_agreement(config, given)
+    if config.init.adapter:
+        from bytescope.train.weights import adapters
+
+        adapters.settle(config, given)
     return config
 
 

@@ -40,7 +40,7 @@ from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import METRICS, Identity, claimed
 from bytescope.train.sample import sample_text
 from bytescope.train.step import Tally
-from bytescope.train.weights.start import fingerprint_of_weights
+from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 
 
 @dataclasses.dataclass
@@ -249,7 +249,8 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
         raise UserError(str(error)) from error
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
-    identity = Identity.of(config, program.batch.global_rows, data.fingerprint, fingerprint_of_weights(program))
+    identity = Identity.of(config, program.batch.global_rows, data.fingerprint, fingerprint_of_weights(program),
+                           fingerprint_of_adapter(program))
     with (contextlib.nullcontext(stop) if stop else Stop(processes.interrupt) as stop,
           claimed(workdir, identity, extend=extend, processes=processes) as notes,
           contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,

@@ -14,11 +14,10 @@ from bytescope.train.errors import UserError
 from bytescope.train.export.safetensors_files import Files
 from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.export.tensors import NAMES, Parameters, Tensor
+from bytescope.train.weights.adapters import tensor_name
 from bytescope.train.weights.families import Family
-from bytescope.train.weights.folder import SINGLE, Folder
+from bytescope.train.weights.folder import ADAPTER, ADAPTER_CONFIG, SINGLE, Folder
 from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def halves(run: SavedRun, path: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -64,23 +63,22 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
         if row.parts:
             raise UserError(f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
                             "would be of all of them: export with --merge")
-        module = name.removesuffix(".weight")
-        modules.add(module.rpartition(".")[2])
-        for letter, half in zip("AB", own):
+        modules.add(name.removesuffix(".weight").rpartition(".")[2])
+        for letter, half in zip("ab", own):
             array = np.ascontiguousarray(half.T)
             kind = dtype or NAMES[array.dtype.name]
-            full = f"base_model.model.{module}.lora_{letter}.weight"
+            full = tensor_name(name, letter)
             planned.append(Tensor(full, kind, array.shape, ()))
             values[full] = array.astype(READABLE[kind])
     files = Files(out, planned, 2**62)
     for tensor in planned:
         files.write(tensor, values[tensor.name])
     files.sync()
-    (out / SINGLE).rename(out / WEIGHTS)
+    (out / SINGLE).rename(out / ADAPTER)
     lora = run.config.lora
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
               "lora_dropout": lora.dropout, "target_modules": sorted(modules), "bias": "none", "inference_mode": True,
               "fan_in_fan_out": False, "base_model_name_or_path": str(folder.path) if folder else None}
-    (out / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     count = sum(math.prod(tensor.shape) for tensor in planned)
     return [f"adapters   rank {lora.rank}, {count:,} parameters, of {', '.join(sorted(modules))}"]

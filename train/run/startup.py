@@ -40,7 +40,7 @@ from bytescope.train.run import summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.failures import explained
 from bytescope.train.run.workdir import write_atomically
-from bytescope.train.weights.start import frozen_params, initial_params
+from bytescope.train.weights.start import frozen_params, initial_adapters, initial_params
 
 REPORT, PAGE = "memory.json", "memory.html"
 
@@ -192,11 +192,15 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
     """The state and the position of the newest good checkpoint; without one, the initial state, its parameters random
-    or those of `init.folder`. Frozen parameters are in no checkpoint: they come again from where they came at first."""
+    or those of `init.folder`, its adapters those of `init.adapter`. Frozen parameters are in no checkpoint: they come
+    again from where they came at first."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
     if restored is None:
         params = initial_params(program, console)
-        return program.init() if params is None else program.init_around(params), Position(0, 0)
+        state = program.init() if params is None else program.init_around(params)
+        if (adapters := initial_adapters(program)) is not None:  # no optimizer's first state depends on their values
+            state = dataclasses.replace(state, params=adapters)
+        return state, Position(0, 0)
     console.print(f"resumed at step {restored[1].step}")
     state, position = restored
     return dataclasses.replace(state, frozen=frozen_params(program, console)), position

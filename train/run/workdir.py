@@ -21,11 +21,11 @@ from bytescope.train.run.lock import LOCK, take
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
 FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens", "batch.mode",
         "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer", "data.dtype",
-        "data.field", "data.skip_bad", "data.chat_template",
-        "init.folder", "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
+        "data.field", "data.skip_bad", "data.chat_template", "init.folder", "init.adapter",
+        "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
 # Keys that may differ between processes: paths on machines of their own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
-         "data.chat_template", "init.folder")
+         "data.chat_template", "init.folder", "init.adapter")
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 # What a start that is killed before it has claimed its directory leaves there.
@@ -63,24 +63,26 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What identifies a run: its config by dotted key, sequences of its global batch, fingerprints of its data and of
-    the weights that it began from, "" for random ones."""
+    """What identifies a run: its config by dotted key, sequences of its global batch, fingerprints of its data, of the
+    weights and of the adapters that it began from, "" for random ones."""
 
     config: dict[str, Any]
     global_rows: int
     data: str
     weights: str = ""
+    adapter: str = ""
 
     @classmethod
-    def of(cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "") -> "Identity":
+    def of(cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "",
+           adapter: str = "") -> "Identity":
         """The identity of a run with this config."""
         # Through JSON, so that tuples compare equal to what a file gives back.
-        return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights)
+        return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
 
     def everything(self) -> dict[str, Any]:
         """All of it, by name."""
         return {**self.config, "global batch (sequences)": self.global_rows, "data": self.data,
-                "weights of init.folder": self.weights}
+                "weights of init.folder": self.weights, "adapters of init.adapter": self.adapter}
 
     def curve(self) -> dict[str, Any]:
         """The part that determines the loss curve, and may not change when a run is resumed."""

@@ -22,6 +22,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.weights.header import Tensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
 SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint has
 
@@ -68,6 +69,22 @@ class Folder:
                 raise UserError(f"{root / name} lacks {_shown(tensor)}, which {INDEX} has there: download it again")
         return cls(root, config, tensors, digest.hexdigest()[:16])
 
+    @classmethod
+    def open_adapter(cls, path: str | Path) -> Folder:
+        """The folder of an adapter as peft saves it; `config` is that of adapter_config.json.
+
+        Raises:
+          UserError: as `open`; or it holds a pickled adapter, or a model.
+        """
+        root = _folder(path, ADAPTER_CONFIG)
+        if not os.path.lexists(root / ADAPTER) and (found := _others(root, NO_ADAPTER)):
+            raise UserError(f"{root} has {found[0]} and no {ADAPTER}: {found[1]}")
+        config, text = _read_json(root, ADAPTER_CONFIG)
+        file = _file(root, ADAPTER)
+        tensors, header = _header(file)
+        digest = hashlib.sha256(text + header + _ends(file, 8 + len(header)))
+        return cls(root, config, tensors, digest.hexdigest()[:16])
+
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         """These spans of a tensor, in the dtype of the file; nothing else of it is read.
 
@@ -95,14 +112,15 @@ def close() -> None:
     _opened.cache_clear()
 
 
-def _folder(path: str | Path) -> Path:
+def _folder(path: str | Path, config: str = CONFIG) -> Path:
     root = Path(os.path.expanduser(str(path)))
     if not str(path):
-        raise UserError("the folder of the weights is empty: give the folder that holds config.json")
+        raise UserError(f"the folder of the weights is empty: give the folder that holds {config}")
     if os.path.isfile(root):
-        raise UserError(f"{root} is a file: give the folder that holds config.json")
+        raise UserError(f"{root} is a file: give the folder that holds {config}")
     if not os.path.isdir(root):
-        raise UserError(f"there is no folder {root}: give one that holds config.json and {SINGLE}")
+        raise UserError(f"there is no folder {root}: give one that holds {config} and "
+                        f"{SINGLE if config == CONFIG else ADAPTER}")
     return root
 
 
@@ -183,12 +201,17 @@ def _others(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[s
 _PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"
 # Ends of names of what people have in the place of safetensors -> why it is not read.
 UNREADABLE = (
-    (("adapter_model.safetensors", "adapter_config.json"), "this is an adapter, not a model: give the folder of its "
+    ((ADAPTER, ADAPTER_CONFIG), "this is an adapter, not a model: give the folder of its "
      "base model"),
     (("params.json", "consolidated.00.pth"), "Meta's own format has the rows of q and k in another order; download the "
      "files that transformers reads"),
     ((".bin", ".pth", ".pt", ".ckpt", ".pkl"), _PICKLED),
     ((".gguf",), "GGUF is quantized for inference; download the safetensors of the same model"),
+)
+NO_ADAPTER = (
+    (("adapter_model.bin",), "pickle files may run code and are not read; save the adapter with "
+     "save_pretrained(safe_serialization=True)"),
+    ((SINGLE, INDEX), "this is a model, not an adapter: set init.folder to it"),
 )
 UNNAMED = ((".safetensors",), f"several files need {INDEX}, and a single one that name")
 

@@ -44,7 +44,12 @@ def load_params(folder: Folder, model: ModelConfig, shapes: Any,
     Raises:
       UserError: as `checkpoint_leaves`; or a file that changes while it is read.
     """
-    leaves = checkpoint_leaves(folder, model)
+    return load_leaves(checkpoint_leaves(folder, model), shapes, tell, quantized)
+
+
+def load_leaves(leaves: dict[str, Leaf], shapes: Any, tell: Callable[[int, int], None] = lambda done, total: None,
+                quantized: Mapping[str, tuple[str, Matrix]] = {}) -> Any:
+    """The same of what is where already, by our dotted path with the number of the layer."""
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {_dotted(path): _Target(like) for path, like in flat}
     parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}

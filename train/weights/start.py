@@ -9,9 +9,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.program import Program
+from bytescope.train.weights.adapters import adapter_leaves
 from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.leaves import checkpoint_leaves
-from bytescope.train.weights.load import load_params
+from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
+from bytescope.train.weights.load import load_leaves, load_params
 
 
 def fingerprint_of_weights(program: Program) -> str:
@@ -21,6 +22,27 @@ def fingerprint_of_weights(program: Program) -> str:
     folder = Folder.open(program.config.init.folder)
     checkpoint_leaves(folder, program.model)
     return folder.fingerprint
+
+
+def fingerprint_of_adapter(program: Program) -> str:
+    """The fingerprint of `init.adapter`, "" without one. Raises UserError unless it holds all of the run's adapters."""
+    leaves = _adapter_leaves(program)
+    return next(iter(leaves.values())).folder.fingerprint if leaves else ""
+
+
+def initial_adapters(program: Program) -> Any:
+    """The adapters that `init.adapter` holds, in their shardings and dtypes; None without one."""
+    leaves = _adapter_leaves(program)
+    return load_leaves(leaves, program.state.params) if leaves else None
+
+
+def _adapter_leaves(program: Program) -> dict[str, Leaf]:
+    """Where the adapters of `init.adapter` are; empty without one."""
+    init, lora = program.config.init, program.config.lora
+    if not init.adapter:
+        return {}
+    return adapter_leaves(Folder.open_adapter(init.adapter), program.model, Folder.open(init.folder), lora.rank,
+                          lora.targets)
 
 
 def initial_params(program: Program, console: Console) -> Any:
