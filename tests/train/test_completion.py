@@ -39,6 +39,9 @@ LINES = [
     ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope export ", "runs", "notes.txt tiny"),
     ("bytescope export runs new --dtype=b", "bfloat16", "float16"), ("bytescope completion ", "bash zsh fish", "tiny"),
     ("bytescope keys --", "--grep=", "--json="), ("bytescope nothing ", "", "tiny"),
+    ("bytescope train h", "hf:", "tiny runs"), ("bytescope train hf:r", "runs", "notes.txt tiny hf:"),
+    ("bytescope report hf:", "runs", "tiny mine.py"), ("bytescope fit --config=hf:r", "runs", "tiny"),
+    ("bytescope train tiny --config.init.folder=r", "runs", "notes.txt"), ("bytescope export hf:r", "", "runs"),
     ("bytescope compare --remat=$(touch${IFS}pwned),f", "$(touch${IFS}pwned),full", ""),
 ]
 
@@ -109,22 +112,26 @@ def test_the_syntax(shell, folder):
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish(folder):
     lines = ("bytescope report lla", "bytescope compare tiny --remat=none,f",
-             "bytescope report tiny --config.model.n_l", "bytescope report tiny h100:2", "bytescope report m")
+             "bytescope report tiny --config.model.n_l", "bytescope report tiny h100:2", "bytescope report m",
+             "bytescope train hf", "bytescope train hf:r", "bytescope report --config=hf:r")
     script = "source .script.fish; while read -l line; complete -C $line; echo end; end"
     found = offered(folder, "fish", "-c", script, text="".join(f"{line}\n" for line in lines)).split("end\n")
     assert [set(part.split()) for part in found[:-1]] == [
         {"llama_1b", "llama_8b", "llama_8b_qlora", "llama_70b", "llama_70b_qlora", "llama_405b"},
-        {"--remat=none,full"}, {"--config.model.n_layers="}, {"h100:2", "h100:2x8"}, {"mine.py"}]
+        {"--remat=none,full"}, {"--config.model.n_layers="}, {"h100:2", "h100:2x8"}, {"mine.py"},
+        {"hf:"}, {"hf:runs/"}, {"--config=hf:runs/"}]
 
 
 def test_every_word_is_one_that_is_taken(words):
     """A flag, key, target or name that has gone, or a value of another table, would fail here."""
     from bytescope.memory.devices import targets
+    from bytescope.memory.plan.trainer import WEIGHTS
     from bytescope.train.config import describe_keys, find_file
 
     assert set(words.commands) == {name for names in cli.GROUPS.values() for name in names} == set(words.flags)
     assert set(words.keys) == {key for key, _, _ in describe_keys()}
     assert all(find_file(name) for name in words.configs)
+    assert all(f"{WEIGHTS}*" in script(words) for script in SHELLS.values())
     for name, counted in words.targets.items():
         if name not in ("local", "cpu"):  # those ask jax
             assert all(targets.parse(each).is_described for each in (name, *counted))

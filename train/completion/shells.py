@@ -32,11 +32,13 @@ _bytescope() {
                 case $kind in
                     @file) compgen -f -- "$part" ;;
                     @folder) compgen -d -- "$part" ;;
-                    @config) compgen -W "$(_bytescope_configs)" -- "$part"
+                    @config) compgen -W "$(_bytescope_configs) hf:" -- "$part"
                              compgen -d -- "$part"
                              compgen -f -X '!*.py' -- "$part" ;;
                 esac)
-            compopt -o filenames 2> /dev/null ;;
+            # Names of files are quoted, and hf: would become hf\:, with a space behind it.
+            [[ $kind == @config && hf: == "$part"* ]] && word=nospace || word=filenames
+            compopt -o $word 2> /dev/null ;;
         @any) ;;
         *)
             while IFS= read -r word; do COMPREPLY+=("$head$word"); done < <(compgen -W "${kind#@* }" -- "$part")
@@ -53,7 +55,8 @@ complete -F _bytescope bytescope
 """
 
 # Shared by bash and zsh. The first function counts a word before the cursor: it sets command, place and last. The other
-# sets kind, part, which is completed, and head, which stands before it; @open marks words that may go on.
+# sets kind, part, which is completed, and head, which stands before it; @open marks words that may go on. A
+# config may be a folder of weights, with hf: before it.
 _KIND = r"""
 _bytescope_count() {
     if [[ ! $command ]]; then
@@ -95,6 +98,9 @@ _bytescope_kind() {
         @grid) kind="@open config= target= $(_bytescope_grid_keys)" ;;
         @target) kind="@open $([[ $part == *:* ]] && _bytescope_counts "${part%%:*}" || _bytescope_targets)" ;;
     esac
+    if [[ $kind == @config && $part == hf:* ]]; then
+        head=${head}hf: part=${part#hf:} kind=@folder
+    fi
     if [[ $kind == @list* ]]; then
         [[ $part == *,* ]] && head=$head${part%,*}, part=${part##*,}
         kind="@open ${kind#@list }"
@@ -114,7 +120,7 @@ _bytescope() {
     case $kind in
         @file) _files ;;
         @folder) _files -/ ;;
-        @config) compadd -- $(_bytescope_configs); _files -g '*.py' ;;
+        @config) compadd -- $(_bytescope_configs); compadd -S '' -- hf:; _files -g '*.py' ;;
         @any) ;;
         @open*) compadd -S '' -- ${=kind#@* } ;;
         ?*) for word in ${=kind#@* }; do
@@ -187,9 +193,14 @@ function __bytescope_words
                 set kind "@one "(__bytescope_targets)
             end
     end
+    if test "$kind" = @config; and string match -q -- 'hf:*' $part
+        set head "$head"hf:
+        set part (string replace -- hf: '' $part)
+        set kind @folder
+    end
     switch "$kind"
         case @file @config
-            test "$kind" = @config; and printf '%s\n' $head(string split -- ' ' (__bytescope_configs))
+            test "$kind" = @config; and printf '%s\n' $head(string split -- ' ' (__bytescope_configs)) "$head"hf:
             set -l found (__fish_complete_path $part | string replace -r '\t.*' '')
             test "$kind" = @config; and set found (string match -r -- '.*(?:/|\.py)$' $found)
             test -n "$found"; and printf '%s\n' $head$found

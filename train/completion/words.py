@@ -2,7 +2,8 @@
 
 The value of a flag, a key or a place has a kind, in one word or several:
 
-- `@file`, `@folder`: a path. `@config`: a config's name or a file. `@target`: a target. `@grid`: KEY=VALUE,VALUE.
+- `@file`, `@folder`: a path. `@config`: a config's name, a file, or `hf:` with a folder of weights.
+- `@target`: a target. `@grid`: KEY=VALUE,VALUE.
 - `@one a b c`: one of these words. `@list a b c`: some of them, with commas between.
 - `@any`: nothing that is known beforehand.
 """
@@ -18,7 +19,7 @@ _PLACES = {"config_here": CONFIG, "target_here": TARGET, "before": FILE, "after"
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
 # Flags and keys whose words are told by no parser.
 _PATHS = {"--source": FILE, "--tokenizer": FILE, "data.source": FILE, "data.eval_source": FILE, "data.tokenizer": FILE,
-          "data.chat_template": FILE}
+          "data.chat_template": FILE, "init.folder": FOLDER, "train.cache_dir": FOLDER}
 # Devices that are suggested after a target's colon.
 _GPU_COUNTS, _TPU_COUNTS, _CPU_COUNTS = ("2", "4", "8", "2x8", "4x8"), ("2x2", "4x4", "8x8"), ("2", "4", "8")
 
