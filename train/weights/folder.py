@@ -24,6 +24,7 @@ from bytescope.train.weights.header import Tensor, read_header
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
+State = tuple[int, int]  # of a file: bytes, time of its last change in ns
 SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint has
 
 
@@ -35,12 +36,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """A verified folder: `config` is the object of its config.json; `tensors`: by name; `fingerprint`: of all of it,
-    from names, sizes, headers, config.json and the ends of each file."""
+    from names, sizes, headers, config.json and the ends of each file; `states`: of each file when it was verified."""
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     fingerprint: str
+    states: Mapping[str, State]
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
@@ -54,8 +56,10 @@ class Folder:
         index = _index(root)
         digest = hashlib.sha256(text)
         tensors: dict[str, Tensor] = {}
+        states: dict[str, State] = {}
         for name in sorted(set(index.values()) if index else {SINGLE}):
             file = _file(root, name)
+            states[name] = _state(file)
             found, header = _header(file)
             digest.update(f"{name} {file.stat().st_size} ".encode() + header + _ends(file, 8 + len(header)))
             for tensor in found.values():
@@ -67,7 +71,7 @@ class Folder:
         for tensor, name in index.items():
             if tensor not in tensors:
                 raise UserError(f"{root / name} lacks {_shown(tensor)}, which {INDEX} has there: download it again")
-        return cls(root, config, tensors, digest.hexdigest()[:16])
+        return cls(root, config, tensors, digest.hexdigest()[:16], states)
 
     @classmethod
     def open_adapter(cls, path: str | Path) -> Folder:
@@ -92,16 +96,36 @@ class Folder:
           UserError: the file has changed since it was verified.
         """
         tensor = self.tensors[name]
+        state = self._same(tensor.file)
         try:
-            view = _opened(str(self.path / tensor.file)).get_slice(name)
+            view = _opened(str(self.path / tensor.file), state).get_slice(name)
             return view[tuple(slice(*span) for span in spans)] if spans else view[...]
         except Exception as error:  # SafetensorError, which is none of Python's own, and OSError
             raise UserError(f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)[:120]}): "
                             "the file has changed or is damaged") from error
 
+    def _same(self, name: str) -> State:
+        """The state of a file, which has to be that which was verified: files are mapped, and to read behind the end of
+        one that was shortened would end the process (SIGBUS). Raises UserError otherwise."""
+        path = self.path / name
+        try:
+            now = _state(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        if now != self.states[name]:
+            raise UserError(f"{path} has changed since it was verified, from {self.states[name][0]:,} bytes to "
+                            f"{now[0]:,}: start again once nothing writes there")
+        return now
+
+
+def _state(path: Path) -> State:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
 
 @functools.lru_cache(maxsize=2)
-def _opened(path: str) -> Any:
+def _opened(path: str, state: State) -> Any:
+    """The mapped file; `state`: no older one at the same path is meant."""
     from safetensors import safe_open
 
     return safe_open(path, "numpy")
