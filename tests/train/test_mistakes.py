@@ -197,7 +197,8 @@ MISTAKES = {
         ("missing out --dtype=bf16", "did you mean bfloat16?"), ("missing out --shard-size=", "--shard-size"),
         ("missing out --shard-size=0", "--shard-size=0"), ("missing out --shard-size=5XB", "not a valid size"),
         ("missing out --shrad-size=5GB", "did you mean --shard-size?"), ("missing out more", "unrecognized"),
-        ("missing out --config.train.steps=1", "unrecognized")],
+        ("missing out --config.train.steps=1", "unrecognized"), ("missing out --merge=yes", "--merge"),
+        ("missing out --merg", "did you mean --merge?")],
 }
 for command in ("report", "compare", "levers", "front", "fit"):
     MISTAKES[command] += [(f"tiny h200 {words}", message) for words, message in OF_RATES]

@@ -82,8 +82,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     total = sum(counts.values())
     rows = [
-        ("model", f"{summary.count(total)} parameters: width {model.d_model:,}, layers {model.n_layers}, heads "
-                  f"{model.n_heads}, vocabulary {model.vocab_size:,}"),
+        ("model", f"{summary.count(total)} parameters{_trained(program)}: width {model.d_model:,}, layers "
+                  f"{model.n_layers}, heads {model.n_heads}, vocabulary {model.vocab_size:,}"),
         ("batch", str(program.batch)),
         ("devices", _devices(program)),
         ("program", f"{program.config.precision.preset} precision, remat "
@@ -97,6 +97,18 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
         rows += [("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
                  ("attention", f"{kernel}: {why}"), ("products", f"{matmul}: {how}"), ("jax", jax.__version__)]
     summary.show(console, rows)
+
+
+def _trained(program: Program) -> str:
+    """How many of the parameters are trained, and how, where some are frozen."""
+    if not program.frozen:
+        return ""
+    lora = program.lora
+    number = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.state.params))
+    if lora is None:
+        return f", {number:,} trained (optimizer.freeze)"
+    base = f" over {program.config.lora.base}" if quantized_weights(program.abstract()) else ""
+    return f", {number:,} trained (LoRA rank {lora.rank} on {' '.join(lora.targets)}{base})"
 
 
 def _devices(program: Program) -> str:

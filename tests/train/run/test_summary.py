@@ -69,6 +69,18 @@ def test_a_program_is_told_in_a_few_lines(width):
     assert "[/b] texts" in " ".join(every) and "embedding" in " ".join(every)
 
 
+@pytest.mark.parametrize(("overrides", "trained"), [
+    ({"lora.rank": 16, "lora.base": "nf4"}, "26,624 trained (LoRA rank 16 on q k v o gate up down over nf4)"),
+    ({"lora.rank": 4, "lora.targets": "q,v"}, "1,792 trained (LoRA rank 4 on q v)"),
+    ({"optimizer.freeze": "w_token"}, "trained (optimizer.freeze)"), ({}, "")])
+def test_the_start_says_what_of_the_model_is_trained(overrides, trained):
+    shape = {"model.d_model": 64, "model.d_head": 16, "model.d_ff": 64, "model.n_layers": 2}
+    program = small_program({**shape, **overrides})
+    lines = said(lambda console: startup.show_program(console, program, ""), 80)
+    text = " ".join(" ".join(lines).split())
+    assert trained in text and ("trained" in text) == bool(overrides) and max(map(cell_len, lines)) <= 80
+
+
 def test_the_report_lies_in_the_run_directory_as_json_and_as_a_page(tmp_path):
     page = startup.write_report(REPORT, tmp_path)
     assert page == tmp_path / "memory.html" and "20.00" in page.read_text()
