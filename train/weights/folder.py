@@ -85,9 +85,10 @@ class Folder:
             raise UserError(f"{root} has {found[0]} and no {ADAPTER}: {found[1]}")
         config, text = _read_json(root, ADAPTER_CONFIG)
         file = _file(root, ADAPTER)
+        state = _state(file)
         tensors, header = _header(file)
         digest = hashlib.sha256(text + header + _ends(file, 8 + len(header)))
-        return cls(root, config, tensors, digest.hexdigest()[:16])
+        return cls(root, config, tensors, digest.hexdigest()[:16], {ADAPTER: state})
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         """These spans of a tensor, in the dtype of the file; nothing else of it is read.
