@@ -16,6 +16,7 @@ from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
+from bytescope.train.weights.start import fingerprint_of_adapter
 from support.models import checkpoints
 
 pytestmark = [pytest.mark.oracle("peft"),
@@ -76,6 +77,23 @@ def test_peft_computes_the_same_loss_and_gradients(lora, tmp_path):
             one = np.asarray(ours[layer])
             one = one.reshape(-1, one.shape[-1]) if half == "a" else one.reshape(one.shape[0], -1)
             np.testing.assert_allclose(found[name].numpy().T, one, atol=1e-4 * np.abs(one).max(), err_msg=name)
+
+
+def test_what_peft_saves_is_what_a_run_begins_from(lora, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, run, _ = lora
+    assert cli.main(["export", str(run), str(tmp_path / "ours")]) == 0
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "ours").save_pretrained(
+        tmp_path / "theirs")
+    config = load(f"hf:{folder}", [("init.adapter", str(tmp_path / "theirs"))])
+    assert (config.lora.rank, config.lora.alpha) == (3, 5.0) and len(config.lora.targets) == 7
+    program = build(config, jax.devices()[:1])
+    assert fingerprint_of_adapter(program)
+    ours, theirs = (Folder.open_adapter(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert all(np.array_equal(ours.read(name, []), theirs.read(name, [])) for name in ours.tensors)
 
 
 def test_merged_weights_compute_the_same(lora, tmp_path):
