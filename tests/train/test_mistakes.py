@@ -21,6 +21,12 @@ OF_RATES = [
     ("--rates=notes.md", "notes.md is not JSON"), ("--rates=cut.json", "cut.json is not JSON"),
     ("--rates=foreign.json", "foreign.json: rates of format None"), ("--rates=old.json", "reads format 1"),
     ("--rates=no_memory.json", "memory is"), (f"--rates={LONE}", "give the file that bytescope calibrate wrote")]
+# Mistakes with a folder of weights, of every command that takes a config.
+OF_WEIGHTS = [
+    ("hf:", "is empty"), ("hf:missing", "no folder missing"), ("hf:notes.md", "notes.md is a file"),
+    ("hf:.", "no 'config.json'"), ("hf:~nobody-here/x", "no folder ~nobody-here/x"), (f"hf:{LONG}", "no folder"),
+    (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
+    ("hf:yarn", "of the kind 'yarn'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
@@ -28,6 +34,9 @@ FILES = {
     "two_lines.py": "raise RuntimeError('two\\nlines [/b]')\n", "recursion.py": "def get_config():\n    get_config()\n",
     "notes.md": "# not a config\n", "step.hlo.txt": "HloModule jit_step\n", "text.txt": "some text\n" * 50,
     "records.jsonl": '{"body": "x"}\n',
+    "experts/config.json": '{"model_type": "llama", "num_local_experts": 8}', "cut/config.json": '{"model_type": ',
+    "yarn/config.json": """{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 96, "vocab_size": 64, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}""",
     "bad.npy": "not an array", "foreign.json": "{}", "rates.json": RATES, "cut.json": RATES[:200],
     "no_memory.json": RATES.replace('"memory": [[1000.0, 1e12]]', '"memory": []'),
     "old.json": RATES.replace('"format": 1', '"format": 0'),
@@ -204,6 +213,9 @@ for command in ("report", "compare", "levers", "front", "fit"):
     MISTAKES[command] += [(f"tiny h200 {words}", message) for words, message in OF_RATES]
     MISTAKES[command] += [(f"tiny {target} --rates=rates.json", message) for target in ("h100:8", "cpu:2", "v5e:2x2")
                           for message in OTHER_DEVICE]
+for command in ("report", "names", "estimate", "compare", "levers", "front", "fit", "train"):
+    MISTAKES[command] += OF_WEIGHTS
+MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "rates of NVIDIA H200 for h100")]
 MISTAKES["validate"] += [*OF_RATES, ("--rates=rates.json", "rates of NVIDIA H200 for h100"),
                          ("--set=jax --only=v100 --rates=rates.json", "rates of NVIDIA H200 for v100")]
@@ -224,6 +236,7 @@ def folder(tmp_path_factory):
     """A folder with the files that the mistakes name."""
     found = tmp_path_factory.mktemp("mistakes")
     for name, text in FILES.items():
+        (found / name).parent.mkdir(exist_ok=True)
         (found / name).write_text(text)
     return found
 
