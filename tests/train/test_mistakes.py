@@ -221,6 +221,7 @@ MISTAKES["validate"] += [*OF_RATES, ("--rates=rates.json", "rates of NVIDIA H200
                          ("--set=jax --only=v100 --rates=rates.json", "rates of NVIDIA H200 for v100")]
 MISTAKES["trace"] += [(f"notes.md {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
+MISTAKES["train"] += [("tiny --config.init.adapter=missing", "init.adapter=missing without init.folder")]
 MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]
 MISTAKES["calibrate"] = [
     ("--seconds=0", "--seconds=0"), ("--seconds=nan", "--seconds=nan"), ("--seconds=inf", "--seconds=inf"),
