@@ -9,6 +9,9 @@ from typing import Any
 from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
 
+DESCRIPTION = """\
+trains a transformer; its memory is known before the first step.
+CONFIG is a file, a name of bytescope configs (default: tiny), or hf:FOLDER."""
 EPILOG = """\
 examples:
   bytescope train                              a tiny model, about two minutes
@@ -24,9 +27,9 @@ def make_parser() -> argparse.ArgumentParser:
     from bytescope.train.parallel.processes import add_flags
 
     parser = Parser(prog="bytescope train", usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
-                    description=__doc__.split(": ", 1)[1], epilog=EPILOG,
+                    description=DESCRIPTION, epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help="config file or name (default: tiny)")
+    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help="override a key of configs/base.py")
     parser.add_argument("--workdir", type=user_path, metavar="DIR",

@@ -114,8 +114,8 @@ def _settle_place(args: argparse.Namespace) -> None:
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Adds the flag for adapters; `more`: what else it does, in words."""
-    parser.add_argument("--lora", action="store_true", help="train LoRA adapters over frozen weights, of rank "
-                        f"{LORA_DEFAULT_RANK} where the config has none{more}")
+    parser.add_argument("--lora", action="store_true", help="LoRA adapters over frozen weights, rank "
+                        f"{LORA_DEFAULT_RANK} by default{more}")
 
 
 def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],

@@ -18,7 +18,7 @@ from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import load
 from bytescope.memory.text import formulas as formulas_text
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import POLICIES, QUANTIZED
+from bytescope.model.remat.policies import ADAPTER_MASKS, POLICIES, QUANTIZED
 from bytescope.train.config import flatten
 from bytescope.train.planning.adapter import Adapter
 from bytescope.train.program import build
@@ -27,12 +27,13 @@ from support.toy import small_config, small_program
 
 LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 GPT = gpt(12, 768, 12, 50304)
-SIZES = {"BLD": "width", "BLHK": "queries", "BLGK": "keys", "BGRLS": "scores", "BGRL": "heads", "BLF": "mlp"}
+SIZES = {"BLD": "width", "BLHK": "queries", "BLGK": "keys", "BGRLS": "scores", "BGRL": "heads", "BLF": "mlp",
+         "BLr": "rank"}
 MIB = 2**20
 
 
 def test_every_name_of_a_block_has_its_size():
-    outside = {"embed", "embed_mask", "final_norm", *QUANTIZED}
+    outside = {"embed", "embed_mask", "final_norm", *QUANTIZED, *ADAPTER_MASKS}
     assert {name: SIZES[suffix] for name, (suffix, _) in NAMES.items() if name not in outside} == {
         name: tensor.size for name, tensor in rematerialized.NAMED.items()}
     assert {name for name, tensor in rematerialized.NAMED.items() if tensor.itemsize == 1} == {

@@ -103,7 +103,7 @@ def test_a_run_tells_its_plan_and_resumes_under_another(capsys, tmp_path):
     """What is recomputed changes no curve: the same run directory goes on."""
     (tmp_path / "text").mkdir()
     for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text("to be or not to be, that is the question. " * 400)
+        (tmp_path / "text" / f"{number}.txt").write_text(f"to be or not to be, that is question {number}. " * 400)
     words = ["--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.data.source={tmp_path / 'text'}",
              "--config.model.d_model=32", "--config.model.n_layers=2", "--config.model.d_ff=64",
              "--config.model.n_heads=2", "--config.model.n_kv_heads=1", "--config.model.d_head=16",
