@@ -15,6 +15,7 @@ from bytescope.memory.units import human
 
 # Larger messages are no protobufs.
 _MAX_PROTO = 2**31
+_PIECE = 2**20  # bytes out of gzip at a time: asked for more, Python's reader allocates all of them beforehand
 _GZIP = b"\x1f\x8b"
 _REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' dumps the protos, *after_optimizations.hlo.pb"
 _ENDS = ("hlo.pb", "hlo.pb.gz")
@@ -51,14 +52,16 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
     if data[:2] == _GZIP:
         try:
             with gzip.open(io.BytesIO(data)) as packed:
-                data = packed.read(_MAX_PROTO)
+                data = bytearray()
+                while len(data) < _MAX_PROTO and (piece := packed.read(_PIECE)):
+                    data += piece
         except (OSError, EOFError, zlib.error) as error:
             raise ReportError(f"{name} is damaged ({error}): dump it again; {_REMEDY}") from error
     if len(data) >= _MAX_PROTO:
         raise ReportError(f"{name} is larger than a proto can be: give a *after_optimizations.hlo.pb")
     if _TEXT.match(data[:4096]):
         raise ReportError(f"{name} is HLO as text, which has no buffers: {_REMEDY}")
-    return data
+    return bytes(data)
 
 
 def platform_of(proto: bytes) -> str:

@@ -1,6 +1,7 @@
 """XLA's dumps on disk: packed, in folders, as text; and the platform that a proto was compiled for."""
 
 import gzip
+import tracemalloc
 
 import pytest
 
@@ -92,3 +93,12 @@ def test_another_platform_does_not_judge_a_dump(mark, target, judged):
     report = report_of(compilation, target=found)
     assert (report.verdict, report.limit_bytes is not None) == ("fits" if judged else "unknown", judged)
     assert judged != any(f"{target} does not judge it" in note for note in report.notes)
+
+
+def test_a_small_packed_proto_takes_little_memory():
+    packed = gzip.compress(proto(4096))
+    tracemalloc.start()
+    assert dumps.unpacked(packed) == proto(4096)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
