@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from importlib import metadata
@@ -38,8 +38,9 @@ SORTS = {
                       "two of two told to stop", "one of two stopped for a while",
                       "strangers at the port"],
     "other meshes": STRIKES,
+    "adapters": STRIKES,
 }
-ORDER = ("one device", "other meshes", "one device", "two processes", "one device", "full disks")
+ORDER = ("one device", "other meshes", "adapters", "two processes", "one device", "full disks")
 STRIKES_A_LIFE = 8
 DISK_BYTES = 24 << 20
 
@@ -54,7 +55,7 @@ def plan(sort: str, rng: random.Random) -> list[str]:
             faults.append(rng.choice(BETWEEN))
         if sort == "other meshes" and rng.random() < 0.6:
             faults.append("another mesh")
-    if sort in ("one device", "other meshes"):
+    if sort in ("one device", "other meshes", "adapters"):
         faults.append("two signals at the end")
     return faults
 
@@ -72,9 +73,10 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def live(ground: Ground, number: int, seed: int) -> tuple[str, Life]:
-    """One life, from its first start to its last."""
+def live(grounds: Mapping[str, Ground], number: int, seed: int) -> tuple[str, Life]:
+    """One life, from its first start to its last, on the ground of its sort, if it has one of its own, or on "any"."""
     rng, sort = random.Random(f"{seed} {number}"), ORDER[number % len(ORDER)]
+    ground = grounds.get(sort, grounds["any"])
     place = ground.folder / f"life{number}"
     with small_disk(place) as mounted:
         if sort == "full disks" and not mounted:
@@ -129,15 +131,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs lives until the time is over; returns 1 if a fault was not recovered from, or changed a curve."""
     args = parse(argv)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="faults-"))
-    ground, began = Ground(folder / f"{time.time():.0f}"), time.monotonic()
-    print(f"{versions()}; seed {args.seed}; {ground.folder}", flush=True)
-    for devices in (1, 2):
-        ground.undisturbed(devices)
+    place, began = folder / f"{time.time():.0f}", time.monotonic()
+    grounds = {"any": Ground(place / "any"), "adapters": Ground(place / "adapters", adapters=True)}
+    print(f"{versions()}; seed {args.seed}; {place}", flush=True)
+    for name, devices in (("any", 1), ("any", 2), ("adapters", 1)):
+        grounds[name].undisturbed(devices)
     faults: list[Fault] = []
     wrong = 0
     numbers = iter([args.life] if args.life is not None else range(10**6))
     with ThreadPoolExecutor(args.workers) as pool:
-        pending = {pool.submit(live, ground, number, args.seed): number
+        pending = {pool.submit(live, grounds, number, args.seed): number
                    for number in (next(numbers, None) for _ in range(args.workers)) if number is not None}
         while pending:
             done = next(as_completed(pending))
@@ -150,10 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for text in life.wrong:
                 print(f"  WRONG: {text}", flush=True)
             if time.monotonic() - began < 60 * args.minutes and (number := next(numbers, None)) is not None:
-                pending[pool.submit(live, ground, number, args.seed)] = number
+                pending[pool.submit(live, grounds, number, args.seed)] = number
     print("\n".join(["", *table(faults)]), flush=True)
     if wrong or args.folder:
-        print(f"kept in {ground.folder}")
+        print(f"kept in {place}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if wrong else 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices.platform import THREADS_VARIABLE
+from support.models import weights
 from support.ports import free_port
 
 # Runs before the command, in its process: a shell that runs this script in the background has made it ignore Ctrl-C.
@@ -44,6 +45,13 @@ def get_config():
                         sample_tokens=4)
     return config
 """
+# Adapters over a quantized base, learned from packed chats: keys beside hf:FOLDER.
+ADAPTERS = {"lora.rank": 4, "lora.base": "nf4", "lora.dropout": 0.1, "data.format": "chat", "data.seq_len": 64,
+            "batch.accumulation": 1, "optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 4, "train.log_every": 1,
+            "train.eval_every": 10, "train.eval_sequences": 16, "train.checkpoint_every": 4, "train.sample_tokens": 4}
+BASE = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+        "intermediate_size": 64, "vocab_size": 256}
+WORDS = ("to", "be", "or", "not", "that", "is", "the", "question")
 STEPS = 160
 TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
 PATIENCE_S = 240.0
@@ -53,18 +61,36 @@ NEVER = ("Traceback (most recent", "KeyError", "Exception ignored", "Fatal Pytho
 
 
 class Ground:
-    """A folder with a config, a text to train on, and a cache of compiled programs that the runs in it share."""
+    """A folder with a config, what it trains on, and a cache of compiled programs that the runs in it share.
 
-    def __init__(self, folder: Path, steps: int = STEPS):
+    Args:
+      adapters: train adapters of a quantized model on chats, on one device, instead of all parameters on text.
+    """
+
+    def __init__(self, folder: Path, steps: int = STEPS, adapters: bool = False):
         self.folder, self.steps, self.cache = folder, steps, folder / "cache"
-        text = folder / "text"
-        text.mkdir(parents=True)
-        words = random.Random(3).choices(("to", "be", "or", "not", "that", "is", "the", "question"), k=40_000)
-        for number in range(40):
-            (text / f"{number}.txt").write_text(" ".join(words[number::40]))
-        (folder / "small.py").write_text(CONFIG.format(text=str(text), steps=steps))
+        folder.mkdir(parents=True)
+        self.flags = self._adapters() if adapters else self._all_parameters()
         self.whole: dict[int, list[dict[str, Any]]] = {}
         self.start_s = 8.0  # seconds until a run has started, as seen last
+
+    def _all_parameters(self) -> list[str]:
+        text = self.folder / "text"
+        text.mkdir()
+        words = random.Random(3).choices(WORDS, k=40_000)
+        for number in range(40):
+            (text / f"{number}.txt").write_text(" ".join(words[number::40]))
+        (self.folder / "small.py").write_text(CONFIG.format(text=str(text), steps=self.steps))
+        return [f"--config={self.folder / 'small.py'}"]
+
+    def _adapters(self) -> list[str]:
+        rng, source = random.Random(3), self.folder / "chats.jsonl"
+        talks = [[{"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 9)))}
+                  for role in ("user", "assistant")] for _ in range(800)]
+        source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talks))
+        keys = {**ADAPTERS, "data.source": source, "train.steps": self.steps}
+        return [f"--config=hf:{weights.llama(self.folder / 'base', **BASE)}",
+                *(f"--config.{key}={value}" for key, value in keys.items())]
 
     def undisturbed(self, devices: int) -> list[dict[str, Any]]:
         """The rows of a run on so many devices to which nothing happens."""
@@ -206,7 +232,7 @@ class Life:
     def flags(self) -> list[str]:
         """The arguments of a start."""
         ranks = self.devices * self.processes
-        return [f"--config={self.ground.folder / 'small.py'}", f"--workdir={self.workdir}",
+        return [*self.ground.flags, f"--workdir={self.workdir}",
                 f"--config.train.cache_dir={self.ground.cache}", f"--config.batch.micro={8 // ranks}",
                 f"--config.train.stall_timeout={STALL_S}"]
 

@@ -9,8 +9,9 @@ from end_to_end.lives import Fault, Ground, Life, same
 
 
 def test_a_life_with_faults_ends_with_the_curve_of_one_without(tmp_path):
-    """The terminal closed, the cache and a checkpoint damaged, killed in a save: nothing is lost."""
-    life = Life(Ground(tmp_path / "ground"), tmp_path / "run", random.Random(4))
+    """The terminal closed, the cache and a checkpoint damaged, killed in a save: nothing is lost. Of all parameters,
+    test_survival.py has kills; here are adapters, whose base no checkpoint holds, and packed chats."""
+    life = Life(Ground(tmp_path / "ground", steps=100, adapters=True), tmp_path / "run", random.Random(4))
     for kind in ("SIGHUP", "damaged compile cache", "killed in a save", "damaged checkpoint"):
         if not life.over:  # a machine with more to do may see its end first
             life.suffer(kind, KINDS[kind])
