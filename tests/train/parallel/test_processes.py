@@ -1,4 +1,4 @@
-"""Several processes on one machine: they train as one, end as one, and go on from where they were."""
+"""Several processes on one machine: they load weights and train as one, end as one, and go on from where they were."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import Address, add_flags, find
 from bytescope.train.run.workdir import Identity, claim, claim_together
 from bytescope.train.sample import generate, read_part
+from support.models import weights
 from support.ports import free_port
 from support.toy import small_program
 
@@ -24,12 +25,16 @@ from bytescope.configs import tiny
 def get_config():
     config = tiny.get_config()
     config.model.update(d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_seq_len=32)
+    config.init.folder = {folder!r}
     config.data.update(source={source!r}, seq_len=32)
     config.batch.update(micro=8, accumulation=1)
     config.mesh.strategy = "ddp"
     config.train.update(steps=12, log_every=1, eval_every=6, eval_sequences=12, checkpoint_every=2, sample_tokens=4)
     return config
 """
+# The model of CONFIG: with ddp each process reads all of it, with zero3 the half that its device holds.
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+         "intermediate_size": 64, "max_position_embeddings": 32, "vocab_size": 256}
 VALUES = ("step", "loss", "grad_norm", "lr", "eval_loss", "eval_tokens")
 FOUR = ("--config.batch.micro=4",)  # four devices, the same global batch
 LONG = 240  # seconds; for machines with more to do
@@ -39,13 +44,14 @@ ALIKE = {key: value for key, value in os.environ.items() if key != THREADS_VARIA
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a config and a text to train on."""
+    """A folder with a config, weights to begin from and a text to train on."""
     folder = tmp_path_factory.mktemp("distributed")
     words = random.Random(3).choices(("to", "be", "or", "not", "that", "is", "the", "question"), k=40_000)
     (folder / "text").mkdir()
     for number in range(40):
         (folder / "text" / f"{number}.txt").write_text(" ".join(words[number::40]))
-    (folder / "small.py").write_text(CONFIG.format(source=str(folder / "text")))
+    model = weights.llama(folder / "weights", shards=3, **LLAMA)
+    (folder / "small.py").write_text(CONFIG.format(source=str(folder / "text"), folder=str(model)))
     return folder
 
 
@@ -126,6 +132,7 @@ def assert_close(some, others):
 def alone(place):
     """The rows of one process with two devices."""
     finish(place, place / "alone", 1, devices=2)
+    assert json.loads((place / "alone" / "config.json").read_text())["weights"]
     found = rows(place / "alone")
     assert [row["step"] for row in found if "loss" in row] == list(range(1, 13))
     return found
@@ -192,14 +199,18 @@ def test_other_process_counts_go_on_from_the_same_checkpoint(place, alone):
 def test_the_error_of_one_ends_all_with_its_code(place, alone):
     """Only process 0 looks at the run directory, only process 1 has the other config."""
     del alone
-    started = Started(place, place / "alone", 2, "--config.model.d_ff=48")
+    started = Started(place, place / "alone", 2, "--config.optimizer.weight_decay=0.2")
     assert started.codes() == [2, 2]
     for text, label in zip(started.texts(), ("error: ", "[process 1] error: ")):
-        assert text.startswith(label) and "holds another run: model.d_ff 64 -> 48" in text and text.count("\n") == 0
-    started = Started(place, place / "differs", 2, own={1: ["--config.train.log_every=2"]})
+        assert text.startswith(label) and "holds another run: optimizer.weight_decay 0.1 -> 0.2" in text
+        assert text.count("\n") == 0
+    other = weights.llama(place / "other", seed=1, **LLAMA)  # of the same shapes
+    started = Started(place, place / "differs", 2, own={1: ["--config.train.log_every=2",
+                                                            f"--config.init.folder={other}"]})
     assert started.codes() == [2, 2]
     for text in started.texts():
-        assert "differs from process 0: train.log_every 1 -> 2" in text and text.count("\n") == 0
+        assert "differs from process 0: train.log_every 1 -> 2; weights of init.folder '" in text
+        assert text.count("\n") == 0
 
 
 @pytest.mark.parametrize(("index", "message"), [(0, "process 1 of 2 did not connect within 3 s"),
