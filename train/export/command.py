@@ -156,8 +156,8 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     tokenizer_files.write_generation_config(out, raw, folder and folder.path)
     files = Files(out, planned, shard_bytes)
     with _bar(files.nbytes) as tell:
-        for tensor, array in tensors.arrays(planned, parameters, model):
-            files.write(tensor, array)
+        for tensor, pieces in tensors.arrays(planned, parameters, model):
+            files.write(tensor, pieces)
             tell(tensor.nbytes)
     files.sync()
     count, parameters_count = len(files.names), sum(math.prod(tensor.shape) for tensor in planned)

@@ -13,6 +13,7 @@ from bytescope.model.adapters import TARGETS
 from bytescope.train.errors import UserError
 from bytescope.train.export.safetensors_files import Files
 from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.export.stored_array import Slices, whole
 from bytescope.train.export.tensors import NAMES, Parameters, Tensor
 from bytescope.train.weights.adapters import tensor_name
 from bytescope.train.weights.families import Family
@@ -39,14 +40,18 @@ def halves(run: SavedRun, path: str) -> tuple[np.ndarray, np.ndarray] | None:
 class Merged(Parameters):
     """The parameters of a run with what its adapters add, summed in float32."""
 
-    def read(self, path: str) -> np.ndarray:
+    def read(self, path: str) -> np.ndarray | Slices:
         """See `Parameters.read`."""
         found, lora = super().read(path), self._run.config.lora
         own = halves(self._run, path)
         if own is None:
             return found
         a, b = (half.astype(np.float32) for half in own)
-        return found.astype(np.float32) + (lora.alpha / lora.rank * (a @ b)).reshape(found.shape)
+        added = a @ b
+        added *= lora.alpha / lora.rank
+        added = added.reshape(found.shape)
+        added += whole(found)
+        return added
 
 
 def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family, folder: Folder | None,
@@ -72,7 +77,7 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
             values[full] = array.astype(READABLE[kind])
     files = Files(out, planned, 2**62)
     for tensor in planned:
-        files.write(tensor, values[tensor.name])
+        files.write(tensor, [values[tensor.name]])
     files.sync()
     (out / SINGLE).rename(out / ADAPTER)
     lora = run.config.lora

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,12 +60,15 @@ class Files:
             else:
                 file.truncate(size)
 
-    def write(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Writes a tensor. Raises OSError: the disk cannot be written."""
+    def write(self, tensor: Tensor, pieces: Iterable[np.ndarray]) -> None:
+        """Writes a tensor whose bytes are those of its pieces. Raises OSError: the disk cannot be written."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "r+b") as file:
             file.seek(start)
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            for piece in pieces:
+                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            if (written := file.tell() - start) != tensor.nbytes:
+                raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
 
     def sync(self) -> None:
         """Returns when all of it is on the disk."""

@@ -11,9 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
@@ -22,7 +20,7 @@ from bytescope.configs import base
 from bytescope.memory.report_json import one_line
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
-from bytescope.train.run.checkpoint import checksums
+from bytescope.train.export.stored_array import Slices, StoredArray, whole
 from bytescope.train.run.failures import keep_library_log
 from bytescope.train.run.runtime import stderr_held
 from bytescope.train.run.workdir import CHECKPOINTS, Identity, recorded
@@ -68,7 +66,7 @@ class SavedRun:
         if chosen not in steps:
             raise UserError(f"--step={step}: {workdir} has checkpoints of {', '.join(map(str, steps))}")
         run = cls(workdir, identity, config, chosen, {})
-        with run._damage_told():
+        with run.damage_told():
             meta = ocp.JsonCheckpointHandler().restore(run.folder / "meta")
             return dataclasses.replace(run, arrays=_parameters(meta["arrays"], meta["checksums"]))
 
@@ -77,29 +75,23 @@ class SavedRun:
         """The folder of the checkpoint."""
         return (self.workdir / CHECKPOINTS / str(self.step)).absolute()
 
+    def stored(self, path: str) -> StoredArray:
+        """A parameter to be read in pieces. Raises UserError: the checkpoint is damaged."""
+        array = self.arrays[path]
+        with self.damage_told():
+            return StoredArray(self.folder / "state", ".".join(("params", *array.keys)), array.dtype, array.shape,
+                               array.checksum)
+
     def read(self, path: str) -> np.ndarray:
         """A parameter, verified by its checksum.
 
         Raises:
           UserError: the checkpoint is damaged.
         """
-        array = self.arrays[path]
-        item: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-        for key in reversed(("params", *array.keys)):
-            item = {key: item}
-        with self._damage_told():
-            with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-                found = handler.restore(self.folder / "state", args=ocp.args.PyTreeRestore(
-                    item=jax.tree.map(lambda _: 0, item), restore_args=item, partial_restore=True))
-            value = jax.tree.leaves(found)[0]
-            if (value.shape, value.dtype.name) != (array.shape, array.dtype):
-                raise ValueError(f"{path} is {value.dtype}{list(value.shape)}")
-            if int(checksums([value])[0]) != array.checksum:
-                raise ValueError(f"{path} does not match its checksum")
-        return value
+        return whole(Slices(self.stored(path), self.damage_told))
 
     @contextlib.contextmanager
-    def _damage_told(self) -> Iterator[None]:
+    def damage_told(self) -> Iterator[None]:
         """Turns what Orbax, tensorstore or json raise on bad bytes into one line."""
         with stderr_held() as complaints:
             try:

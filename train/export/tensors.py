@@ -1,11 +1,11 @@
-"""Our parameters as the tensors of a family: what each is called, and its bytes, made one stack of layers at a time."""
+"""Our parameters as the tensors of a family: what each is called, and its bytes, made in pieces."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from itertools import chain
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.train.errors import UserError
 from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.export.stored_array import Slices
 from bytescope.train.weights.families import Family, Row
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
@@ -20,6 +21,7 @@ from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
 from bytescope.train.weights.quantized import as_computed, matrices_of
 
 NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy's name of a dtype -> the format's
+PIECE = 2**20  # most numbers of a parameter in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Parameters:
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
-        self._run, self._leaves, self._stack = run, {}, ("", np.zeros(0))
+        self._run, self._leaves, self._open = run, {}, {}
         self._quantized = matrices_of(model, run.config.lora.base)
         stored = {path: self._stored(path) for path in parameters_of(model)}
         own = {name for name in run.arrays if not is_adapter(name)}
@@ -101,16 +103,17 @@ class Parameters:
         stacked = ".".join(["blocks", *path.split(".")[2:]]) if path.startswith("blocks.") else path
         return next((name for name in (path, stacked) if name in self._run.arrays), "")
 
-    def read(self, path: str) -> np.ndarray:
-        """A parameter in our layout, verified. Raises UserError for a damaged checkpoint or folder."""
+    def read(self, path: str) -> np.ndarray | Slices:
+        """A parameter in our layout; of the checkpoint nothing is read until it is sliced, and it is verified when all
+        slices of all layers were read. Raises UserError for a damaged checkpoint or folder."""
         if leaf := self._leaves.get(path):
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
+        self._open = {name: array for name, array in self._open.items() if not array.is_read}  # the others are freed
         name = self._stored(path)
-        if self._stack[0] != name:
-            self._stack = ("", np.zeros(0))  # freed before the next one is read
-            self._stack = (name, self._run.read(name))
-        return self._stack[1] if name == path else self._stack[1][int(path.split(".")[1])]
+        if name not in self._open:
+            self._open[name] = self._run.stored(name)
+        return Slices(self._open[name], self._run.damage_told, None if name == path else int(path.split(".")[1]))
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:
@@ -124,36 +127,39 @@ def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: l
     return {path: leaf for path, leaf in checkpoint_leaves(folder, model).items() if path in missing}
 
 
-def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Each tensor with its values on disk. Those of one name follow each other, layer by layer, so that every stack of
-    layers is read once; parameters that share a tensor are read together.
+def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig
+           ) -> Iterator[tuple[Tensor, Iterator[np.ndarray]]]:
+    """Each tensor with its values as they lie on disk, in pieces that follow each other; they have to be taken before
+    the next tensor is. Those of one name come layer by layer, so that each stack of layers is decoded once.
 
     Raises:
       UserError: a value that the dtype does not hold.
     """
     sizes = sizes_of(model)
-    key = lambda tensor: tuple(row.tensor for _, row in tensor.parts)  # noqa: E731
-    for _, group in groupby(sorted(tensors, key=key), key):
-        layers = list(group)
-
-        def part(number: int, layers: list[Tensor] = layers) -> Iterator[np.ndarray]:
-            """That parameter of each layer, one after the other: one stack in memory."""
-            for tensor in layers:
-                path, row = tensor.parts[number]
-                yield _piece(parameters.read(path), row, sizes, tensor)
-
-        # All but the last of those that share a tensor are held.
-        *held, last = [part(number) for number in range(len(layers[0].parts))]
-        for tensor, *pieces in zip(layers, *map(list, held), last, strict=True):
-            yield tensor, np.concatenate(pieces, axis=_axis(tensor.parts[0][1])) if held else pieces[0]
+    for tensor in sorted(tensors, key=lambda tensor: tuple(row.tensor for _, row in tensor.parts)):
+        columns = [_pieces(parameters.read(path), row, sizes, tensor) for path, row in tensor.parts]
+        axis = _axis(tensor.parts[0][1])
+        # Rows of parameters that lie beside each other are joined; those below each other follow.
+        yield tensor, chain(*columns) if axis == 0 else (
+            np.concatenate(rows, axis=axis) for rows in zip(*columns, strict=True))
 
 
-def _piece(ours: np.ndarray, row: Row, sizes: Sizes, tensor: Tensor) -> np.ndarray:
-    """A parameter as it lies on disk, without the padding of the vocabulary and in the dtype to write."""
+def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor) -> Iterator[np.ndarray]:
+    """A parameter as it lies on disk, some of its rows at a time, without the padding of the vocabulary and in the
+    dtype to write."""
     pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]
-    stored = ours[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]
-    with np.errstate(over="ignore"):
-        found = pattern.back(stored.astype(dtype, copy=False))
-    if tensor.dtype == "F16" and not np.isfinite(found).all():
-        raise UserError(f"{tensor.name} has values beyond 65,504, the largest of float16: export with --dtype=bfloat16")
-    return found
+    outer = pattern.ours.index(pattern.theirs[0][0])
+    kept = [sizes[letter] for letter in pattern.ours]
+    # Each padded row, too, is read: the checksum has it.
+    count = max(1, PIECE // max(1, math.prod(ours.shape) // ours.shape[outer]))
+    for start in range(0, ours.shape[outer], count):
+        stored = ours[tuple(slice(start, start + count) if axis == outer else slice(None)
+                            for axis in range(len(ours.shape)))]
+        stored = stored[tuple(slice(0, max(0, size - start) if axis == outer else size)
+                              for axis, size in enumerate(kept))]
+        with np.errstate(over="ignore"):
+            found = pattern.back(stored.astype(dtype, copy=False))
+        if tensor.dtype == "F16" and not np.isfinite(found).all():
+            raise UserError(f"{tensor.name} has values beyond 65,504, the largest of float16: export with "
+                            "--dtype=bfloat16")
+        yield found
