@@ -90,7 +90,7 @@ def largest_tensor(out: Path) -> tuple[int, int]:
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--layers", type=int, default=6, help="default %(default)s: 1.4 GiB in float32")
+    flags.add_argument("--layers", type=int, default=6, help="default %(default)s: 1.7 GiB in float32")
     flags.add_argument("--devices", type=int, default=1, help="that saved the checkpoint (default %(default)s)")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     flags.add_argument("--folder", help="where it is written, new (default: the system's, then removed)")

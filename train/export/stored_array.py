@@ -32,8 +32,11 @@ class StoredArray:
             "cache_pool": {"total_bytes_limit": 2 * math.prod(shape) * tensorstore.dtype(dtype).numpy_dtype.itemsize
                            + 2**20},
             "file_io_mode": {"mode": "memmap"}, "data_copy_concurrency": {"limit": 1}})
-        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": folder.as_uri(), "path": f"{name}/"}}
-        self._store = tensorstore.open(spec, context=context, read=True, open=True).result()
+        # Orbax writes one database of all arrays, or, asked to, a folder for each; in Zarr 2 or 3.
+        place = ({"driver": "ocdbt", "base": folder.as_uri(), "path": f"{name}/"}
+                 if (folder / "manifest.ocdbt").is_file() else {"driver": "file", "path": f"{folder / name}/"})
+        self._store = tensorstore.open({"driver": "auto", "kvstore": place}, context=context, read=True,
+                                       open=True).result()
         self.shape, self.dtype = tuple(shape), self._store.dtype.numpy_dtype
         if (self._store.shape, self.dtype.name) != (self.shape, dtype):
             raise ValueError(f"{name} is {self.dtype.name}{list(self._store.shape)}")

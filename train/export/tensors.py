@@ -84,17 +84,24 @@ class Parameters:
     from. What the run quantized is dequantized: what it trained belongs to those numbers.
 
     Raises:
-      UserError: a parameter is in neither.
+      UserError: a parameter is in neither, or of another shape than the model's.
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
         self._run, self._leaves, self._open = run, {}, {}
         self._quantized = matrices_of(model, run.config.lora.base)
-        stored = {path: self._stored(path) for path in parameters_of(model)}
+        shapes = parameters_of(model)
+        stored = {path: self._stored(path) for path in shapes}
         own = {name for name in run.arrays if not is_adapter(name)}
         if surplus := sorted(own - set(filter(None, stored.values()))):
             raise UserError(f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
                             "model alone and cannot be exported with it")
+        for path, name in stored.items():
+            # All layers are read, then, and with the last of them each stack is verified.
+            asked = shapes[path] if name in ("", path) else (model.n_layers, *shapes[path])
+            if name and (found := run.arrays[name].shape) != asked:
+                raise UserError(f"checkpoint {run.step} of {run.workdir} has {name} of shape {list(found)}, and the "
+                                f"model in its config.json {list(asked)}: restore config.json")
         if missing := [path for path, name in stored.items() if not name]:
             self._leaves = _frozen(run, model, folder, missing)
 

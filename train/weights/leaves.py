@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
@@ -110,7 +112,8 @@ def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, s
     return found
 
 
-def parameters_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+@functools.lru_cache(maxsize=16)
+def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Our dotted path, as `checkpoint_leaves` has it -> shape without stacking, the vocabulary padded."""
     one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
@@ -122,7 +125,7 @@ def parameters_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             continue
         for layer in range(model.n_layers):
             found[".".join((first, str(layer), *rest[1:]))] = variable.shape
-    return found
+    return MappingProxyType(found)
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:

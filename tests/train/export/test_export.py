@@ -8,15 +8,19 @@ import os
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from safetensors import safe_open
 
 from bytescope.train import cli
 from bytescope.train.config import flatten, load, override
 from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.errors import UserError
+from bytescope.train.export import tensors as export_tensors
 from bytescope.train.export.config_json import config_json
+from bytescope.train.export.stored_array import StoredArray
 from bytescope.train.program import build
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
@@ -29,13 +33,15 @@ pytestmark = pytest.mark.oracle("transformers")
 
 
 def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
-    """A run directory as training from a folder leaves it, its checkpoint on so many devices, without training."""
+    """A run directory as training from a folder leaves it, its checkpoint on so many devices, without training; moments
+    are left out, which no export reads."""
     config = load(f"hf:{folder}")
     for key, value in {"precision.preset": "fp32", "batch.accumulation": 1, **dict(overrides)}.items():
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    state = dataclasses.replace(made_state(program), params=load_params(source, program.model, program.state.params))
+    state = dataclasses.replace(program.state, params=load_params(source, program.model, program.state.params),
+                                step=jnp.int32(steps[-1]), opt_state=(), tally=None, loss_scale=None)
     checkpointer = Checkpoints(workdir, keep=len(steps))
     for step in steps:
         checkpointer.save(state, Position(step, 8 * step))
@@ -45,11 +51,11 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
     return workdir
 
 
-def without_folder(run, workdir):
-    """The same run as one that began from random weights."""
+def without_folder(run, workdir, **keys):
+    """The same run as one that began from random weights; `keys`: others of its config."""
     shutil.copytree(run, workdir)
     identity = json.loads((workdir / "config.json").read_text())
-    identity["config"]["init.folder"] = ""
+    identity["config"] |= {"init.folder": "", **keys}
     (workdir / "config.json").write_text(json.dumps(identity))
     return workdir
 
@@ -65,40 +71,45 @@ def tensors(folder):
 
 
 def loaded(folder):
-    """A folder in transformers, which has to find there what it asks for and nothing else: (model, its config)."""
+    """A folder in transformers, which has to find there what it asks for and nothing else: (logits, its config)."""
+    import torch
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     config = {key: value for key, value in model.config.to_dict().items()
               if key not in ("transformers_version", "_name_or_path")}
-    return model, config
-
-
-def logits(model):
-    import torch
-
     with torch.no_grad():
-        return model(torch.arange(20)[None] * 4).logits.float().numpy()
+        return model(torch.arange(20)[None] * 4 % config["vocab_size"]).logits.float().numpy(), config
+
+
+# Our parameters in the dtype of the folder's.
+PRESETS = {"float32": "fp32", "bfloat16": "bf16_params"}
 
 
 @pytest.fixture(scope="module", params=[*((name, "float32") for name in checkpoints.FAMILIES), ("llama3", "bfloat16"),
                                         ("gpt2", "bfloat16")], ids="-".join)
 def run(request, tmp_path_factory):
-    """(folder of a family and dtype, a run that began from it)."""
+    """(folder of a family and dtype, what `loaded` says of it, a run that began from it)."""
     name, dtype = request.param
     parent = tmp_path_factory.mktemp(name)
     folder = checkpoints.save(checkpoints.model(name, dtype), parent / "folder")
-    return folder, saved(folder, parent / "run")
+    return folder, loaded(folder), saved(folder, parent / "run", {"precision.preset": PRESETS[dtype]})
 
 
-def test_a_folder_comes_back_bit_by_bit(run, tmp_path):
-    folder, workdir = run
+def test_a_folder_comes_back_bit_by_bit(run, tmp_path, monkeypatch):
+    """In pieces that end within heads, within matrices and within the padding of the vocabulary."""
+    folder, asked, workdir = run
+    read, real = [], StoredArray.read
+    monkeypatch.setattr(export_tensors, "PIECE", 200)
+    monkeypatch.setattr(StoredArray, "read", lambda array, spans: read.append(real(array, spans)) or read[-1])
     assert cli.main(["export", str(workdir), str(tmp_path / "out"), "--shard-size=24KB"]) == 0
-    assert tensors(tmp_path / "out") == tensors(folder)
-    (model, config), (source, asked) = loaded(tmp_path / "out"), loaded(folder)
-    assert config == asked
-    np.testing.assert_array_equal(logits(model), logits(source))
+    source = tensors(folder)
+    assert tensors(tmp_path / "out") == source and len(read) > 3 * len(source)
+    assert max(piece.size for piece in read) <= 512  # a head of Qwen 3
+    found = loaded(tmp_path / "out")
+    assert found[1] == asked[1]
+    np.testing.assert_array_equal(found[0], asked[0])
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 and os.listdir(tmp_path) == ["out"]
@@ -106,13 +117,12 @@ def test_a_folder_comes_back_bit_by_bit(run, tmp_path):
 
 def test_a_run_from_the_start_is_of_its_nearest_family(run, tmp_path):
     """As if it had not begun from a folder: config.json comes from the keys of config.model alone."""
-    folder, workdir = run
+    _, asked, workdir = run
     without_folder(workdir, tmp_path / "run")
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=float32"]) == 0
-    (model, config), (source, asked) = loaded(tmp_path / "out"), loaded(folder)
-    np.testing.assert_array_equal(logits(model), logits(source.float()))
-    ours, theirs = config["model_type"], asked["model_type"]
-    assert ours == ("llama" if theirs == "mistral" else theirs) and config["dtype"] == "float32"
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    (found, config), theirs = loaded(tmp_path / "out"), asked[1]["model_type"]
+    np.testing.assert_array_equal(found, asked[0])
+    assert config["model_type"] == ("llama" if theirs == "mistral" else theirs) and config["dtype"] == asked[1]["dtype"]
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 1)  # </s> of its tokenizer ends a text
 
 
@@ -167,8 +177,7 @@ def test_a_model_of_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(("overrides", "devices"), [
-    ({"mesh.tensor": 2, "mesh.fsdp": 4, "batch.micro": 1}, 8), ({"model.scan": False}, 1),
-    ({"optimizer.freeze": "blocks.mlp.*,w_token"}, 1)], ids=["mesh", "unrolled", "frozen"])
+    ({"mesh.tensor": 2, "mesh.fsdp": 4, "batch.micro": 1}, 8), ({"model.scan": False}, 1)], ids=["mesh", "unrolled"])
 def test_however_it_was_trained(overrides, devices, tmp_path):
     folder = checkpoints.save(checkpoints.model("llama"), tmp_path / "folder")
     workdir = saved(folder, tmp_path / "run", overrides, devices)
@@ -178,30 +187,59 @@ def test_however_it_was_trained(overrides, devices, tmp_path):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A run of two checkpoints."""
-    parent = tmp_path_factory.mktemp("gpt2")
-    return saved(checkpoints.save(checkpoints.model("gpt2"), parent / "folder"), parent / "run", steps=(3, 5))
+    """A run of two checkpoints, with a number that float16 does not hold."""
+    parent, made = tmp_path_factory.mktemp("gpt2"), checkpoints.model("gpt2")
+    made.transformer.wpe.weight.data[3, 4] = 1e5
+    return saved(checkpoints.save(made, parent / "folder"), parent / "run", steps=(3, 5))
 
 
-def flip(path):
-    """One bit of the longest file below a folder is another."""
-    longest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+def flip(checkpoint):
+    """One bit of the longest file is another."""
+    longest = max((file for file in checkpoint.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(longest.read_bytes())
     content[len(content) // 2] ^= 8
     longest.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_noticed(gpt2, tmp_path, capsys):
+def rewrite(checkpoint):
+    """A number in the padding of the vocabulary is another, and the file is whole."""
+    kvstore = {"driver": "ocdbt", "base": (checkpoint / "state").as_uri(), "path": "params.w_token/"}
+    tensorstore.open({"driver": "zarr", "kvstore": kvstore}).result()[127, 0].write(0.125).result()
+
+
+def record_another_sum(checkpoint):
+    """The checksum of a stack of layers is another."""
+    path = checkpoint / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["checksums"][list(meta["arrays"]).index(".params['blocks']['mlp']['w_down']")] ^= 1
+    path.write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize(("damage", "named"), [
+    (flip, ""), (record_another_sum, "blocks.mlp.w_down does not match its checksum"),
+    (rewrite, "w_token does not match its checksum")])
+def test_a_damaged_checkpoint_is_noticed(gpt2, damage, named, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export_tensors, "PIECE", 200)
     workdir = shutil.copytree(gpt2, tmp_path / "run")
-    flip(workdir / "checkpoints" / "5" / "state")
+    damage(workdir / "checkpoints" / "5")
     before = sorted(path for path in workdir.rglob("*"))
     assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and "checkpoint 5" in line and "damaged" in line and "--step=3" in line, line
-    assert sorted(workdir.rglob("*")) == before and os.listdir(tmp_path) == ["run"]
-    assert cli.main(["export", str(workdir), str(tmp_path / "out"), "--step=3"]) == 0
-    assert cli.main(["export", str(workdir), str(tmp_path / "other"), "--step=4"]) == 2
+    assert named in line and sorted(workdir.rglob("*")) == before and os.listdir(tmp_path) == ["run"]
+
+
+def test_another_checkpoint_is_asked_for(gpt2, tmp_path, capsys):
+    assert cli.main(["export", str(gpt2), str(tmp_path / "out"), "--step=3"]) == 0
+    assert cli.main(["export", str(gpt2), str(tmp_path / "other"), "--step=4"]) == 2
     assert "checkpoints of 3, 5" in capsys.readouterr().err
+
+
+def test_a_config_of_fewer_layers_than_the_checkpoint_has(gpt2, tmp_path, capsys):
+    workdir = without_folder(gpt2, tmp_path / "run", **{"model.n_layers": 1})
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "b_k of shape [2, 4, 8], and the model in its config.json [1, 4, 8]" in line
 
 
 def test_nothing_is_overwritten_unasked(gpt2, tmp_path, capsys):
@@ -229,23 +267,21 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(gpt2, tmp_path, monkeypatch,
     assert line.count("\n") == 1 and "No space left" in line and "make room" in line and os.listdir(tmp_path) == []
 
 
-def test_what_float16_does_not_hold(tmp_path, capsys):
-    made = checkpoints.model("gpt2")
-    made.transformer.wpe.weight.data[3, 4] = 1e5
-    workdir = saved(checkpoints.save(made, tmp_path / "folder"), tmp_path / "run")
-    assert cli.main(["export", str(workdir), str(tmp_path / "out"), "--dtype=float16"]) == 2
+def test_what_float16_does_not_hold(gpt2, tmp_path, capsys):
+    assert cli.main(["export", str(gpt2), str(tmp_path / "out"), "--dtype=float16"]) == 2
     assert "wpe.weight has values beyond 65,504" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_has_changed(gpt2, tmp_path, capsys):
-    """What is not trained is read from the folder: it has to be the one that the run began from."""
+def test_what_is_not_trained_is_read_from_the_folder_that_the_run_began_from(tmp_path, capsys):
     folder = checkpoints.save(checkpoints.model("llama"), tmp_path / "folder")
-    workdir = saved(folder, tmp_path / "run", {"optimizer.freeze": "blocks.mlp.*"})
+    workdir = saved(folder, tmp_path / "run", {"optimizer.freeze": "blocks.mlp.*,w_token"})
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
+    assert tensors(tmp_path / "out") == tensors(folder)
     checkpoints.save(checkpoints.model("llama", seed=1), folder)
-    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
+    assert cli.main(["export", str(workdir), str(tmp_path / "other")]) == 2
     assert "other weights than" in capsys.readouterr().err
     shutil.rmtree(folder)
-    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 2
+    assert cli.main(["export", str(workdir), str(tmp_path / "other")]) == 2
     assert "which the run does not train" in capsys.readouterr().err
 
 
