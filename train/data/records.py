@@ -212,7 +212,7 @@ READERS = {".jsonl": _lines, ".jsonl.gz": _lines, ".parquet": _parquet, ".arrow"
 def text_of(value: Any, what: str) -> str:
     """`value` as text that can be written as UTF-8. Raises Malformed if it is not; `what` names it."""
     if not isinstance(value, str):
-        raise Malformed(f"{what} is {'missing' if value is None else type(value).__name__}, not text")
+        raise Malformed(f"{what} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -68,8 +68,9 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
         if ours == theirs or may or key in OWN:
             continue
         value = ",".join(map(str, theirs)) if isinstance(theirs, tuple) else theirs
-        raise UserError(f"model.{key}={ours}, and {where} has {value}: set --config.model.{key}={value}, or begin from "
-                        f"--config=hf:{folder}")
+        remedy = (f"leave --config.model.{key} out" if f"model.{key}" in given else
+                  f"set --config.model.{key}={value}, or begin from --config=hf:{folder}")
+        raise UserError(f"model.{key}={ours}, and {where} has {value}: {remedy}")
     for key, length in (("model.max_seq_len", config.model.max_seq_len), ("data.seq_len", config.data.seq_len)):
         if described.window is not None and length > described.window:
             raise UserError(f"{key}={length}: {where} asks for a sliding window of {described.window} positions, which "

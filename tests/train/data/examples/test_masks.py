@@ -202,8 +202,8 @@ def test_completions_and_the_end_of_the_text_are_learned(tmp_path):
 
 @pytest.mark.parametrize("record, kind, why", [
     ({"prompt": "hello ", "completion": "there"}, "pairs", "become one token: move a blank"),
-    ({"prompt": "hello"}, "pairs", '"completion" is missing, not text'),
-    ({"completion": "hello"}, "pairs", '"prompt" is missing, not text'),
+    ({"prompt": "hello"}, "pairs", '"completion" is missing'),
+    ({"completion": "hello"}, "pairs", '"prompt" is missing'),
     ({"prompt": ["hello"], "completion": "x"}, "pairs", '"prompt" is list, not text'),
     ({"text": "x"}, "chat", 'no list of "messages"'), ({"messages": []}, "chat", 'no list of "messages"'),
     ({"messages": ["x"]}, "chat", "message 1 is str, not an object"),
