@@ -69,13 +69,13 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
     target = targets.to_compile_for(args.target)
-    overrides = with_lora(args, overrides, trainer)
+    given, overrides = [key for key, _ in overrides], with_lora(args, overrides, trainer)
     flat = trainer.config(args.config, overrides)
     trainer.check(args.config, overrides)
     if args.measure and target.is_described and args.target != "local":
         raise ReportError(f"--measure on {target.name}, which is not this machine: leave the target out to run here")
     budget = budget_of(args.budget or "", target.limit_bytes, "--budget")
-    space = fit_space.space_of(flat, [key for key, _ in overrides], fit_space.choose(args.levers), target.n_devices,
+    space = fit_space.space_of(flat, given, fit_space.choose(args.levers), target.n_devices,
                                target.devices_per_host, args.batch_tokens, target.platform != "cpu")
     place = None if args.no_cache else row_cache.folder()
     workers = worker_pool.worker_count(2**10, args.jobs)

@@ -185,7 +185,7 @@ def _walk(out: Mapping[str, Any]) -> Table:
 
 
 def _reach(out: Mapping[str, Any]) -> Table | None:
-    """Other ranks and lengths of adapters, with the command of each; None for a fit without adapters."""
+    """What each rank of adapters reaches, with the command of each; None for a fit without adapters."""
     columns = (
         ("rank", "num", lambda row: str(row["rank"])),
         ("tokens of a sequence", "num", lambda row: count(row["length"])),

@@ -135,7 +135,7 @@ def _certificate(certificate: Mapping[str, Any], out: Mapping[str, Any], effort:
 
 
 def _reach(out: Mapping[str, Any]) -> list[RenderableType]:
-    """Other ranks and lengths of adapters, a line each; none for a fit without adapters."""
+    """What each rank of adapters reaches, a line each; none for a fit without adapters."""
     rows = out.get("reach") or ()
     if not rows:
         return []
@@ -146,7 +146,7 @@ def _reach(out: Mapping[str, Any]) -> list[RenderableType]:
         table.add(f"{row['rank']}", f"{row['length']:,}", f"{row['micro']}", row["base"], row["policy"],
                   human(row["allocated_bytes"]), host, seconds(row["predicted_seconds"]),
                   f"{row['tokens_per_s']:,.0f}", row["verdict"], style="" if row["fits"] else "dim")
-    return [Text("other ranks and lengths", style="bold"), table]
+    return [Text("what each rank reaches: the longest sequences, and the most at once", style="bold"), table]
 
 
 def _said(seconds: float | None, low: float | None, high: float | None) -> str:

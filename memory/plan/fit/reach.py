@@ -1,14 +1,19 @@
-"""How far adapters go on a target: other ranks of a fit's choice, and the longest sequences that fit, each compiled.
+"""How far adapters go on a target: for each rank the longest sequences and the largest micro-batch that fit, compiled.
 
-Lengths are doubled, or halved where not even the config's fits, one sequence at once, everything recomputed and the
-frozen weights as small as the levers allow; where that does not fit, with the inputs of blocks in host memory. Between
-the last that fits and the first that does not, lengths are halved a few times.
+Everything is recomputed and the frozen weights are as small as the levers allow. Lengths are of one sequence at once,
+with the inputs of blocks on the device, and in host memory where that lever is free; micro-batches are of the config's
+length, and divide its update. Ranks are tried smallest first. More of a rank or a length never takes fewer bytes:
+adapters, their moments, their gradients and what they keep of a token are all linear in rank
+(`memory.formulas.adapters`). So what fits the smaller rank bounds the next, and is tried first: where it fits, the next
+is settled by one compile. Else the bytes a token that were compiled so far lead to the length that fits, until the
+next longer one was compiled too and does not.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.config_keys import (
@@ -27,21 +32,23 @@ from bytescope.memory.plan.variants import Stopped
 from bytescope.memory.remat.ilp import remat_keys
 from bytescope.memory.remat.search import FULL
 
-# Ranks that are tried with the choice of a fit.
-RANKS = (8, 64, 256)
-# Lengths are multiples of this, in tokens, and no shorter; so many are tried between what fits and what does not.
-GRAIN, BETWEEN = 1024, 3
+# Ranks that are tried beside the config's.
+RANKS = (8, 16, 64, 256)
+# Lengths are multiples of this, in tokens, or of the config's where that is shorter; so many are tried for one answer.
+GRAIN, MOST_TRIED = 1024, 12
 # The policy that keeps the inputs of blocks in host memory.
 OFFLOAD = "offload"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """A variant at another rank or length, and its figures.
+    """The most of a length or a micro-batch that fits at a rank, and its figures.
 
     Fields:
         rank, length, micro, base: its adapters, tokens of a sequence, sequences at once and how frozen weights are
-        stored. policy: what it recomputes. step: the variant as the walk judges one; tokens: of its update.
+        stored. policy: what it recomputes. most: which of "length" and "micro" was raised. step: the variant as the
+        walk judges one; tokens: of its update. beyond: the least that was tried and does not fit, 0 where this is the
+        most that the model or the update have. Where not even the least fits, it is the least.
     """
 
     rank: int
@@ -49,38 +56,93 @@ class Reached:
     micro: int
     base: str
     policy: str
+    most: str
     step: Step
     tokens: int
+    beyond: int = 0
 
     @property
     def tokens_per_s(self) -> float:
         """Predicted, over all devices."""
         return self.tokens / self.step.seconds if self.step.seconds else 0.0
 
+    @property
+    def verdict(self) -> str:
+        """What is the most, and what is too much, in a few words; what is missing where it does not fit."""
+        if not self.step.fits:
+            return self.step.verdict
+        if self.most == "micro":
+            return f"{self.beyond} at once do not fit" if self.beyond else "the whole update at once"
+        return f"{self.beyond:,} do not fit" if self.beyond else "the longest of the model"
+
     def to_json(self, flags: str) -> dict[str, Any]:
         """The row as JSON values; `flags`: what sets its keys."""
         found = self.step.to_json()
-        own = {key: getattr(self, key) for key in ("rank", "length", "micro", "base", "policy", "tokens_per_s")}
+        own = {key: getattr(self, key) for key in ("rank", "length", "micro", "base", "policy", "most", "beyond",
+                                                   "tokens_per_s", "verdict")}
         return {**own, "flags": flags, **{key: found[key] for key in (
-            "allocated_bytes", "host_bytes", "predicted_seconds", "fits", "verdict")}}
+            "allocated_bytes", "host_bytes", "predicted_seconds", "fits")}}
+
+
+@dataclasses.dataclass
+class Bracket:
+    """Between the longest that fits and the shortest that does not, in tokens.
+
+    Fields:
+        fits, fails: those two; 0 and one step beyond the model's longest before any was tried. at: what to try next, 0
+        where the two are neighbours. grain: the step. slope: bytes a token, 0 where unknown. tried: lengths so far.
+    """
+
+    fits: int
+    fails: int
+    at: int
+    grain: int
+    slope: float = 0.0
+    tried: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def learn(self, step: Step, budget: int) -> None:
+        """Takes the variant of length `at`, and says what to try next."""
+        length, size = self.at, step.allocated
+        if self.tried:
+            last, before = list(self.tried.items())[-1]
+            self.slope = (size - before) / (length - last)
+        self.tried[length] = size
+        self.fits, self.fails = (length, self.fails) if step.fits else (self.fits, length)
+        if self.fails - self.fits <= self.grain or len(self.tried) == MOST_TRIED:
+            self.at = 0
+            return
+        guess = 2 * length if step.fits else (self.fits + length) // 2
+        if self.slope > 0 and step.fits == (size <= budget):  # else host memory is the limit
+            guess = length + int((budget - size) / self.slope)
+        guess = guess // self.grain * self.grain
+        self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
+
+    def larger(self) -> Bracket:
+        """Where a larger rank begins: at the longest that fits here."""
+        return Bracket(0, self.fails, self.fits, self.grain, self.slope)
 
 
 class Reach:
-    """Tries ranks and lengths after a walk has ended; `rows` has what was compiled, the fastest that fit first."""
+    """Tries ranks, lengths and micro-batches after a walk: `found` has all that was compiled, `rows` the answers."""
 
     def __init__(self, walk: Walk):
         self.walk, self.trials, self.space = walk, walk.trials, walk.space
         self.found: list[Reached] = []
+        self.answers: list[Reached] = []
         self.stopped = ""
 
     def run(self) -> None:
         """Tries what the limits on compiles and time allow."""
         if self.walk.stopped or self.walk.tightest is None:
             return
+        own = self.space.flat[LORA_RANK]
+        ranks = [own] if LORA_RANK in self.space.given else sorted({own, *RANKS})
         try:
-            if self.walk.best is not None:
-                self._ranks(self.walk.best)
-            self._lengths()
+            if not {"micro", "accumulation"} - self.space.levers:
+                self._micros(ranks)
+            if DATA_SEQ_LEN not in self.space.given:
+                for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
+                    self._lengths(ranks, policy)
         except Stopped as reason:
             self.stopped = str(reason)
         except KeyboardInterrupt:
@@ -88,62 +150,70 @@ class Reach:
 
     @property
     def rows(self) -> list[Reached]:
-        """Those that fit by tokens/s, then those that do not, by length."""
-        return sorted(self.found, key=lambda row: (not row.step.fits,
-                                                   -row.tokens_per_s if row.step.fits else row.length))
+        """The answers by rank, the fastest that fit first."""
+        return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
         """The rows as JSON values."""
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 
-    def _ranks(self, best: Step) -> None:
-        own = self.space.flat[LORA_RANK]
-        if LORA_RANK in self.space.given:
-            return
-        variants = [{**best.keys, LORA_RANK: str(rank)} for rank in RANKS if rank != own]
-        for keys, answer in zip(variants, self.trials.compile(variants)):
-            self._record(keys, answer)
+    def _micros(self, ranks: Sequence[int]) -> None:
+        """The largest micro-batch of each rank, of those that divide the update."""
+        smallest = self._smallest()
+        sizes, beyond = self.space.micros(smallest), 0
+        for rank in ranks:
+            tried: dict[int, Reached] = {}
 
-    def _lengths(self) -> None:
-        if DATA_SEQ_LEN in self.space.given:
-            return
+            def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
+                keys = {**smallest, LORA_RANK: str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
+                row = self._compiled(keys, FULL, "micro")
+                if row is not None:
+                    tried[micro] = row
+                return row is None or not row.step.fits
+
+            if sizes and fails(sizes[-1]):
+                first = bisect.bisect_left(sizes, True, hi=len(sizes) - 1, key=fails)
+                sizes, beyond = sizes[:first], sizes[first]
+            self._answer(tried, beyond)
+
+    def _lengths(self, ranks: Sequence[int], policy: str) -> None:
+        """The longest sequences of each rank, one at once."""
         own, most = self.space.flat[DATA_SEQ_LEN], self.space.flat[MODEL_MAX_SEQ_LEN]
-        fits, fails = 0, 0
-        length = own
-        while GRAIN <= length <= most and not (fits and fails):
-            if self._fits(length):
-                fits, length = length, 2 * length
-            else:
-                fails, length = length, length // 2
-        for _ in range(BETWEEN if fits and fails else 0):
-            middle = (fits + fails) // 2 // GRAIN * GRAIN
-            if middle <= fits:
-                return
-            fits, fails = (middle, fails) if self._fits(middle) else (fits, middle)
-
-    def _fits(self, length: int) -> bool:
-        """Whether a length fits with everything recomputed, else with block inputs in host memory."""
-        keys = {key: text for key, text in self._smallest().items() if not key.startswith(REMAT)}
-        keys |= {DATA_SEQ_LEN: str(length), BATCH_MICRO: "1", BATCH_TOKENS: "0", BATCH_ACCUMULATION: "1"}
-        policies = (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,)
-        for policy in policies:
-            variant = {**keys, **remat_keys(policy)}
-            if self._record(variant, self.trials.compile([variant])[0], policy):
-                return True
-        return False
+        grain = min(GRAIN, own)
+        bracket = Bracket(0, most // grain * grain + grain, own // grain * grain, grain)
+        keys = {**self._smallest(), BATCH_MICRO: "1", BATCH_TOKENS: "0", BATCH_ACCUMULATION: "1", **remat_keys(policy)}
+        for rank in ranks:
+            tried = {}
+            while bracket.at:
+                row = self._compiled({**keys, LORA_RANK: str(rank), DATA_SEQ_LEN: str(bracket.at)}, policy, "length")
+                if row is None:
+                    return
+                tried[bracket.at] = row
+                bracket.learn(row.step, self.walk.budget)
+            self._answer(tried, bracket.fails if bracket.fails <= most else 0)
+            bracket = bracket.larger()
 
     def _smallest(self) -> dict[str, str]:
-        """The keys of the variant with the smallest frozen weights that was tried."""
+        """The keys, but for recomputation, of the variant with the smallest frozen weights that was tried."""
         ran = [step for step in self.walk.steps if step.ok]
         narrow = [step for step in ran if step.keys.get(LORA_BASE) == "nf4"] or ran
-        return dict(min(narrow, key=lambda step: step.allocated).keys)
+        keys = min(narrow, key=lambda step: step.allocated).keys
+        return {key: text for key, text in keys.items() if not key.startswith(REMAT)}
 
-    def _record(self, keys: Mapping[str, str], answer: Mapping[str, Any], policy: str = "") -> bool:
-        """Adds a variant; whether it fits. One that cannot run has no row."""
+    def _compiled(self, keys: Mapping[str, str], policy: str, most: str) -> Reached | None:
+        """A variant and its figures; None for one that cannot run."""
+        answer = self.trials.compile([keys])[0]
         if answer["status"] != "ok":
-            return False
+            return None
         flat = self.trials.flat(keys)
         step = judged("reach", "", keys, answer, self.walk.budget, self.trials)
-        self.found.append(Reached(flat[LORA_RANK], flat[DATA_SEQ_LEN], flat[BATCH_MICRO], flat[LORA_BASE],
-                                  policy or "as chosen", step, answer["tokens_per_update"]))
-        return step.fits
+        row = Reached(flat[LORA_RANK], flat[DATA_SEQ_LEN], flat[BATCH_MICRO], flat[LORA_BASE], policy, most, step,
+                      answer["tokens_per_update"])
+        self.found.append(row)
+        return row
+
+    def _answer(self, tried: Mapping[int, Reached], beyond: int) -> None:
+        """Adds the most of a rank that fits, else the least that was tried; nothing where nothing was."""
+        fits = [size for size, row in tried.items() if row.step.fits]
+        if tried:
+            self.answers.append(dataclasses.replace(tried[max(fits) if fits else min(tried)], beyond=beyond))

@@ -10,9 +10,10 @@ Its keys (sizes are bytes on ONE device):
   predicted seconds are from, in one line.
 - `certificate`: the variant nearest to the budget where nothing fits: `keys`, `flags`, `what`, `allocated_bytes`,
   `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null where something does.
-- `reach`: of adapters, variants at other ranks and lengths, the fastest that fit first: `rank`, `length`, `micro`,
-  `base`, `policy`, `allocated_bytes`, `host_bytes`, `predicted_seconds`, `tokens_per_s`, `fits`, `verdict`, `flags`; []
-  without adapters.
+- `reach`: of adapters, the longest sequences and the largest micro-batches that fit at each rank: `rank`, `length`,
+  `micro`, `base`, `policy`, `most` (what is the most here: "length" or "micro"), `beyond` (the least of it that does
+  not fit, 0 where the model or the update has no more), `allocated_bytes`, `host_bytes`, `predicted_seconds`,
+  `tokens_per_s`, `fits`, `verdict`, `flags`; [] without adapters.
 - `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `config`, `given`, `target`, `versions`: as in a comparison, but
   that the flags above hold the given ones; `programs`: how many were compiled, those
   in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
