@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from bytescope.train.weights.adapters import tensor_name
 from bytescope.train.weights.families import Family
 from bytescope.train.weights.folder import ADAPTER, ADAPTER_CONFIG, SINGLE, Folder
 from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
+from bytescope.train.weights.patterns import Pattern
 
 
 def halves(run: SavedRun, path: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -61,14 +63,16 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
     Raises:
       UserError: a matrix that shares a tensor with others in this family.
     """
-    planned, values, modules = [], {}, set()
+    planned, values, adapted, others, inputs_first = [], {}, set(), set(), False
     for path, (row, name) in rows_by_path(family, parameters_of(model)).items():
         if (own := halves(run, path)) is None:
+            others.add(name.rpartition(".")[0])
             continue
         if row.parts:
             raise UserError(f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
                             "would be of all of them: export with --merge")
-        modules.add(name.removesuffix(".weight").rpartition(".")[2])
+        adapted.add(name.rpartition(".")[0])
+        inputs_first = Pattern.of(row.pattern).theirs[0][0] == Pattern.of(row.pattern).ours[0]  # GPT-2's Conv1D
         for letter, half in zip("ab", own):
             array = np.ascontiguousarray(half.T)
             kind = dtype or NAMES[array.dtype.name]
@@ -80,10 +84,21 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
         files.write(tensor, [values[tensor.name]])
     files.sync()
     (out / SINGLE).rename(out / ADAPTER)
-    lora = run.config.lora
+    lora, modules = run.config.lora, module_ends(adapted, others - adapted)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
-              "lora_dropout": lora.dropout, "target_modules": sorted(modules), "bias": "none", "inference_mode": True,
-              "fan_in_fan_out": False, "base_model_name_or_path": str(folder.path) if folder else None}
+              "lora_dropout": lora.dropout, "target_modules": modules, "bias": "none", "inference_mode": True,
+              "fan_in_fan_out": inputs_first, "base_model_name_or_path": str(folder.path) if folder else None}
     (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     count = sum(math.prod(tensor.shape) for tensor in planned)
-    return [f"adapters   rank {lora.rank}, {count:,} parameters, of {', '.join(sorted(modules))}"]
+    return [f"adapters   rank {lora.rank}, {count:,} parameters, of {', '.join(modules)}"]
+
+
+def module_ends(adapted: Collection[str], others: Collection[str]) -> list[str]:
+    """What peft finds the adapted modules by: the shortest ends of their dotted names that no other module has, such as
+    `q_proj`; GPT-2's `c_proj` would be both that of attention and that of the MLP."""
+    found = set()
+    for name in adapted:
+        parts = name.split(".")
+        ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
+        found.add(next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)))
+    return sorted(found)

@@ -11,6 +11,7 @@ import pytest
 
 from bytescope.train import cli
 from bytescope.train.config import load, override
+from bytescope.train.export.peft import module_ends
 from bytescope.train.program import build
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
@@ -24,13 +25,12 @@ pytestmark = [pytest.mark.oracle("peft"),
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 50 + 2
 
 
-@pytest.fixture(scope="module")
-def lora(tmp_path_factory):
-    """(folder of weights, run of random adapters over it, our loss and its gradients of the adapters)."""
-    parent = tmp_path_factory.mktemp("peft")
-    folder = checkpoints.save(checkpoints.model("llama"), parent / "folder")
+def run_over(family, parent, **keys):
+    """(folder of weights of a family, run of random adapters over it, our loss and its gradients of the adapters)."""
+    folder = checkpoints.save(checkpoints.model(family), parent / "folder")
     config = load(f"hf:{folder}")
-    for key, value in {"precision.preset": "fp32", "batch.accumulation": 1, "lora.rank": 3, "lora.alpha": 5}.items():
+    given = {"precision.preset": "fp32", "batch.accumulation": 1, "lora.rank": 3, "lora.alpha": 5, **keys}
+    for key, value in given.items():
         override(config, key, str(value))
     program, rng = build(config, jax.devices()[:1]), np.random.default_rng(5)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), program.state)
@@ -43,6 +43,11 @@ def lora(tmp_path_factory):
     base = load_params(source, program.model, program.state.frozen)
     batch = {"inputs": jnp.asarray(TOKENS[:, :-1]), "targets": jnp.asarray(TOKENS[:, 1:])}
     return folder, parent / "run", jax.jit(jax.value_and_grad(program.parts.loss))(adapters, batch, None, base)
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    return run_over("llama", tmp_path_factory.mktemp("peft"))
 
 
 def loss_of(model):
@@ -77,6 +82,24 @@ def test_peft_computes_the_same_loss_and_gradients(lora, tmp_path):
             one = np.asarray(ours[layer])
             one = one.reshape(-1, one.shape[-1]) if half == "a" else one.reshape(one.shape[0], -1)
             np.testing.assert_allclose(found[name].numpy().T, one, atol=1e-4 * np.abs(one).max(), err_msg=name)
+
+
+def test_gpt2_adapters_are_of_the_modules_that_have_one_and_of_no_namesake(tmp_path, recwarn):
+    """`c_proj` is a module of the attention, and another one of the MLP, of weights that have their inputs first."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, run, (loss, _) = run_over("gpt2", tmp_path, **{"lora.targets": "o,up"})
+    assert cli.main(["export", str(run), str(tmp_path / "adapters")]) == 0
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["attn.c_proj", "c_fc"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters")
+    assert not [str(found.message) for found in recwarn if "adapter keys" in str(found.message)
+                or "fan_in_fan_out" in str(found.message)]
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4
+    np.testing.assert_allclose(loss_of(model).item(), loss, rtol=1e-5)
+    both = ["h.0.attn.c_proj", "h.0.mlp.c_proj"]
+    assert module_ends(both, ["h.0.mlp.c_fc"]) == ["c_proj"] and module_ends(both[1:], both[:1]) == ["mlp.c_proj"]
 
 
 def test_what_peft_saves_is_what_a_run_begins_from(lora, tmp_path):
