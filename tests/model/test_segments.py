@@ -111,7 +111,8 @@ def tokens(seed=1):
     return np.random.default_rng(seed).integers(0, 64, (2, L)).astype(np.int32)
 
 
-@pytest.mark.parametrize("changes", [{"position": "rope"}, {"position": "learned", "scan": False}], ids=str)
+@pytest.mark.parametrize("changes", [{"position": "rope", "rope_local_theta": 10.0, "global_every": 2},
+                                     {"position": "learned", "scan": False}], ids=str)
 def test_logits_are_those_of_each_example_alone(changes):
     model, tokens_BL = small(**changes), tokens()
     packed = jax.jit(lambda: model.logits(model.hidden(tokens_BL, None, jnp.asarray(ids())), jnp.float32))()
