@@ -40,6 +40,7 @@ from bytescope.train.run import summary
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.failures import explained
 from bytescope.train.run.workdir import write_atomically
+from bytescope.train.weights.adapters import origin
 from bytescope.train.weights.start import frozen_params, initial_adapters, initial_params
 
 REPORT, PAGE = "memory.json", "memory.html"
@@ -91,6 +92,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
                     f"loss {program.config.loss.kind}"),
         ("remat", program.decided),
         ("learning rate", describe_scaling(program.config.optimizer, program.batch))]
+    if (init := program.config.init).adapter:
+        rows.append(("adapters", origin(init.adapter, init.folder)))
     if verbose or program.config.data.format != "text":  # how many tokens are learned, and how full rows are
         rows.append(("data", data))
     if verbose:

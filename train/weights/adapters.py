@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path, PurePath
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -64,6 +65,20 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
             texts = [",".join(one) if key == "targets" else f"{one:g}" for one in (ours, value)]
             raise UserError(f"lora.{key}={texts[0]}, and the adapters in {folder.path} have {texts[1]}: set "
                             f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all from there")
+
+
+def origin(adapter: str, base: str) -> str:
+    """Where adapters come from, in words, with the base that they name where it is another by its name: of weights of
+    equal shapes nothing else tells."""
+    folder = Folder.open_adapter(adapter)
+    theirs = folder.config.get("base_model_name_or_path")
+    if not isinstance(theirs, str) or not theirs:
+        return f"from {folder.path}"
+    name, places = PurePath(theirs).name, (Path(base).absolute(), Path(base).resolve())
+    # A cache of downloads has the name in a folder above, behind that of its owner.
+    if any(part == name or part.endswith(f"--{name}") for place in places for part in place.parts):
+        return f"from {folder.path}"
+    return f"from {folder.path}, trained over {_shown(theirs)} by their {ADAPTER_CONFIG}, here over {base}"
 
 
 def adapter_leaves(folder: Folder, model: ModelConfig, base: Folder, rank: int,

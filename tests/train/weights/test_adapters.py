@@ -16,6 +16,7 @@ from bytescope.train.program import build
 from bytescope.train.run import startup
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
+from bytescope.train.weights.adapters import origin
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 from support.models import weights
@@ -62,6 +63,9 @@ def test_what_is_read_is_what_is_exported(folder, tmp_path):
     lora = program.config.lora
     assert (lora.rank, lora.alpha, lora.targets) == (3, 5.0, ("q", "o", "down"))
     checkpoints = Checkpoints(tmp_path / "run", keep=1)
+    said = io.StringIO()
+    startup.show_program(Console(file=said, width=300), program, "text")
+    assert f"adapters   from {path}\n" in said.getvalue()
     state, position = startup.start_state(program, checkpoints, Console(file=io.StringIO()))
     assert position == Position(0, 0)
     theirs, ours = tensors(path), state.params["blocks"]["attention"]["w_o_a"]
@@ -100,6 +104,17 @@ def test_what_does_not_agree_is_one_line(changes, keys, message, folder, tmp_pat
             configs.load("tiny", [("init.adapter", str(adapter(tmp_path / "a")))])
         config_of(folder, adapter(tmp_path / "a", **changes), **keys)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("theirs", "folder", "told"), [
+    (None, "m", ""), ("hub/Llama-8B", "models/Llama-8B", ""), ("models/m", "elsewhere/m/", ""),
+    ("hub/Llama-8B", "cache/models--hub--Llama-8B/snapshots/5f3e", ""),
+    ("hub/Llama-8B-Instruct", "models/Llama-8B", ", trained over 'hub/Llama-8B-Instruct' by their adapter_config.json, "
+                                                 "here over models/Llama-8B")])
+def test_a_base_of_another_name_is_told(theirs, folder, told, tmp_path):
+    path = adapter(tmp_path / "a", config={"base_model_name_or_path": theirs})
+    assert origin(str(path), folder) == f"from {path}{told}"
 
 
 @pytest.mark.quick
