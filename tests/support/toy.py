@@ -45,6 +45,14 @@ def fixed_batches(rows: int, length: int, vocab: int, steps: int, masked: float 
         yield {"inputs": tokens[:, :-1], "targets": np.where(hidden, IGNORE, tokens[:, 1:]).astype(np.int32)}
 
 
+def compiled_once(monkeypatch) -> None:
+    """Lets the runs of a test share the executable of the first: of programs that differ in nothing that it shows."""
+    from bytescope.train.run import startup  # with all that reports are made of
+
+    real, made = startup.compile_step, []
+    monkeypatch.setattr(startup, "compile_step", lambda *args: made[0] if made else made.append(real(*args)) or made[0])
+
+
 # What decides the values of a first state: of these groups all keys, of the others none.
 _DECIDING = ("seed", "model.", "lora.", "optimizer.", "precision.", "batch.accumulation", "batch.mode", "train.steps")
 

@@ -20,6 +20,7 @@ from bytescope.train.weights.adapters import origin
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 from support.models import weights
+from support.toy import compiled_once
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "vocab_size": 256}
 PLAIN = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "o_proj", "down_proj"],
@@ -154,9 +155,11 @@ def test_a_run_that_died_goes_on_bit_by_bit_and_reads_no_adapter_again(folder, t
     (tmp_path / "text.txt").write_text("some text to train on, in several lines\n" * 400)
     path = adapter(tmp_path / "a")
     config = config_of(folder, path, **KEYS, **{
-        "lora.base": "nf4", "lora.dropout": 0.1, "data.source": tmp_path / "text.txt",
+        "lora.base": "int8", "lora.dropout": 0.1, "data.source": tmp_path / "text.txt",
         "train.cache_dir": tmp_path / "cache"})
-    monkeypatch.setattr(loop, "settled_program", lambda config, **_: build(config, jax.devices()[:1]))
+    program = build(config, jax.devices()[:1])
+    monkeypatch.setattr(loop, "settled_program", lambda config, **_: program)
+    compiled_once(monkeypatch)
     whole = run(config, tmp_path / "whole")
     real = loop.MetricsLog.write
 
@@ -174,6 +177,6 @@ def test_a_run_that_died_goes_on_bit_by_bit_and_reads_no_adapter_again(folder, t
     assert run(config, tmp_path / "run") == whole
     assert len(set(whole[0])) == 4
 
-    config.init.adapter = str(adapter(tmp_path / "b", dtype="float16"))
+    program.config.init.adapter = str(adapter(tmp_path / "b", dtype="float16"))
     with pytest.raises(UserError, match=r"another run: adapters of init.adapter '\w+' -> '\w+'"):
         run(config, tmp_path / "run")

@@ -14,6 +14,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.program import build
 from bytescope.train.weights import start
 from support.models import weights
+from support.toy import compiled_once
 
 KEYS = {"data.seq_len": 32, "batch.micro": 1, "batch.accumulation": 1, "train.eval_every": 0, "train.eval_sequences": 2,
         "train.sample_tokens": 0, "train.tensorboard": "false", "train.log_every": 1, "train.steps": 1,
@@ -44,8 +45,8 @@ def source(tmp_path_factory):
 
 
 def test_a_run_begins_there_and_resumes_without_it(folder, tmp_path, source, monkeypatch):
-    began = []
-    real = loop.train
+    compiled_once(monkeypatch)
+    began, real = [], loop.train
     monkeypatch.setattr(loop, "train", lambda run, state, *rest: began.append(jax.tree.map(np.array, state.params))
                         or real(run, state, *rest))
     run(folder, tmp_path / "run", source)
