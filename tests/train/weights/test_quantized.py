@@ -1,17 +1,14 @@
 """Weights that are quantized while they are loaded: the same as of whole tensors, on any mesh, a piece at a time."""
 
 import math
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from bytescope.model.placement import HERE
-from bytescope.model.quantized.table import dequantize, quantize
+from bytescope.model.quantized.table import quantize
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train import config as configs
-from bytescope.train.export.tensors import Parameters
 from bytescope.train.program import build
 from bytescope.train.run.startup import parameters_by_component
 from bytescope.train.weights import quantized as loading
@@ -61,17 +58,3 @@ def test_what_is_loaded_is_what_the_tensor_quantizes_to(base, make, tmp_path, mo
                                                      if "mlp" in name) + (1280 if make == "gpt2" else 0)
     norm = found["blocks"]["norm_mlp"]["scale"]
     np.testing.assert_array_equal(np.asarray(norm[1]), np.float32(real(leaves["blocks.1.norm_mlp.scale"])))
-
-
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_an_export_has_the_weights_that_steps_multiply_with(base, tmp_path):
-    folder = Folder.open(weights.llama(tmp_path / "m", **SIZES))
-    made = program(folder.path, **{"lora.base": base, "model.scan": "false"})
-    found = load_params(folder, made.model, made.state.model_params, quantized=(names := quantized_weights(
-        made.abstract())))
-    run = SimpleNamespace(config=made.config, arrays={}, identity=SimpleNamespace(weights=folder.fingerprint))
-    exported = Parameters(run, made.model, folder)
-    node = found["blocks"][1]["attention"]["w_o"]
-    expected = dequantize(*names["blocks.1.attention.w_o"], node, np.float32, HERE) if base == "nf4" else node
-    np.testing.assert_allclose(exported.read("blocks.1.attention.w_o"), np.float32(expected), rtol=4e-3)  # 8 bits
-    np.testing.assert_array_equal(exported.read("blocks.1.norm_mlp.scale"), found["blocks"][1]["norm_mlp"]["scale"])
