@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "the config's)")
     parser.add_argument("--levers", metavar="L,L", help="what may change (default: all of "
                         f"{', '.join(fit_space.LEVERS)})")
-    add_lora(parser, "; then other ranks and lengths are tried")
+    add_lora(parser, "; then the most that each rank fits is found")
     parser.add_argument("--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache "
                         "do not count")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, help="start no compile after so many seconds")

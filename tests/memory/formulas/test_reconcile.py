@@ -138,6 +138,18 @@ def test_residuals_equal_the_compilers_to_the_byte(overrides):
     assert formula.gradients_bytes == formula.params_bytes == formula.optimizer_bytes / 2
 
 
+
+def test_adapters_equal_the_compilers_to_the_byte():
+    """Parameters, moments and residuals of adapters alone. Each matrix's r numbers a token are kept by their names."""
+    formula, _, report = both({"lora.rank": 4, "model.n_layers": 8, "model.attention": "chunked",
+                               "remat.policy": "minimal"}, compiled=True)
+    assert report.breakdown["residuals"] == formula.residual_bytes
+    assert report.breakdown["params"] == formula.params_bytes == 59392
+    assert report.breakdown["gradients"] == formula.gradients_bytes
+    counters = report.breakdown["optimizer"] - formula.optimizer_bytes
+    assert 0 < counters <= 16
+
+
 WIDE = {"model.d_model": 128, "model.d_head": 64, "model.n_heads": 2, "model.n_kv_heads": 1, "model.d_ff": 256,
         "model.n_layers": 4, "model.vocab_size": 640, "data.seq_len": 64, "batch.micro": 2}
 
