@@ -24,10 +24,10 @@ from bytescope.train.checks import (
     check_values,
     remat_plan,
 )
+from bytescope.train.optimizer.trainable import adapters_of, check_frozen, check_quantized, frozen_names
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.trainable import adapters_of, check_frozen, check_quantized, frozen_names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,10 @@ from bytescope.train.optimizer.host_offload import hosted_state, in_turns
 from bytescope.train.optimizer.loss_scale import Scaling
 from bytescope.train.optimizer.partwise import make_partwise
 from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
+from bytescope.train.optimizer.trainable import stored_frozen
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
 from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
-from bytescope.train.trainable import stored_frozen
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ import pytest
 
 from bytescope.memory.costs import flops
 from bytescope.model.frozen import dotted, joined, parted
+from bytescope.train.optimizer.trainable import frozen_names
 from bytescope.train.program import build
 from bytescope.train.run.checkpoint import Checkpoints, Position, portable
-from bytescope.train.trainable import frozen_names
 from support.toy import made_state, run_losses, small_config, small_program
 
 NAMES = ("blocks.0.attention.w_q", "blocks.0.mlp.w_up", "blocks.1.attention.w_q", "blocks.1.mlp.w_up", "w_token",
