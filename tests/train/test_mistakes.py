@@ -177,6 +177,12 @@ MISTAKES = {
         ("tiny --show-data --config.remat.policy=ful", "did you mean full?"),
         ("tiny --config.data.special_tokens=parsed", "did you mean parse?"),
         ("tiny --config.train.stepz=3", "did you mean train.steps?"),
+        ("tiny --config.train.steps=many", "int expected"),
+        ("tiny --config.remat.policy=ful", "choose one of none, full"),
+        ("tiny --config.model.attention=cudnn", "not on cpu"), ("tiny --config.mesh.data=3", "does not multiply to"),
+        ("tiny --config.data.seq_len=4097", "model.max_seq_len="),
+        ("tiny --config.model.vocab_size=100", "model.vocab_size"), ("tiny --config.data.source=/nowhere", "/nowhere"),
+        ("tiny --config.data.tokenizer=/nowhere.json", "/nowhere.json"),
         ("tiny --process=0", "missing"), ("tiny --timeout=nan", "--timeout"), ("[/b]", "'[/b]'")],
     "prepare": [
         ("", "required"), ("--source=text.txt", "required"), ("--source=missing --out=o", "not a file or folder"),
