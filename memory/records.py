@@ -11,8 +11,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
 - `peak_bytes`: the most that is live at once in main memory, as XProf's memory viewer has it.
 - `peak_index`: the point of `timeline` at which it is.
-- `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, and the packed
-  temporaries.
+- `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, packed temporaries.
 - `unseen`: what the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
   attribution/runtime_overheads.py), part of no figure above; `predicted_bytes`: allocated plus those of them that lie
   in the allocator's pool.

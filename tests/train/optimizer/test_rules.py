@@ -13,7 +13,6 @@ from bytescope.memory.formulas.training_state import OPTIMIZERS as FORMULAS
 from bytescope.memory.formulas.training_state import state_bytes_per_parameter
 from bytescope.train.config import load
 from bytescope.train.data.feed import calls
-from bytescope.train.optimizer import param_matrices
 from bytescope.train.optimizer.rules import OPTIMIZERS
 from bytescope.train.program import build
 from bytescope.train.run.checkpoint import Checkpoints, Position
@@ -228,74 +227,6 @@ def test_an_unknown_name_lists_the_rows():
         small_program({"optimizer.name": "adam"})
 
 
-# ---- rows and columns ----------------------------------------------------------------------------------------
-
-def steps_of(transform, params, grads):
-    state, out = transform.init(params), []
-    for grad in grads:
-        update, state = transform.update(grad, state, params)
-        out.append(update)
-    return out
-
-
-def test_adafactor_is_optax_on_each_layer():
-    rng = np.random.default_rng(2)
-    grads = [{"w_up": rng.standard_normal((3, 8, 12)).astype(np.float32), "scale": np.float32(rng.standard_normal(8))}
-             for _ in range(3)]
-    ours = steps_of(param_matrices.adafactor(), grads[0], grads)
-    plain = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
-    for layer in range(3):
-        theirs = steps_of(plain, grads[0]["w_up"][layer], [grad["w_up"][layer] for grad in grads])
-        for one, other in zip(ours, theirs):
-            np.testing.assert_allclose(one["w_up"][layer], other, rtol=1e-5)
-    theirs = steps_of(plain, grads[0]["scale"], [grad["scale"] for grad in grads])
-    np.testing.assert_allclose(ours[-1]["scale"], theirs[-1], rtol=1e-5)
-
-
-def test_adafactor_clips_a_bias_of_several_heads_as_one_vector():
-    """And the bias of each layer apart: a stack of two, of which the heads' sizes differ by a hundred."""
-    rng = np.random.default_rng(4)
-    sizes = np.array([1e-2, 1.0, 1e-1], np.float32)[None, :, None]
-    grads = [{"b_q": (rng.standard_normal((2, 3, 4)) * sizes * (10 if step else 1)).astype(np.float32)}
-             for step in range(2)]
-    ours = steps_of(param_matrices.adafactor(), grads[0], grads)[-1]["b_q"]
-    plain = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=1), optax.clip_by_block_rms(1.0))
-    for layer in range(2):
-        flat = [grad["b_q"][layer].reshape(-1) for grad in grads]
-        np.testing.assert_allclose(ours[layer].reshape(-1), steps_of(plain, flat[0], flat)[-1], rtol=1e-5)
-    assert np.sqrt(np.mean(np.square(ours), (1, 2))) == pytest.approx([1.0, 1.0], rel=1e-4)
-
-
-@pytest.mark.parametrize(("name", "axis"), [("w_token", 0), ("w_head", 1)])
-def test_adafactor_does_not_count_the_padding_of_a_table(name, axis):
-    """The update of a padded table, without its padding, is that of the table; a larger gradient is clipped."""
-    rng = np.random.default_rng(5)
-    tables = [rng.standard_normal((5, 5)).astype(np.float32) * scale for scale in (1.0, 30.0)]
-    padding = [(0, 0), (0, 0)]
-    padding[axis] = (0, 11)
-    padded = [{name: np.pad(table, padding)} for table in tables]
-    ours = steps_of(param_matrices.adafactor(5), padded[0], padded)[-1][name]
-    plain = steps_of(param_matrices.adafactor(), {name: tables[0]}, [{name: table} for table in tables])[-1][name]
-    assert float(np.sqrt(np.mean(np.square(plain)))) == pytest.approx(1.0)  # clipped
-    np.testing.assert_allclose(ours[:5, :5], plain, rtol=1e-5)
-    assert not ours[5:].any() and not ours[:, 5:].any()
-
-
-def test_muon_is_optax_on_each_matrix():
-    """The first update, where the momentum is the gradient in both; and its singular values lie about 1."""
-    rng = np.random.default_rng(3)
-    w_q, w_o = rng.standard_normal((2, 16, 4, 8)), rng.standard_normal((2, 4, 8, 16))
-    grads = {"w_q": jnp.float32(w_q), "w_o": jnp.float32(w_o)}
-    ours, = steps_of(param_matrices.scale_by_muon(0.95), grads, [grads])
-    numbers = {"w_q": optax.contrib.MuonDimensionNumbers((1,), (2, 3)),
-               "w_o": optax.contrib.MuonDimensionNumbers((1, 2), (3,))}
-    theirs, = steps_of(optax.contrib.scale_by_muon(weight_dimension_numbers=numbers), grads, [grads])
-    for name in grads:
-        np.testing.assert_allclose(ours[name], 0.2 * 32**0.5 * theirs[name], rtol=1e-4, atol=1e-5)
-    values = np.linalg.svd(np.asarray(ours["w_q"]).reshape(2, 16, 32), compute_uv=False) / (0.2 * 32**0.5)
-    assert values.min() > 0.6 and values.max() < 1.3
-
-
 def test_muon_leaves_tables_norms_and_head_to_adamw():
     program, _, _ = trained("muon", "one device")
     states = program.state.opt_state[1][0].inner_states
@@ -321,28 +252,3 @@ def test_state_survives_a_checkpoint_and_another_mesh(name, tmp_path):
     for before, after, wanted in zip(*map(jax.tree.leaves, (state, found, eight.state))):
         assert before.dtype == after.dtype and after.sharding == wanted.sharding
         np.testing.assert_array_equal(before, after)
-
-
-# ---- eps -----------------------------------------------------------------------------------------------------
-
-@pytest.mark.quick
-@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-8])
-@pytest.mark.parametrize("name", ["rmsprop", "adagrad", "adamw"])
-def test_eps_stands_beside_the_root(name, size):
-    """As in PyTorch: inside it 1e-8 is a floor of 1e-4, the size of clipped gradients of a 124M model."""
-    config = load("tiny", []).optimizer
-    rule, gradient = OPTIMIZERS[name](config, None), {"w": jnp.full((2,), size)}
-    state, moved = rule.init(gradient), 0.0
-    for _ in range(50):
-        direction, state = rule.update(gradient, state, gradient)
-        moved += float(direction["w"][0])
-    steps = np.arange(1, 51)
-    means = {"rmsprop": 1 - config.b2 ** steps, "adagrad": steps, "adamw": np.ones(50)}[name]
-    assert moved == pytest.approx(np.sum(size / (size * np.sqrt(means) + config.eps)), rel=1e-4)
-
-
-@pytest.mark.quick
-def test_adagrad_leaves_alone_what_never_had_a_gradient():
-    rule = OPTIMIZERS["adagrad"](load("tiny", [("optimizer.eps", "0.0")]).optimizer, None)
-    zeros = {"w": jnp.zeros((2,))}
-    assert float(jnp.abs(rule.update(zeros, rule.init(zeros))[0]["w"]).max()) == 0.0
