@@ -18,7 +18,8 @@ TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class Base(NamedTuple):
-    """How frozen matrices are stored. element: bytes of one, scales of blocks included; column: bytes of an output."""
+    """How frozen matrices are stored. element: bytes of one, scales of blocks included, 0: those of the compute dtype;
+    column: bytes of an output."""
 
     summary: str
     element: float
@@ -27,13 +28,12 @@ class Base(NamedTuple):
 
 # Section 3 of QLoRA: codes of 4 bits in blocks of 64, whose scales are quantized to 8 bits in blocks of 256, each with
 # a float32: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is left
-# out. Tables and norms stay in 16 bits.
+# out. Tables stay in the compute dtype; so do norms, which are counted as matrices.
 BASES = {
-    "bf16": Base("16 bits", 2.0),
+    "bf16": Base("as they are computed with, 16 bits as a rule", 0.0),
     "nf4": Base("4-bit NormalFloat with double quantization (Dettmers et al. 2023)", 0.5 + (1 + 4 / 256) / 64),
     "int8": Base("8 bits, a float32 scale for each output (Dettmers et al. 2022, arXiv 2208.07339)", 1.0, 4.0),
 }
-TABLE_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +69,16 @@ def adapter_count(model: Model) -> int:
     return rank * model.layers * sum(inputs + outputs for inputs, outputs in adapted(model).values())
 
 
-def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool) -> float:
+def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool,
+                 wide: int = 2) -> float:
     """Bytes of the frozen weights on a device, 0 without adapters.
 
     parameters: of the model, `tables` of them in embedding tables; sharded: whether the ranks of `layout.data` share
-    parameters.
+    parameters. wide: bytes of an element in the compute dtype.
     """
     if model.adapters is None:
         return 0.0
     base = BASES[model.adapters.base]
     columns = model.layers * sum(outputs for _, outputs in matrices(model).values())
-    size = base.element * max(parameters - tables, 0) + base.column * columns + TABLE_BYTES * min(tables, parameters)
+    size = (base.element or wide) * max(parameters - tables, 0) + base.column * columns + wide * min(tables, parameters)
     return size / (layout.tensor * layout.pipeline * (layout.data if sharded else 1))

@@ -159,7 +159,8 @@ def frozen_bytes(question: Question) -> float:
     """Bytes of the frozen weights on a device, 0 without adapters."""
     q = question
     return adapters.frozen_bytes(q.model, q.parameters, transformer.table_count(q.model), q.layout,
-                                 "params" in training_state.ZERO[q.layout.zero])
+                                 "params" in training_state.ZERO[q.layout.zero],
+                                 training_state.PRECISIONS[q.precision].activation)
 
 
 def fused_parameters(model: Model) -> int:

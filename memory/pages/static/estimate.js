@@ -28,7 +28,8 @@
   const frozenBytes = (q) => {
     const row = data.bases[q.lora_base], tables = Math.min(tableCount(q), q.parameters);
     const columns = q.layers * sum(Object.values(matrices(q)).map((shape) => shape[1]));
-    const size = row.element * (q.parameters - tables) + row.column * columns + data.table_bytes * tables;
+    const wide = data.precisions[q.precision].activation;
+    const size = (row.element || wide) * (q.parameters - tables) + row.column * columns + wide * tables;
     return size / (q.tensor * (data.zero[q.zero].includes("params") ? q.data : 1));
   };
   const tokenSizes = (q) => ({ adapters: q.lora_rank * adapted(q).length, width: q.width, queries: q.heads * q.head_width, keys: q.kv_heads * q.head_width,

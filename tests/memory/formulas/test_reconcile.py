@@ -146,6 +146,7 @@ def test_adapters_equal_the_compilers_to_the_byte():
     assert report.breakdown["residuals"] == formula.residual_bytes
     assert report.breakdown["params"] == formula.params_bytes == 59392
     assert report.breakdown["gradients"] == formula.gradients_bytes
+    assert formula.frozen_bytes <= report.breakdown["frozen"] <= 1.03 * formula.frozen_bytes  # norms and biases
     counters = report.breakdown["optimizer"] - formula.optimizer_bytes
     assert 0 < counters <= 16
 
