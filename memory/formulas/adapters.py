@@ -25,6 +25,10 @@ class Base(NamedTuple):
     element: float
     column: float = 0.0
 
+    def size(self, wide: float = 2) -> float:
+        """Bytes of an element; `wide`: of one in the compute dtype."""
+        return self.element or wide
+
 
 # Section 3 of QLoRA: codes of 4 bits in blocks of 64, whose scales are quantized to 8 bits in blocks of 256, each with
 # a float32: 8/64 + 32/(64 256) = 0.127 bits a parameter for scales, 4.127 in all. The mean of a matrix's scales is left
@@ -80,5 +84,5 @@ def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout,
         return 0.0
     base = BASES[model.adapters.base]
     columns = model.layers * sum(outputs for _, outputs in matrices(model).values())
-    size = (base.element or wide) * max(parameters - tables, 0) + base.column * columns + wide * min(tables, parameters)
+    size = base.size(wide) * max(parameters - tables, 0) + base.column * columns + wide * min(tables, parameters)
     return size / (layout.tensor * layout.pipeline * (layout.data if sharded else 1))

@@ -236,7 +236,7 @@ def _narrow_base(case: Case) -> Lever | None:
     """Frozen weights in 4 bits; tables, and what is left in 16 bits, are not told from matrices here."""
     if not case.adapters or case.flat[LORA_BASE] == "nf4":
         return None
-    left = BASES["nf4"].element / BASES[case.flat[LORA_BASE]].element
+    left = BASES["nf4"].size() / BASES[case.flat[LORA_BASE]].size()
     return Lever({LORA_BASE: "nf4"}, {"frozen": 1 - left}, False, "frozen weights are rounded to 4 bits")
 
 
