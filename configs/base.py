@@ -19,7 +19,11 @@ def get_config() -> ConfigDict:
 
 
 def _model() -> ConfigDict:
-    """The architecture. With mlp_chunk no remat policy keeps mlp_norm, gate, up, act or mlp_out."""
+    """The architecture. With mlp_chunk no remat policy keeps mlp_norm, gate, up, act or mlp_out.
+
+    With experts the MLP of a block is a mixture (model/experts); dense_layers and moe_every say which blocks keep the
+    dense MLP of width d_ff. The auxiliary losses have their coefficients in the group loss.
+    """
     model = ConfigDict()
     model.d_model = 256  # width of the residual stream
     model.n_layers = 4  # transformer blocks
@@ -53,6 +57,25 @@ def _model() -> ConfigDict:
     model.attention_chunk = 512  # positions per block of the chunked kernel
     model.attention_scale = 0.0  # factor of the products of queries and keys; 0: 1 / sqrt(d_head)
     model.attention_softcap = 0.0  # bounds scores s by c: c tanh(s / c), as in Gemma 2; 0: no bound
+    model.attention_kind = "gqa"  # gqa: grouped queries | mla: multi-head latent attention (DeepSeek-V2)
+    model.mla_q_rank = 0  # mla: width of the queries' latent; 0: queries are projected from the input
+    model.mla_kv_rank = 512  # mla: width of the latent of keys and values
+    model.mla_d_rope = 64  # mla: width of a head that carries the rotary position, shared by all keys
+    model.mla_d_value = 128  # mla: width of a head's values; d_head is that of queries and keys without rotation
+    model.experts = 0  # routed experts of a block; 0: none, every MLP is dense
+    model.experts_per_token = 2  # routed experts that a token goes to
+    model.d_expert = 0  # width of one routed or shared expert; 0: d_ff
+    model.shared_experts = 0  # experts that every token goes to, computed as one MLP of their widths' sum
+    model.dense_layers = 0  # first layers whose MLP stays dense
+    model.moe_every = 1  # of the layers after those, each so manieth has experts, all others are dense
+    model.router = "softmax"  # scores of experts: softmax | sigmoid
+    model.router_renormalize = True  # the weights of a token's chosen experts sum to 1
+    model.router_scale = 1.0  # factor of those weights
+    model.router_bias = False  # a bias per expert that picks and does not weigh, moved toward balance after each update
+    model.router_groups = 1  # groups of experts; a token chooses from its best router_top_groups of them
+    model.router_top_groups = 1  # groups that a token may choose from
+    model.moe_kernel = "auto"  # auto | grouped (Pallas kernels) | capacity | ragged | scan | dense (the reference)
+    model.capacity_factor = 0.0  # rows held per expert over the mean, more are dropped; 0: none dropped, capacity: 1.25
     model.mlp_chunk = 0  # positions per device whose MLP exists at once, always recomputed; 0: all
     return model
 
@@ -81,6 +104,8 @@ def _loss() -> ConfigDict:
     """Cross-entropy over the vocabulary."""
     loss = ConfigDict()
     loss.kind = "chunked"  # full | chunked; chunked never holds the whole logits array
+    loss.balance = 0.01  # coefficient of the experts' load-balance loss (Switch, arXiv 2101.03961)
+    loss.router_z = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)
     loss.chunk = 2048  # tokens per data-parallel rank whose logits exist at once
     return loss
 
@@ -178,6 +203,7 @@ def _optimizer() -> ConfigDict:
     optimizer.momentum = 0.95  # decay of the velocity: momentum, muon
     optimizer.eps = 1e-8  # added to the root of the second moment; lion, momentum and adafactor have none
     optimizer.weight_decay = 0.1  # of matrices, times the learning rate; norms and biases are never decayed
+    optimizer.router_bias_rate = 0.001  # step of model.router_bias per update (DeepSeek-V3, arXiv 2412.19437)
     optimizer.clip_norm = 1.0  # largest norm of a gradient; 0: no clipping
     optimizer.fused_backward = False  # update layers inside the backward pass: one layer's gradient at a time
     optimizer.freeze = ()  # patterns of parameters that are not trained: blocks.attention.w_q, w_token, *norm*
@@ -199,9 +225,12 @@ def _mesh() -> ConfigDict:
     mesh.strategy = "zero3"  # ddp | zero1: masters and moments sharded | zero2: gradients too | zero3: parameters too
     mesh.data = 1  # replicas of what the other axes share, such as one per host
     mesh.fsdp = -1  # devices that share optimizer state, gradients and parameters
+    mesh.expert = 1  # devices that share the experts; to all else they are data-parallel ranks, as those of fsdp
     mesh.context = 1  # devices that share a sequence (ring attention)
     mesh.tensor = 1  # devices that share heads, MLP width and vocabulary
     mesh.sequence_parallel = False  # norms and residual stream sharded along the sequence in the tensor group
+    # how rows reach their experts' devices: auto | all_to_all (moe_kernel=capacity) | ragged_all_to_all | allgather
+    mesh.dispatch = "auto"
     mesh.prefetch = 0  # layers whose parameters GPUs gather ahead of use; hides collectives, costs their bytes
     return mesh
 

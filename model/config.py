@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 POSITIVE = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "vocab_size", "vocab_multiple",
-            "max_seq_len", "attention_chunk", "unroll")
+            "max_seq_len", "attention_chunk", "unroll", "experts_per_token", "moe_every", "router_groups",
+            "router_top_groups", "mla_kv_rank", "mla_d_rope", "mla_d_value")
+NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_rank", "capacity_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,25 @@ class ModelConfig:
     attention_chunk: int
     attention_scale: float
     attention_softcap: float
+    attention_kind: str
+    mla_q_rank: int
+    mla_kv_rank: int
+    mla_d_rope: int
+    mla_d_value: int
+    experts: int
+    experts_per_token: int
+    d_expert: int
+    shared_experts: int
+    dense_layers: int
+    moe_every: int
+    router: str
+    router_renormalize: bool
+    router_scale: float
+    router_bias: bool
+    router_groups: int
+    router_top_groups: int
+    moe_kernel: str
+    capacity_factor: float
     mlp_chunk: int
 
     @classmethod
@@ -69,6 +90,21 @@ class ModelConfig:
         """Whether a layer, by its number from 0, rotates by `rope_theta`: the last of each `global_every`."""
         return (layer + 1) % self.global_every == 0
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, by its number from 0, has experts: past the dense ones the last of each `moe_every`."""
+        routed = layer - self.dense_layers
+        return self.experts > 0 and routed >= 0 and (routed + 1) % self.moe_every == 0
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that have experts."""
+        return sum(map(self.has_experts, range(self.n_layers)))
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert."""
+        return self.d_expert or self.d_ff
+
     @property
     def padded_vocab(self) -> int:
         """Rows of the token table: the vocabulary, rounded up to `vocab_multiple`."""
@@ -78,6 +114,11 @@ class ModelConfig:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)}: give 1 or more")
+        for name in NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name}={getattr(self, name)}: give 0 or more")
+        if self.experts:
+            self._check_experts()
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
@@ -105,3 +146,29 @@ class ModelConfig:
                 f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
                 "slows all pairs alike, or four positive numbers: "
                 "factor,low_frequency_factor,high_frequency_factor,original_positions")
+
+    def _check_experts(self) -> None:
+        """Raises ValueError for experts that cannot be built."""
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"model.experts_per_token={self.experts_per_token} of model.experts={self.experts}: give "
+                             "at most as many as there are")
+        if not self.expert_layers:
+            raise ValueError(f"model.experts={self.experts} with model.dense_layers={self.dense_layers} and "
+                             f"model.moe_every={self.moe_every}: none of model.n_layers={self.n_layers} has experts; "
+                             "lower one of them, or set model.experts=0")
+        if self.bias:
+            raise ValueError("model.bias=true with model.experts: experts have no biases; set model.bias=false, "
+                             "model.qkv_bias=true has those of queries, keys and values")
+        if self.experts % self.router_groups:
+            raise ValueError(f"model.experts={self.experts} is not divisible by model.router_groups="
+                             f"{self.router_groups}: every group has the same number of experts")
+        if self.router_top_groups > self.router_groups:
+            raise ValueError(f"model.router_top_groups={self.router_top_groups} of model.router_groups="
+                             f"{self.router_groups}: give at most as many as there are")
+        open_to_token = self.experts // self.router_groups * self.router_top_groups
+        if self.experts_per_token > open_to_token:
+            raise ValueError(f"model.experts_per_token={self.experts_per_token} of the {open_to_token} experts in "
+                             f"model.router_top_groups={self.router_top_groups}: raise router_top_groups")
+        if self.mlp_chunk:
+            raise ValueError(f"model.mlp_chunk={self.mlp_chunk} with model.experts={self.experts}: experts take the "
+                             "rows of a whole micro-batch; set model.mlp_chunk=0, and a smaller batch.micro for memory")

@@ -52,6 +52,12 @@ NAMES = {
     "context_mask": ("BLHK", "the same for the adapter of o"),
     "mlp_norm_mask": ("BLD", "the same for the adapters of gate and up"),
     "act_mask": ("BLF", "the same for the adapter of down"),
+    "router_logits": ("BLE", "scores of the experts before softmax or sigmoid, float32"),
+    "dispatched": ("XD", "rows of tokens sorted by expert, input of the experts' gate and up projections"),
+    "expert_gate": ("XF", "gate projection of the routed experts"),
+    "expert_up": ("XF", "up projection of the routed experts"),
+    "expert_act": ("XF", "input of the routed experts' down projection, multiplied by the router's weight"),
+    "combined": ("BLD", "sum of a token's routed experts"),
     "final_norm": ("BLD", "normed output of the last block, input of the head"),
 }
 

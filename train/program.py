@@ -294,9 +294,10 @@ def reduces_once(config: ConfigDict, layout: Layout, batch: BatchAlgebra) -> boo
     """Whether every rank sums its own gradients, and they are reduced once, at the end of a call of the step.
 
     Under zero1 that sends half the bytes of an all-reduce. Under ddp a single micro-batch is better reduced layer by
-    layer, while the backward pass goes on. It is not done inside a ring of devices.
+    layer, while the backward pass goes on. It is not done inside a ring of devices, nor with experts, whose rows go to
+    other ranks in every micro-step.
     """
-    if not layout.strategy.reduce_once or layout.ranks == 1 or layout.context > 1:
+    if not layout.strategy.reduce_once or layout.ranks == 1 or layout.context > 1 or config.model.experts:
         return False
     single = config.batch.mode == "multisteps" or batch.accumulation == 1
     return layout.strategy.stored or not single

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 # The axes whose ranks read different sequences, and with `context` different tokens.
-BATCH, TOKENS = ("data", "fsdp"), ("data", "fsdp", "context")
+BATCH, TOKENS = ("data", "fsdp", "expert"), ("data", "fsdp", "expert", "context")
 
 # Logical axis -> mesh axes, of activations. A sequence lives on one data-parallel rank, or is sharded over `context`
 # (ring attention, Liu et al. 2023, arXiv 2310.01889). Heads, MLP width and vocabulary are sharded over the tensor
@@ -29,6 +29,14 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
     "vocab": ("tensor",),
+    # Experts are shared out over `expert`, to all other parameters an axis of data-parallel ranks (GShard, Lepikhin et
+    # al. 2020, arXiv 2006.16668). Rows of experts lie on the device that computes them, once per tensor-parallel rank.
+    "experts": ("expert",),
+    "expert_width": (),
+    "d_expert": ("tensor",),
+    "rows": TOKENS,
+    "copies": ("tensor",),
+    "partial": ("data", "fsdp", "context"),
     # The rank of adapters, and that of those halves which have no model width.
     "adapter": (),
     "adapter_state": (),
@@ -41,8 +49,8 @@ SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
 # ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the width: every matrix, table and norm has it; of adapters
 # one half has, the other's rank is sharded. The devices
 # that share a sequence share state as well: to gradients they are data-parallel ranks.
-SHARDS = ("fsdp", "context")
-STATE_SHARDED = {"d_model": SHARDS, "adapter_state": SHARDS}
+SHARDS = ("fsdp", "expert", "context")
+STATE_SHARDED = {"d_model": SHARDS, "adapter_state": SHARDS, "expert_width": ("fsdp", "context")}
 TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
 
 
@@ -74,7 +82,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 # The letters of shape suffixes (model/__init__.py) as logical axes of activations. Activations that have the width of
 # the model are sharded as norms and the residual stream are.
-LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab"}
+LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab", "X": "rows"}
 STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
