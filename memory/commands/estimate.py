@@ -5,49 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path, write
-from bytescope.memory.config_keys import (
-    MESH,
-    MESH_CONTEXT,
-    MODEL_D_FF,
-    MODEL_D_HEAD,
-    MODEL_D_MODEL,
-    MODEL_DROPOUT,
-    MODEL_MLP,
-    MODEL_N_HEADS,
-    MODEL_N_KV_HEADS,
-    MODEL_N_LAYERS,
-    MODEL_TIE_EMBEDDINGS,
-    MODEL_VOCAB_SIZE,
-)
+from bytescope.memory.config_keys import MESH, MESH_CONTEXT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapters, training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
-from bytescope.memory.formulas.estimate import Estimate, Question, check, estimate, question_of, shape_for
+from bytescope.memory.formulas.assumed import EXPERTS, KINDS, LATENT, SHAPE, assumed, number
+from bytescope.memory.formulas.config import question_of
+from bytescope.memory.formulas.estimate import Estimate, Question, check, estimate
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
 
-SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-# What a config says itself and --params leaves open: flag -> (the config's key, what it is).
-SHAPE = {
-    "layers": (MODEL_N_LAYERS, "number of layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
-    "heads": (MODEL_N_HEADS, "number of attention heads"),
-    "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
-    "head-width": (MODEL_D_HEAD, "width of a head (default: width / heads)"),
-    "mlp-width": (MODEL_D_FF, "width of the MLP (default: four times the width)"),
-    "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
-}
-# The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
-KINDS = {
-    "gated": ("gated", True, MODEL_MLP, "a gated MLP of three matrices"),
-    "untied": ("tied", False, MODEL_TIE_EMBEDDINGS, "a head with a matrix of its own"),
-    "dropout": ("dropout", True, MODEL_DROPOUT, "masks of dropout are kept"),
-}
 # What may be given beside a config and beside --params: flag -> what it is.
 WORK = {
     "sequence": "tokens per sequence (default: the config's, else 2048)",
@@ -75,11 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=f"with --params: {summary}")
     for flag, (_, _, _, summary) in KINDS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
+    for flag, part in (EXPERTS | LATENT).items():
+        parser.add_argument(f"--{flag}", type=part.kind, metavar="N", help=f"with --params: {part.summary}")
     for flag, summary in WORK.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
     parser.add_argument("--zero", type=int, choices=training_state.ZERO, metavar="STAGE",
                         help="ZeRO stage over the data-parallel ranks: 0 to 3")
     parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
+    parser.add_argument("--expert-parallel", type=int, metavar="N", help="number of data-parallel ranks that share the "
+                        "routed experts")
     parser.add_argument("--tensor", type=int, metavar="N", help="number of tensor-parallel ranks")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction,
                         help="shard norms and the residual stream over the tensor-parallel ranks too")
@@ -116,7 +92,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     elif overrides:
         raise ReportError(f"--config.{overrides[0][0]} with --params: there is no config to change")
     else:
-        question = _assumed(args)
+        question = assumed(vars(args))
         notes = ("The shape is assumed: change it with --layers, --width, --heads, ...",)
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
@@ -125,57 +101,24 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     return 0
 
 
-def parse_count(text: str) -> float:
-    """The number that 7e9, 7b, 1.5B, 350m or 7_000_000_000 stands for.
-
-    Raises:
-      ReportError: it is not a number.
-    """
-    match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
-    try:
-        return float(match[1]) * SUFFIXES[match[2]]
-    except (TypeError, ValueError):
-        raise ReportError(f"--params={text} is not a number of parameters: write 7e9, 7b or 350m") from None
-
-
-def _assumed(args: argparse.Namespace) -> Question:
-    """The question of --params; what no flag gives follows from the number of parameters."""
-    parameters = parse_count(args.params)
-    if not 1 <= parameters < 1e18:
-        raise ReportError(f"--params={args.params}: give 1 or more, below 1e18")
-    given = {flag: _number(args, flag) for flag in SHAPE}
-    model = shape_for(parameters, given["vocabulary"] or 50304, layers=given["layers"], width=given["width"])
-    heads = given["heads"] or model.heads
-    kinds = {field: value for flag, (field, value, _, _) in KINDS.items() if getattr(args, flag)}
-    model = dataclasses.replace(model, heads=heads, kv_heads=given["kv-heads"] or heads,
-                                head_width=given["head-width"] or max(model.width // heads, 1),
-                                mlp_width=given["mlp-width"] or model.mlp_width, **kinds)
-    return Question(parameters, model)
-
-
-def _number(args: argparse.Namespace, flag: str, least: int = 1) -> int | None:
-    """The number of a flag, None where it is not given. Raises ReportError for one that is too small or too large."""
-    value = getattr(args, flag.replace("-", "_"))
-    if value is not None and not least <= value < 1e9:
-        raise ReportError(f"--{flag}={value}: give {least} or more, below 1e9")
-    return value
-
-
 def _configured(args: argparse.Namespace, config: Mapping[str, Any]) -> Question:
     """The question of a config; the flags of --params are refused."""
     for flag, (key, _) in SHAPE.items():
         if getattr(args, flag.replace("-", "_")) is not None:
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
     for flag, (_, _, key, _) in KINDS.items():
-        if getattr(args, flag):
+        if getattr(args, flag.replace("-", "_")):
             raise ReportError(f"--{flag} is for --params: with a config write --config.{key}=...")
+    for flag, part in (EXPERTS | LATENT).items():
+        if getattr(args, flag.replace("-", "_")) is not None:
+            raise ReportError(f"--{flag} is for --params: with a config write --config.{part.key}=...")
     return question_of(config)
 
 
 def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str, ...]:
     """What the estimate does not know of a config's mesh."""
     notes = []
-    for axis in ("data", "fsdp", "tensor"):
+    for axis in ("data", "fsdp", "expert", "tensor"):
         flag = "tensor" if axis == "tensor" else "data"
         if config[MESH + axis] == -1:
             if not getattr(args, flag):
@@ -190,6 +133,8 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
 def _spread(question: Question, args: argparse.Namespace) -> Question:
     """The question with what the flags say of the batch, devices, precision, optimizer, attention and offload."""
     layout = {name: value for name in ("zero", "data", "tensor") if (value := getattr(args, name)) is not None}
+    if args.expert_parallel is not None:
+        layout["expert"] = number(vars(args), "expert-parallel")
     if args.sequence_parallel is not None:
         layout["sequence"] = args.sequence_parallel
     rest = {name: value for name in ("optimizer", "precision", "attention", "offload")
@@ -197,11 +142,11 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
     if args.fused is not None:
         rest["fused"] = args.fused
     for flag in ("sequence", "batch"):
-        if (value := _number(args, flag)) is not None:
+        if (value := number(vars(args), flag)) is not None:
             rest[flag] = value
-    if (tokens := _number(args, "logit-tokens", 0)) is not None:
+    if (tokens := number(vars(args), "logit-tokens", 0)) is not None:
         rest["logit_tokens"] = tokens or None
-    if (tokens := _number(args, "mlp-tokens", 0)) is not None:
+    if (tokens := number(vars(args), "mlp-tokens", 0)) is not None:
         rest["mlp_tokens"] = tokens
     rest["model"] = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
     return dataclasses.replace(question, layout=dataclasses.replace(question.layout, **layout), **rest)
@@ -212,7 +157,7 @@ def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | No
 
     Raises ReportError for what belongs to adapters where there are none.
     """
-    rank = _number(args, "lora-rank", 0)
+    rank = number(vars(args), "lora-rank", 0)
     if rank == 0 or (rank is None and given is None):
         for flag in ("lora_targets", "lora_base"):
             if getattr(args, flag) is not None:
@@ -237,16 +182,26 @@ def show(found: Estimate, console: Any = None) -> None:
     q, layout = found.question, found.question.layout
     asked, trained = q.model.adapters, ""
     if asked:
-        trained = f"; LoRA of rank {asked.rank} on {', '.join(adapters.adapted(q.model))}: " \
+        trained = f"; LoRA of rank {asked.rank} on {', '.join(adapters.adapted_anywhere(q.model))}: " \
                   f"{adapters.adapter_count(q.model):,} trained, frozen weights in {asked.base}"
+    shared = f", experts over {layout.expert} of them" if layout.expert > 1 else ""
     tensor = f"tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
     parts = [
-        Items([Text(f"{q.parameters:,.0f} parameters", style="bold"), f"{q.model.layers} layers, width "
+        Items([Text(f"{q.parameters:,.0f} parameters", style="bold"), *_mixture(q), f"{q.model.layers} layers, width "
                f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens"]),
-        Prose(f"{tensor}, ZeRO {layout.zero} over {layout.data}; {q.precision}, {q.optimizer}, {q.attention} "
+        Prose(f"{tensor}, ZeRO {layout.zero} over {layout.data}{shared}; {q.precision}, {q.optimizer}, {q.attention} "
               f"attention{trained}; per device"),
         _table(found), *(Prose(f"note: {note}", "dim") for note in found.notes)]
     put(Group(*parts), console)
+
+
+def _mixture(question: Question) -> list[str]:
+    """What the first line says of experts."""
+    found = question.model.experts
+    if found is None:
+        return []
+    shared = f" and {found.shared} shared" if found.shared else ""
+    return [f"{question.active:,.0f} active", f"{found.per_token} of {found.count}{shared} experts of {found.width}"]
 
 
 def _table(found: Estimate) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
+from bytescope.memory.formulas import experts, latent
+
 if TYPE_CHECKING:
     from bytescope.memory.formulas.transformer import Layout, Model
 
@@ -53,12 +55,15 @@ class Adapters:
 
 
 def matrices(model: Model) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the matrices of a layer, by the names of TARGETS."""
+    """Inputs and outputs of the matrices of a layer that every token meets, by the names of TARGETS; latent attention
+    has those of `latent.matrices`."""
     queries, keys = model.heads * model.head_width, model.kv_heads * model.head_width
     found = {"q": (model.width, queries), "k": (model.width, keys), "v": (model.width, keys),
-             "o": (queries, model.width), "gate": (model.width, model.mlp_width), "up": (model.width, model.mlp_width),
-             "down": (model.mlp_width, model.width)}
-    return {name: shape for name, shape in found.items() if model.gated or name != "gate"}
+             "o": (queries, model.width)}
+    mlp = experts.mlp_width(model)
+    found = {**(latent.matrices(model) if model.latent else found),
+             "gate": (model.width, mlp), "up": (model.width, mlp), "down": (mlp, model.width)}
+    return {name: shape for name, shape in found.items() if (model.gated or name != "gate") and 0 not in shape}
 
 
 def adapted(model: Model) -> dict[str, tuple[int, int]]:
@@ -67,10 +72,16 @@ def adapted(model: Model) -> dict[str, tuple[int, int]]:
     return {name: shape for name, shape in matrices(model).items() if name in targets}
 
 
+def adapted_anywhere(model: Model) -> list[str]:
+    """Names of the matrices with an adapter in layers of any kind."""
+    return list(dict.fromkeys(name for kind in experts.by_kind(model) for name in adapted(kind)))
+
+
 def adapter_count(model: Model) -> int:
     """Parameters of all adapters, r (inputs + outputs) of each matrix that has one; 0 without (section 4.1)."""
     rank = model.adapters.rank if model.adapters else 0
-    return rank * model.layers * sum(inputs + outputs for inputs, outputs in adapted(model).values())
+    return rank * sum(kind.layers * sum(inputs + outputs for inputs, outputs in adapted(kind).values())
+                      for kind in experts.by_kind(model))
 
 
 def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout, sharded: bool,
@@ -83,6 +94,7 @@ def frozen_bytes(model: Model, parameters: float, tables: float, layout: Layout,
     if model.adapters is None:
         return 0.0
     base = BASES[model.adapters.base]
-    columns = model.layers * sum(outputs for _, outputs in matrices(model).values())
+    columns = sum(kind.layers * (sum(outputs for _, outputs in matrices(kind).values()) + experts.columns(kind))
+                  for kind in experts.by_kind(model))
     size = base.size(wide) * max(parameters - tables, 0) + base.column * columns + wide * min(tables, parameters)
-    return size / (layout.tensor * layout.pipeline * (layout.data if sharded else 1))
+    return size * layout.held(sharded, experts.routed_count(model) / parameters)

@@ -7,32 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.config_keys import (
-    BATCH_MICRO,
-    DATA_SEQ_LEN,
-    LORA_BASE,
-    LORA_RANK,
-    LORA_TARGETS,
-    LOSS_CHUNK,
-    LOSS_KIND,
-    MESH_CONTEXT,
-    MESH_DATA,
-    MESH_FSDP,
-    MESH_SEQUENCE_PARALLEL,
-    MESH_STRATEGY,
-    MESH_TENSOR,
-    MODEL,
-    MODEL_ATTENTION,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAMS,
-    OPTIMIZER_FREEZE,
-    OPTIMIZER_FUSED_BACKWARD,
-    OPTIMIZER_NAME,
-    PRECISION_PRESET,
-)
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.memory.formulas import adapters, training_state, transformer
-from bytescope.memory.formulas.adapters import Adapters
+from bytescope.memory.formulas import adapters, experts, flops, training_state, transformer
 from bytescope.memory.formulas.transformer import Layout, Model
 
 ASPECT = 128  # width over layers, about that of GPT-3 175B and Llama 7B
@@ -67,6 +43,16 @@ class Question:
     mlp_tokens: int = 0
     offload: str = "none"
     fused: bool = False
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token meets."""
+        return self.parameters * transformer.active_count(self.model) / transformer.parameter_count(self.model)
+
+    @property
+    def routed(self) -> float:
+        """The share of routed experts in the parameters."""
+        return experts.routed_count(self.model) / transformer.parameter_count(self.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +94,15 @@ class Estimate:
         return sum(self.state.values()) + self.activations[policy].total
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: `question`, `per_parameter` (bytes), `policies` {policy: {role: bytes, ..., host, total}},
-        FLOPs."""
+        """Plain values: `question`, `parameters` {total, active}, `per_parameter` (bytes), `policies` {policy: {role:
+        bytes, ..., host, total}}, FLOPs."""
         q = self.question
         policies = {policy: {**self.state, **dataclasses.asdict(found), "activations": found.total,
                              "host": self.host, "total": self.total(policy),
                              "hardware_flops": self.hardware_flops[policy]}
                     for policy, found in self.activations.items()}
-        return {"question": dataclasses.asdict(q), "model_flops": self.model_flops, "policies": policies,
+        return {"question": dataclasses.asdict(q), "parameters": {"total": q.parameters, "active": q.active},
+                "model_flops": self.model_flops, "policies": policies,
                 "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
                 "notes": list(self.notes)}
 
@@ -125,11 +112,12 @@ def estimate(question: Question) -> Estimate:
     pipeline)."""
     q, layout, precision = question, question.layout, training_state.PRECISIONS[question.precision]
     held = training_state.state_bytes(trained_parameters(q), fused_parameters(q.model), precision=q.precision,
-                                      optimizer=q.optimizer, layout=layout, offload=q.offload, fused=q.fused)
+                                      optimizer=q.optimizer, layout=layout, offload=q.offload, fused=q.fused,
+                                      routed=trained_share(q))
     state = {role: held[role] for role in training_state.ROLES}
     if q.model.adapters:
         state["frozen"] = frozen_bytes(q)
-    layers = transformer.layers_in_flight(q.model.layers, layout)
+    kinds = experts.by_kind(q.model)
     outside = transformer.outside_bytes(q.model, layout, q.sequence, q.batch, itemsize=precision.activation,
                                         logit_tokens=q.logit_tokens)
     shape = {"attention": q.attention, "itemsize": precision.activation, "operand": precision.operand,
@@ -137,22 +125,37 @@ def estimate(question: Question) -> Estimate:
     sequences = q.batch * layout.data
     activations, hardware = {}, {}
     for policy in transformer.RECOMPUTE:
-        kept = transformer.layer_bytes(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
-        recomputed = transformer.recomputed_bytes(q.model, layout, q.sequence, q.batch, recompute=policy, **shape)
-        activations[policy] = Activations(layers * kept, recomputed, outside)
-        hardware[policy] = transformer.hardware_flops(q.model, q.sequence, sequences,
-                                                      _recomputing(policy, q.attention), q.mlp_tokens > 0)
-    notes = NOTES
-    if q.attention == "flash":
+        kept = sum(transformer.layers_in_flight(kind.layers, layout) * transformer.layer_bytes(
+            kind, layout, q.sequence, q.batch, recompute=policy, **shape) for kind in kinds)
+        recomputed = max(transformer.recomputed_bytes(kind, layout, q.sequence, q.batch, recompute=policy, **shape)
+                         for kind in kinds)
+        activations[policy] = Activations(kept, recomputed, outside)
+        hardware[policy] = flops.hardware_flops(q.model, q.sequence, sequences, _recomputing(policy, q.attention),
+                                                q.mlp_tokens > 0)
+    return Estimate(q, state, held["host"], activations, flops.model_flops(q.model, q.sequence, sequences), hardware,
+                    NOTES + _notes(q))
+
+
+def _notes(question: Question) -> tuple[str, ...]:
+    """What else this estimate leaves out."""
+    notes: tuple[str, ...] = ()
+    if question.attention == "flash":
         notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
-    return Estimate(q, state, held["host"], activations,
-                    transformer.model_flops(q.model, q.sequence, sequences), hardware, notes)
+    if question.model.experts:
+        notes += ("Experts: rows are balanced over devices; that an expert's rows fill up tiles, 127 rows at most, and "
+                  "buffers for more rows than the mean are left out.",)
+    return notes
 
 
 def trained_parameters(question: Question) -> float:
     """Parameters that are trained: all of them, or the adapters'."""
     model = question.model
     return adapters.adapter_count(model) if model.adapters else question.parameters
+
+
+def trained_share(question: Question) -> float:
+    """The share of routed experts in what is trained: none have adapters."""
+    return 0.0 if question.model.adapters else question.routed
 
 
 def frozen_bytes(question: Question) -> float:
@@ -169,7 +172,7 @@ def fused_parameters(model: Model) -> int:
     if model.adapters:
         return adapters.adapter_count(model) // model.layers
     table = model.vocabulary * model.width
-    layer = (transformer.parameter_count(model) - table * (1 if model.tied else 2)) // model.layers
+    layer = max(map(transformer.layer_count, experts.by_kind(model)))
     return table + max(layer, 0 if model.tied else table)
 
 
@@ -197,9 +200,30 @@ def check(question: Question) -> Question:
         raise ReportError(f"--tensor={layout.tensor}: give a divisor of the {model.kv_heads} key/value heads")
     if model.adapters:
         _check_adapters(model)
+    _check_experts(question)
     if layout.sequence and layout.tensor == 1:
         raise ReportError("--sequence-parallel shards over the tensor-parallel devices: give --tensor=2 or more")
     return question
+
+
+def _check_experts(question: Question) -> None:
+    found, layout = question.model.experts, question.layout
+    if layout.expert > 1 and found is None:
+        raise ReportError(f"--expert-parallel={layout.expert} without experts: give --experts=8 too, or leave it out")
+    if found is None:
+        return
+    if found.per_token > found.count:
+        raise ReportError(f"--experts-per-token={found.per_token}: give at most the {found.count} experts")
+    if not experts.routed_count(question.model):
+        raise ReportError(f"--dense-layers={found.dense_layers} --moe-every={found.every}: none of the "
+                          f"{question.model.layers} layers has experts: lower one of them")
+    if found.count % layout.expert:
+        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {found.count} experts")
+    if layout.data % layout.expert:
+        raise ReportError(f"--expert-parallel={layout.expert}: give a divisor of the {layout.data} data-parallel ranks "
+                          "(--data)")
+    if question.mlp_tokens:
+        raise ReportError(f"--mlp-tokens={question.mlp_tokens} with experts, which take all rows: give 0")
 
 
 def _check_adapters(model: Model) -> None:
@@ -209,7 +233,7 @@ def _check_adapters(model: Model) -> None:
     for name in asked.targets:
         if name not in adapters.TARGETS:
             raise ReportError(f"--lora-targets: {name!r}: {remedy_for(name, adapters.TARGETS)}")
-    if not adapters.adapted(model):
+    if not adapters.adapted_anywhere(model):
         raise ReportError(f"--lora-targets={','.join(asked.targets)}: no layer of this model has such a matrix: give "
                           f"some of {','.join(adapters.matrices(model))}")
 
@@ -227,56 +251,3 @@ def shape_for(parameters: float, vocabulary: int = 50304, *, layers: int | None 
         width = rounded((parameters * ASPECT / 12) ** (1 / 3) if layers is None else (parameters / 12 / layers) ** 0.5)
     layers = layers or max(1, math.floor(parameters / 12 / width**2 + 0.5))
     return transformer.gpt(layers, width, max(width // 128, 1), vocabulary, dropout=False)
-
-
-# The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
-KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
-# Rows of the trainer's MLPs with a gate: three matrices.
-GATED = ("swiglu", "geglu")
-# (offload.optimizer, offload.params) -> row of the formulas.
-OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
-
-
-def adapters_of(config: Mapping[str, Any]) -> Adapters | None:
-    """The adapters of a trainer's config (dotted key -> value); None where it trains the weights."""
-    if not config[LORA_RANK]:
-        return None
-    return Adapters(config[LORA_RANK], tuple(config[LORA_TARGETS]), config[LORA_BASE])
-
-
-def question_of(config: Mapping[str, Any]) -> Question:
-    """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
-
-    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
-    latter holds its shard of the activations is left to the caller.
-
-    Raises:
-      ReportError: a config that names what the formulas do not know.
-    """
-    for key, table in ((PRECISION_PRESET, training_state.PRECISIONS), (OPTIMIZER_NAME, training_state.OPTIMIZERS),
-                       (MODEL_ATTENTION, KERNELS), (MESH_STRATEGY, training_state.STRATEGIES)):
-        if config[key] not in table:
-            raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
-                              "bytescope report compiles it")
-    if config[OPTIMIZER_FREEZE]:
-        raise ReportError(f"{OPTIMIZER_FREEZE}={','.join(config[OPTIMIZER_FREEZE])} has no formula: bytescope report "
-                          "compiles it")
-    m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
-    vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
-    model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_kv_heads"], m["d_head"], m["d_ff"], vocabulary,
-                  gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
-                  qk_norm=m["qk_norm"], post_norms=m["post_norms"], adapters=adapters_of(config))
-    shards = max(config[MESH_FSDP], 1) * max(config[MESH_CONTEXT], 1)
-    shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
-    ranks = shards if shared else copies
-    tensor = max(config[MESH_TENSOR], 1)
-    layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
-                    zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0)
-    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
-    short = (config[PRECISION_PRESET] == "fp32" or m["attention_softcap"]) and config[DATA_SEQ_LEN] <= 1024
-    attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
-    offload = OFFLOADS[config[OFFLOAD_OPTIMIZER], config[OFFLOAD_PARAMS]]
-    return Question(transformer.parameter_count(model), model, layout, config[DATA_SEQ_LEN], config[BATCH_MICRO],
-                    config[PRECISION_PRESET], config[OPTIMIZER_NAME], attention,
-                    config[LOSS_CHUNK] if config[LOSS_KIND] == "chunked" else None,
-                    m["mlp_chunk"] * config[BATCH_MICRO], offload, config[OPTIMIZER_FUSED_BACKWARD])

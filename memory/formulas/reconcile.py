@@ -8,6 +8,7 @@ on. Policies that keep named tensors follow from shapes (formulas/rematerialized
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,8 +22,10 @@ from bytescope.memory.config_keys import (
     REMAT_GRANULARITY,
 )
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import estimate, rematerialized, transformer
+from bytescope.memory.formulas import estimate, flops, rematerialized, transformer
 from bytescope.memory.formulas.communication import accumulation
+from bytescope.memory.formulas.config import question_of
+from bytescope.memory.formulas.experts import by_kind
 from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
 
 # Remat policies of the trainer that have a formula (a test compares them with its table): those whose tensors are
@@ -56,12 +59,12 @@ class Formula:
 
 
 class Kept(NamedTuple):
-    """One segment of layers: bytes on the device and on the host, of the former `layer` in each layer; FLOPs per token
-    that are recomputed."""
+    """The layers of one kind in a segment: bytes on the device and on the host; bytes that recomputing one layer adds;
+    FLOPs per token that are recomputed."""
 
     device: float
     host: float
-    layer: float
+    recomputed: float
     recomputed_flops: float
 
 
@@ -75,7 +78,7 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     """
     segments, resolved = settled["segments"], {**config, **settled}
     try:
-        asked = estimate.question_of(resolved)
+        asked = question_of(resolved)
     except ReportError as error:
         return str(error)
     ranks = resolved[MESH_DATA] * resolved[MESH_FSDP]
@@ -86,15 +89,15 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     asked = dataclasses.replace(asked, batch=micro / resolved[MESH_CONTEXT])
     state, copy = _state(asked, config, micro_steps)
     precision = {"itemsize": _itemsize(asked), "operand": PRECISIONS[asked.precision].operand}
-    everything = transformer.layer_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
-                                         attention=asked.attention, tile=asked.mlp_tokens, **precision)
     tile = transformer.tile_bytes(asked.model, asked.layout, asked.sequence, asked.mlp_tokens, **precision)
-    parts = [_kept(asked, segment, resolved, platform, everything) for segment in segments]
-    model_flops = transformer.model_flops(asked.model, asked.sequence, sequences)
+    parts = [_kept(dataclasses.replace(asked, model=kind), segment, resolved, platform)
+             for start, segment in zip(_starts(segments), segments)
+             for kind in by_kind(asked.model, start, start + segment["layers"])]
+    model_flops = flops.model_flops(asked.model, asked.sequence, sequences)
     residuals = host = peak = hardware = None
     if None not in parts:
         residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
-        recomputed = max(max(everything - part.layer for part in parts), 0.0)
+        recomputed = max(max(part.recomputed for part in parts), 0.0)
         peak = (sum(state.values()) - state["state_host"] + copy + residuals + recomputed + tile
                 + transformer.outside_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
                                             itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
@@ -104,6 +107,11 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     return Formula(**{f"{role}_bytes": size for role, size in state.items()}, residual_bytes=residuals,
                    host_bytes=host, peak_bytes=peak, model_flops=model_flops, hardware_flops=hardware,
                    notes=_notes(resolved, asked, segments, platform))
+
+
+def _starts(segments: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The first layer of each segment."""
+    return [0, *itertools.accumulate(segment["layers"] for segment in segments)][:-1]
 
 
 def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int) -> tuple[dict[str, float], float]:
@@ -116,13 +124,16 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
     def sharded(zero: int) -> dict[str, float]:
         layout = dataclasses.replace(asked.layout, zero=zero)
         return state_bytes(trained, estimate.fused_parameters(asked.model), precision=asked.precision,
-                           optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused)
+                           optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused,
+                           routed=estimate.trained_share(asked))
 
     stage, summed, trained = asked.layout.zero, micro_steps > 1, estimate.trained_parameters(asked)
     state = sharded(3 if stage else 0)
     state["gradients"] = sharded(stage)["gradients"]
     like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
-    copy = trained * _itemsize(asked) / asked.layout.tensor if stage in (1, 2) else 0.0
+    copy = 0.0
+    if stage in (1, 2):
+        copy = trained * _itemsize(asked) * asked.layout.held(False, estimate.trained_share(asked))
     whole = dataclasses.replace(asked, layout=dataclasses.replace(asked.layout, zero=3 if stage else 0))
     return {"state_host": state.pop("host"), **state, "frozen": estimate.frozen_bytes(whole),
             "accumulator": like if summed else 0.0}, copy
@@ -135,18 +146,21 @@ def _itemsize(asked: estimate.Question) -> int:
 
 def _kernel_flops(model: transformer.Model, sequence: int, sequences: int) -> float:
     """Q K^T recomputed inside a flash kernel's gradient: 2 B s^2 h per layer (Dao et al. 2022, algorithm 4)."""
-    return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.head_width
+    return 2.0 * model.layers * sequences * sequence**2 * model.heads * model.score_width
 
 
-def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any], platform: str,
-          everything: float) -> Kept | None:
-    """What one segment keeps and recomputes, None where its policy has no formula; `everything`: bytes of all tensors
-    of one layer."""
-    policy, layers, groups, model = segment["policy"], segment["layers"], segment["groups"], asked.model
+def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[str, Any],
+          platform: str) -> Kept | None:
+    """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
+    a formula."""
+    policy, model, layers, groups = segment["policy"], asked.model, asked.model.layers, segment["groups"]
     tiled = asked.mlp_tokens > 0
+    everything = transformer.layer_bytes(model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
+                                         tile=asked.mlp_tokens, itemsize=_itemsize(asked),
+                                         operand=PRECISIONS[asked.precision].operand)
     if policy == "none":
         tiles = layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0
-        return Kept(layers * everything, 0.0, everything, tiles)
+        return Kept(layers * everything, 0.0, 0.0, tiles)
     if policy not in NAMED_POLICIES + PRODUCT_POLICIES:
         return None
     save, offload = set(segment["save"]), set(segment["offload"])
@@ -162,10 +176,10 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
                     for names in (path.kept - moved, moved))
     flops = layers * rematerialized.recomputed_flops(model, asked.attention, path.recomputed, asked.sequence)
     if groups == 1:
-        return Kept(device * layers, host * layers, device, flops)
+        return Kept(device * layers, host * layers, everything - device, flops)
     # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is recomputed.
     flops += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
-    return Kept(device * (groups + layers / groups), 0.0, device, flops)
+    return Kept(device * (groups + layers / groups), 0.0, everything - device, flops)
 
 
 def _outside(config: Mapping[str, Any], names: set[str]) -> frozenset[str]:
@@ -190,6 +204,7 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
         (asked.layout.zero in (1, 2), "total: the formula has a full copy of the parameters, gathered once per step"),
         (config[MODEL_ATTENTION] == "chunked",
          "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
+        (asked.model.experts, "experts: rows are balanced over devices, tiles and buffers are as full as they can be"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
         (True, "gradients: at the peak those of the layers still to come are not there yet"),
         (True, "total: gathered parameters, kernels' workspace and the optimizer's temporaries have no formula"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from bytescope.memory.formulas import transformer
+from bytescope.memory.formulas import experts, transformer
 from bytescope.memory.formulas.adapters import TARGETS, adapted
 from bytescope.memory.formulas.transformer import Model, Tensor
 
@@ -23,14 +23,14 @@ NAMED = {tensor.name: tensor for tensor in (
     Tensor("attn_norm", "width", "sequence", operand=True),
     Tensor("q", "queries", "tensor"),
     Tensor("k", "keys", "tensor"),
-    Tensor("v", "keys", "tensor"),
+    Tensor("v", "values", "tensor"),
     Tensor("q_rot", "queries", "tensor"),
     Tensor("k_rot", "keys", "tensor"),
     Tensor("probs", "scores", "tensor"),
     Tensor("probs_mask", "scores", "tensor", 1, only="dropout"),
     Tensor("probs_dropped", "scores", "tensor", only="dropout"),
     Tensor("lse", "heads", "tensor", 4),
-    Tensor("context", "queries", "tensor"),
+    Tensor("context", "context", "tensor"),
     Tensor("attn_out", "width", "sequence"),
     Tensor("attn_out_mask", "width", "sequence", 1, only="dropout"),
     Tensor("mid", "width", "sequence"),
@@ -40,6 +40,12 @@ NAMED = {tensor.name: tensor for tensor in (
     Tensor("act", "mlp", "tensor", operand=True),
     Tensor("mlp_out", "width", "sequence"),
     Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
+    Tensor("router_logits", "experts", "sequence", 4, only="experts"),
+    Tensor("dispatched", "routed", "", operand=True, only="experts"),
+    Tensor("expert_gate", "routed_mlp", "tensor", only="gated"),
+    Tensor("expert_up", "routed_mlp", "tensor"),
+    Tensor("expert_act", "routed_mlp", "tensor", operand=True),
+    Tensor("combined", "width", "sequence", only="experts"),
     *(Tensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
 )}
 
@@ -81,14 +87,21 @@ LAYER = {
     "act": MadeFrom(("gate", "up")),
     "mlp_out": MadeFrom(("act",), "mlp"),
     "mlp_out_mask": MadeFrom(),
+    "router_logits": MadeFrom(("mlp_norm",), "router"),
+    "dispatched": MadeFrom(("mlp_norm", "router_logits")),
+    "expert_gate": MadeFrom(("dispatched",), "experts"),
+    "expert_up": MadeFrom(("dispatched",), "experts"),
+    "expert_act": MadeFrom(("expert_gate", "expert_up", "router_logits")),
+    "combined": MadeFrom(("expert_act",), "experts"),
     **{f"lora_{target}": MadeFrom((name,)) for targets, name in (
         (("q", "k", "v"), "attn_norm"), (("o",), "context"), (("gate", "up"), "mlp_norm"), (("down",), "act"))
        for target in targets},
 }
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
 # reads its input: tensor -> the Model field with which it is normed.
-UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "kernel"))
-NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms"}
+UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "combined", "kernel"))
+NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms",
+          "combined": "post_norms"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
@@ -144,9 +157,13 @@ def _is_read(name: str, model: Model) -> bool:
 def product_flops(model: Model, sequence: int) -> dict[str, float]:
     """FLOPs per token by kind of product: `core` is both products of attention, `scores` one of them."""
     scores = 2.0 * model.heads * model.head_width * sequence
+    found, routed = model.experts, 0
+    if found:
+        routed = found.per_token * found.width
     return {"queries": 2.0 * model.width * model.heads * model.head_width, "core": 2 * scores, "scores": scores,
-            "keys": 2.0 * model.width * model.kv_heads * model.head_width, "mlp": 2.0 * model.width * model.mlp_width,
-            "": 0.0}
+            "keys": 2.0 * model.width * model.kv_heads * model.head_width,
+            "mlp": 2.0 * model.width * experts.mlp_width(model), "router": 2.0 * experts.router_size(model),
+            "experts": 2.0 * model.width * routed, "": 0.0}
 
 
 def recomputed_flops(model: Model, attention: str, names: Collection[str], sequence: int) -> float:

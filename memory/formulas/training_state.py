@@ -97,34 +97,37 @@ OFFLOAD = {"none": (), "optimizer": ("moments",), "params": ("master", "gradient
 
 
 def state_bytes_per_parameter(precision: str = "mixed", optimizer: str = "adamw",
-                              layout: Layout = ALONE) -> dict[str, float]:
-    """Bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device.
+                              layout: Layout = ALONE, routed: float = 0.0) -> dict[str, float]:
+    """Bytes per parameter of `params`, `gradients` and `optimizer` (master copy and moments) on a device; `routed`: the
+    share of routed experts in the parameters.
 
     Tensor and pipeline parallelism shard all of it; norms, which stay replicated, are left out.
     """
-    each = parts_per_parameter(precision, optimizer, layout)
+    each = parts_per_parameter(precision, optimizer, layout, routed)
     return {role: sum(each[part] for part in parts) for role, parts in ROLES.items()}
 
 
-def parts_per_parameter(precision: str, optimizer: str, layout: Layout) -> dict[str, float]:
-    """Bytes per parameter on a device by part: `params`, `gradients`, `master` and `moments`."""
+def parts_per_parameter(precision: str, optimizer: str, layout: Layout, routed: float = 0.0) -> dict[str, float]:
+    """Bytes per parameter on a device by part: `params`, `gradients`, `master` and `moments`; `routed` as above."""
     row, kind = PRECISIONS[precision], OPTIMIZERS[optimizer]
     unsharded = {"params": row.params, "gradients": row.gradients, "master": row.master,
                  "moments": kind.states * (kind.itemsize or row.state)}
-    shards = layout.tensor * layout.pipeline
-    return {part: unsharded[part] / shards / (layout.data if role in ZERO[layout.zero] else 1)
+    return {part: unsharded[part] * layout.held(role in ZERO[layout.zero], routed)
             for role, parts in ROLES.items() for part in parts}
 
 
 def state_bytes(parameters: float, at_once: float, *, precision: str = "mixed", optimizer: str = "adamw",
-                layout: Layout = ALONE, offload: str = "none", fused: bool = False) -> dict[str, float]:
-    """Bytes of each role on a device, and `host`: those in host memory for it.
+                layout: Layout = ALONE, offload: str = "none", fused: bool = False,
+                routed: float = 0.0) -> dict[str, float]:
+    """Bytes of each role on a device, and `host`: those in host memory for it. routed: the share of routed experts in
+    the parameters.
 
     fused: each layer is updated in the backward pass (Lv et al. 2023, arXiv 2306.09782), so that the gradients of
     `at_once` parameters exist at most. offload: a row of OFFLOAD; what is fetched to compute with or to update, one
     layer at a time, is left out (Ren et al. 2021, arXiv 2101.06840).
     """
-    sizes = {part: each * parameters for part, each in parts_per_parameter(precision, optimizer, layout).items()}
+    each = parts_per_parameter(precision, optimizer, layout, routed)
+    sizes = {part: size * parameters for part, size in each.items()}
     if fused:
         sizes["gradients"] *= at_once / parameters
     wide = "master" if sizes["master"] else "params"

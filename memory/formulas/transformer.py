@@ -12,14 +12,18 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from bytescope.memory.formulas.adapters import Adapters, adapted, adapter_count, matrices
+from bytescope.memory.formulas import experts, latent
+from bytescope.memory.formulas.adapters import Adapters, adapted, matrices
+from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.latent import Latent
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A decoder. GPT: `gated=False`, as many key/value heads as heads; Llama: gated, no dropout, untied.
 
-    adapters: what is trained in the place of the weights; None: the weights.
+    adapters: what is trained in the place of the weights; None: the weights. experts: what layers have in the place of
+    an MLP; latent: what keys and values come from; None: neither.
     """
 
     layers: int
@@ -35,13 +39,25 @@ class Model:
     adapters: Adapters | None = None
     qk_norm: bool = False
     post_norms: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def score_width(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.head_width + (self.latent.rotary if self.latent else 0)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value if self.latent else self.head_width
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a training step is sharded: `tensor` t ways, with `sequence` the activations between the tensor-parallel
-    products too; `data` ranks that shard state by the ZeRO stage `zero`; `pipeline` stages of `interleave` chunks
-    each."""
+    products too; `data` ranks that shard state by the ZeRO stage `zero`, of which each `expert` share the routed
+    experts; `pipeline` stages of `interleave` chunks each."""
 
     tensor: int = 1
     sequence: bool = False
@@ -49,6 +65,13 @@ class Layout:
     zero: int = 0
     pipeline: int = 1
     interleave: int = 1
+    expert: int = 1
+
+    def held(self, sharded: bool, routed: float = 0.0) -> float:
+        """Share of some parameters that a device holds. sharded: by ZeRO; routed: the share of routed experts in them,
+        which expert parallelism shards in any case."""
+        ranks = self.data if sharded else 1
+        return ((1 - routed) / ranks + routed / max(ranks, self.expert)) / (self.tensor * self.pipeline)
 
 
 def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool = True) -> Model:
@@ -58,7 +81,12 @@ def gpt(layers: int, width: int, heads: int, vocabulary: int, *, dropout: bool =
 
 def parameter_count(model: Model) -> int:
     """Matrices and embedding tables. Leaves out norms, biases and learned positions (about 0.1 % together)."""
-    return _layer_matrices(model) * model.layers + table_count(model)
+    return sum(layer_count(kind) * kind.layers for kind in experts.by_kind(model)) + table_count(model)
+
+
+def active_count(model: Model) -> int:
+    """Those of `parameter_count` that one token meets: all but the routed experts that it does not go to."""
+    return parameter_count(model) - experts.idle_count(model)
 
 
 def table_count(model: Model) -> int:
@@ -66,8 +94,10 @@ def table_count(model: Model) -> int:
     return (1 if model.tied else 2) * model.vocabulary * model.width
 
 
-def _layer_matrices(model: Model) -> int:
-    return sum(rows * columns for rows, columns in matrices(model).values())
+def layer_count(kind: Model) -> int:
+    """Parameters of the matrices of one layer, one of `experts.by_kind`."""
+    routed = experts.expert_size(kind) * kind.experts.count if kind.experts else 0
+    return sum(rows * columns for rows, columns in matrices(kind).values()) + experts.router_size(kind) + routed
 
 
 # ---- activations ---------------------------------------------------------------------------------------------
@@ -76,9 +106,9 @@ class Tensor(NamedTuple):
     """One tensor that a layer keeps for its backward pass.
 
     name; size: elements per token, a key of `token_sizes`; split: "tensor" is sharded t ways always, "sequence" only
-    with sequence parallelism; itemsize: bytes of an element, 0 for the activations' own; core: part of the attention
-    core; only: the Model field without which it does not exist; operand: kept for products alone, in their dtype;
-    tiled: exists for one tile of positions at a time where the MLP is in tiles; weights: the matrices for whose
+    with sequence parallelism, "" never; itemsize: bytes of an element, 0 for the activations' own; core: part of the
+    attention core; only: the Model field without which it does not exist; operand: kept for products alone, in their
+    dtype; tiled: exists for one tile of positions at a time where the MLP is in tiles; weights: the matrices for whose
     gradients alone it is kept, () for what other gradients read too.
     """
 
@@ -104,15 +134,19 @@ class Tensor(NamedTuple):
 LAYER = (
     Tensor("attention norm input", "width", "sequence"),
     Tensor("qkv input", "width", "sequence", operand=True, weights=("q", "k", "v")),
+    Tensor("queries' latent", "query_latent", "sequence", only="latent"),
+    Tensor("queries' latent, normed", "query_latent", "sequence", operand=True, only="latent"),
+    Tensor("keys' and values' latent", "latent", "sequence", only="latent"),
+    Tensor("keys' and values' latent, normed", "latent", "sequence", operand=True, only="latent"),
     Tensor("queries before their norm", "queries", "tensor", only="qk_norm"),
     Tensor("keys before their norm", "keys", "tensor", only="qk_norm"),
     Tensor("queries", "queries", "tensor"),
     Tensor("keys", "keys", "tensor"),
-    Tensor("values", "keys", "tensor"),
+    Tensor("values", "values", "tensor"),
     Tensor("probabilities", "scores", "tensor", core=True),
     Tensor("probabilities' dropout mask", "scores", "tensor", 1, core=True, only="dropout"),
     Tensor("dropped probabilities", "scores", "tensor", core=True, only="dropout"),
-    Tensor("context", "queries", "tensor"),
+    Tensor("context", "context", "tensor"),
     Tensor("attention output", "width", "sequence", only="post_norms"),
     Tensor("attention dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("mlp norm input", "width", "sequence"),
@@ -120,6 +154,11 @@ LAYER = (
     Tensor("gate", "mlp", "tensor", only="gated", tiled=True),
     Tensor("up", "mlp", "tensor", tiled=True),
     Tensor("down input", "mlp", "tensor", operand=True, tiled=True, weights=("down",)),
+    Tensor("router logits", "experts", "sequence", 4, only="experts"),
+    Tensor("dispatched rows", "routed", "", operand=True, only="experts"),
+    Tensor("experts' gate", "routed_mlp", "tensor", only="gated"),
+    Tensor("experts' up", "routed_mlp", "tensor"),
+    Tensor("experts' down input", "routed_mlp", "tensor", operand=True),
     Tensor("mlp output", "width", "sequence", only="post_norms", tiled=True),
     Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("inside the adapters", "adapters", "sequence", only="adapters"),
@@ -147,9 +186,11 @@ ATTENTION = ("naive", "flash")
 
 def token_sizes(model: Model, sequence: int) -> dict[str, int]:
     """Elements per token by kind of tensor, the values of `Tensor.size`."""
-    return {"width": model.width, "queries": model.heads * model.head_width, "keys": model.kv_heads * model.head_width,
-            "scores": model.heads * sequence, "heads": model.heads, "mlp": model.mlp_width,
-            "vocabulary": model.vocabulary,
+    return {"width": model.width, "queries": model.heads * model.score_width,
+            "keys": model.kv_heads * model.score_width, "values": model.kv_heads * model.value_width,
+            "context": model.heads * model.value_width,
+            "scores": model.heads * sequence, "heads": model.heads, "mlp": experts.mlp_width(model),
+            "vocabulary": model.vocabulary, **experts.token_sizes(model), **latent.token_sizes(model),
             "rank": model.adapters.rank if model.adapters else 0,
             "adapters": model.adapters.rank * len(adapted(model)) if model.adapters else 0}
 
@@ -160,16 +201,23 @@ def tensor_bytes(tensor: Tensor, model: Model, layout: Layout, sequence: int, to
     `operand`: of those that are kept for products alone, 0 for the same."""
     if not exists(tensor, model):
         return 0.0
-    split = layout.tensor if tensor.split == "tensor" or layout.sequence else 1
+    split = layout.tensor if tensor.split == "tensor" or (tensor.split and layout.sequence) else 1
     return token_sizes(model, sequence)[tensor.size] * tokens * (
         tensor.itemsize or (tensor.operand and operand) or itemsize) / split
 
 
 def exists(tensor: Tensor, model: Model) -> bool:
     """Whether a layer of this model keeps a tensor: it makes it, and some gradient reads it."""
-    if tensor.only and not getattr(model, tensor.only):
+    if (tensor.only and not getattr(model, tensor.only)) or not _has_mlp(tensor.size, model):
         return False
     return model.adapters is None or not tensor.weights or not adapted(model).keys().isdisjoint(tensor.weights)
+
+
+def _has_mlp(size: str, model: Model) -> bool:
+    """Whether tensors of a size exist: of the routed experts' widths, or of an MLP's that every token goes to."""
+    if size == "routed_mlp":
+        return model.experts is not None
+    return size != "mlp" or experts.mlp_width(model) > 0
 
 
 def kept_by_layer(recompute: str, attention: str = "naive", tiled: bool = False) -> tuple[Tensor, ...]:
@@ -237,63 +285,3 @@ def recomputed_bytes(model: Model, layout: Layout, sequence: int, batch: int, *,
     both = [layer_bytes(model, layout, sequence, batch, recompute=policy, attention=attention, tile=tile, **shape)
             for policy in ("none", recompute)]
     return both[0] - both[1] + tile_bytes(model, layout, sequence, min(tile, sequence * batch), **shape)
-
-
-# ---- FLOPs ---------------------------------------------------------------------------------------------------
-
-def model_flops(model: Model, sequence: int, sequences: int) -> float:
-    """FLOPs of one iteration over `sequences`, forward and backward, nothing recomputed.
-
-    6 a matrix parameter and token, 12 a s for each head's width: for GPT the
-    72 B L s h^2 (1 + s/(6h) + v/(12hL)) of Korthikanti et al. 2022, appendix A. The masked half of the scores is
-    counted. Leaves out norms, softmax, activation functions, the embedding look-up and the optimizer.
-
-    A frozen matrix has no gradient of its own: 4 a parameter and token, and 6 of an adapter's.
-    """
-    forward = _layers_forward(model, sequence, sequences) + _head_forward(model, sequence, sequences)
-    frozen = 0.0
-    if model.adapters:
-        frozen = 2.0 * (_layer_matrices(model) * model.layers + model.width * model.vocabulary) * sequence * sequences
-    return 3 * forward - frozen
-
-
-def hardware_flops(model: Model, sequence: int, sequences: int, recompute: str, tiled: bool = False) -> float:
-    """Model FLOPs and the forward FLOPs that are recomputed: the core's 4 B L s^2 h, or those of all layers; of an MLP
-    in tiles all but its last product, whatever the policy.
-
-    Leaves out that a layer's last product need not be repeated, and what FlashAttention repeats in its own gradient.
-    """
-    recomputed = {"none": 0.0, "selective": _core_forward(model, sequence, sequences),
-                  "full": _layers_forward(model, sequence, sequences)}[recompute]
-    total = model_flops(model, sequence, sequences) + recomputed
-    if tiled and recompute != "full":
-        products = 1 + model.gated + model.post_norms
-        total += 2.0 * model.width * model.mlp_width * products * model.layers * sequences * sequence
-    return total
-
-
-def published_selective_flops(model: Model, sequence: int, sequences: int) -> float:
-    """Hardware FLOPs with selective recomputation as Korthikanti et al. 2022 print them, for their HFU column.
-
-    Their s/(3h) in the place of s/(6h) adds 12 B L s^2 h, three times the core's forward pass, which is all that is
-    recomputed (s/(6h) would become 2s/(9h)): it overstates HFU, by 1.4 points on the 22B model, 0.5 on the 1T one.
-    """
-    return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
-
-
-def _core_forward(model: Model, sequence: int, sequences: int) -> float:
-    return 4.0 * model.layers * sequences * sequence**2 * model.heads * model.head_width
-
-
-def _layers_forward(model: Model, sequence: int, sequences: int) -> float:
-    products = 2.0 * (_layer_matrices(model) * model.layers + adapter_count(model)) * sequences * sequence
-    return products + _core_forward(model, sequence, sequences)
-
-
-def _head_forward(model: Model, sequence: int, sequences: int) -> float:
-    return 2.0 * model.width * model.vocabulary * sequences * sequence
-
-
-def utilization(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
-    """Share of the devices' peak (FLOP/s of one): MFU of model FLOPs, HFU of hardware FLOPs."""
-    return flops / (seconds * devices * peak_flops)

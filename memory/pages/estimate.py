@@ -16,15 +16,30 @@ from bytescope.memory.devices.limits import described_limit
 from bytescope.memory.formulas import adapters, training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import ASPECT, NOTES, Question, shape_for
+from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.pages.frame import page
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
 SHAPE = {"layers": "layers", "width": "width", "heads": "heads", "kv_heads": "kv-heads", "head_width": "head-width",
-         "mlp_width": "mlp-width", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout"}
+         "mlp_width": "mlp-width", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout",
+         "qk_norm": "qk-norm", "post_norms": "post-norms",
+         "experts": "experts", "experts_per_token": "experts-per-token", "d_expert": "d-expert",
+         "shared_experts": "shared-experts", "dense_layers": "dense-layers", "moe_every": "moe-every",
+         "capacity": "capacity", "mla_q_rank": "mla-q-rank", "mla_kv_rank": "mla-kv-rank",
+         "mla_d_rope": "mla-d-rope", "mla_d_value": "mla-d-value"}
 REST = {"lora_rank": "lora-rank", "lora_targets": "lora-targets", "lora_base": "lora-base",
         "sequence": "sequence", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
         "attention": "attention", "precision": "precision", "optimizer": "optimizer", "offload": "offload",
-        "fused": "fused", "tensor": "tensor", "sequence_parallel": "sequence-parallel", "data": "data", "zero": "zero"}
+        "fused": "fused", "tensor": "tensor", "sequence_parallel": "sequence-parallel", "data": "data",
+        "expert_parallel": "expert-parallel", "zero": "zero"}
+# Input -> the one without which it says nothing.
+WITHIN = dict.fromkeys(("lora_targets", "lora_base"), "lora_rank") | dict.fromkeys(
+    ("experts", "experts_per_token", "d_expert", "shared_experts", "dense_layers", "moe_every", "capacity"), "experts"
+) | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
+
+# What the inputs of experts and of latent attention begin with where a model has neither.
+NO_EXPERTS, NO_LATENT = Experts(0, 2, 0), Latent(0, 0, 64, 128)
 
 
 def render(question: Question, name: str = "", presets: Mapping[str, Question] | None = None) -> str:
@@ -46,6 +61,7 @@ def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, 
         "targets": adapters.TARGETS, "bases": {name: row._asdict() for name, row in adapters.BASES.items()},
         "offloads": training_state.OFFLOAD, "parts": training_state.ROLES,
         "recompute": transformer.RECOMPUTE, "attention": transformer.ATTENTION, "shape_flags": SHAPE, "flags": REST,
+        "within": WITHIN,
         "cards": cards(),
         "models": {name: inputs(asked) for name, asked in presets.items()},
         "defaults": inputs(Question(1e9, shape_for(1e9))),
@@ -63,13 +79,20 @@ def inputs(question: Question) -> dict[str, Any]:
     """Input of the page -> value."""
     q, layout, model = question, question.layout, question.model
     lora = model.adapters or Adapters(0)
+    experts, latent = model.experts or NO_EXPERTS, model.latent or NO_LATENT
     return {
         "parameters": q.parameters, "layers": model.layers, "width": model.width, "heads": model.heads,
         "kv_heads": model.kv_heads, "head_width": model.head_width, "mlp_width": model.mlp_width,
         "vocabulary": model.vocabulary, "gated": model.gated, "tied": model.tied, "dropout": model.dropout,
+        "qk_norm": model.qk_norm, "post_norms": model.post_norms,
+        "experts": experts.count, "experts_per_token": experts.per_token, "d_expert": experts.width,
+        "shared_experts": experts.shared, "dense_layers": experts.dense_layers, "moe_every": experts.every,
+        "capacity": experts.capacity, "mla_q_rank": latent.query_rank, "mla_kv_rank": latent.rank,
+        "mla_d_rope": latent.rotary, "mla_d_value": latent.value,
         "lora_rank": lora.rank, "lora_targets": ",".join(lora.targets), "lora_base": lora.base,
         "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0,
         "mlp_tokens": q.mlp_tokens, "offload": q.offload, "fused": q.fused, "attention": q.attention,
         "recompute": "none", "precision": q.precision, "optimizer": q.optimizer, "tensor": layout.tensor,
-        "sequence_parallel": layout.sequence, "data": layout.data, "zero": layout.zero, "memory": 80,
+        "sequence_parallel": layout.sequence, "data": layout.data, "expert_parallel": layout.expert,
+        "zero": layout.zero, "memory": 80,
     }

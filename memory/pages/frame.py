@@ -22,7 +22,7 @@ from bytescope.memory.units import human
 # The scripts that draw charts, in the order in which they need each other.
 CHARTS = ("chart_parts.js", "chart_marks.js", "chart_pointing.js", "charts.js")
 # What a page needs besides.
-MORE = {"report": ("treemap.js",)}
+MORE = {"report": ("treemap.js",), "estimate": ("estimate_formulas.js",)}
 
 
 def page(name: str, title: str, data: Any, **content: Any) -> str:

@@ -1,6 +1,6 @@
 "use strict";
-// The arithmetic of memory/formulas over its own tables, which arrive as data. The inputs live in the address
-// (#layers=32&zero=3), so an estimate can be shared; what is not in it has the value of the command's question.
+// The calculator's inputs, its table and its chart. The inputs live in the address (#layers=32&zero=3), so an estimate
+// can be shared; what is not in it has the value of the command's question.
 (() => {
   const { root, address, count, exact, make, flags } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
@@ -12,104 +12,7 @@
   const SUFFIX = { k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
   const fixed = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
   const gb = (bytes) => fixed(bytes / 1e9) + " GB", gib = (bytes) => fixed(bytes / 2 ** 30) + " GiB";
-  const sum = (values) => values.reduce((total, value) => total + value, 0);
-
-  // ---- the formulas ---------------------------------------------------------------------------------
-  const matrices = (q) => {
-    const queries = q.heads * q.head_width, keys = q.kv_heads * q.head_width;
-    const found = { q: [q.width, queries], k: [q.width, keys], v: [q.width, keys], o: [queries, q.width],
-      up: [q.width, q.mlp_width], down: [q.mlp_width, q.width] };
-    return q.gated ? { ...found, gate: found.up } : found;
-  };
-  const adapted = (q) => Object.keys(matrices(q)).filter((name) => q.lora_rank && targetsOf(q).includes(name));
-  const targetsOf = (q) => q.lora_targets.split(",");
-  const adapterCount = (q) => q.lora_rank * q.layers * sum(adapted(q).map((name) => sum(matrices(q)[name])));
-  const tableCount = (q) => (q.tied ? 1 : 2) * q.vocabulary * q.width;
-  const frozenBytes = (q) => {
-    const row = data.bases[q.lora_base], tables = Math.min(tableCount(q), q.parameters);
-    const columns = q.layers * sum(Object.values(matrices(q)).map((shape) => shape[1]));
-    const wide = data.precisions[q.precision].activation;
-    const size = (row.element || wide) * (q.parameters - tables) + row.column * columns + wide * tables;
-    return size / (q.tensor * (data.zero[q.zero].includes("params") ? q.data : 1));
-  };
-  const tokenSizes = (q) => ({ adapters: q.lora_rank * adapted(q).length, width: q.width, queries: q.heads * q.head_width, keys: q.kv_heads * q.head_width,
-    scores: q.heads * q.sequence, heads: q.heads, mlp: q.mlp_width, vocabulary: q.vocabulary });
-  const tensorBytes = (tensor, q, tokens) => {
-    if (tensor.only && !q[tensor.only === "adapters" ? "lora_rank" : tensor.only]) return 0;
-    if (q.lora_rank && tensor.weights.length && !tensor.weights.some((name) => adapted(q).includes(name))) return 0;
-    const row = data.precisions[q.precision];
-    const split = tensor.split === "tensor" || q.sequence_parallel ? q.tensor : 1;
-    return tokenSizes(q)[tensor.size] * tokens * (tensor.itemsize || (tensor.operand && row.operand) || row.activation)
-      / split;
-  };
-  const keptByLayer = (policy, q) => {
-    if (policy === "full") return [data.block_input];
-    if (q.attention === "flash") return [...data.layer.filter((tensor) => !tensor.core), data.flash];
-    return data.layer.filter((tensor) => policy === "none" || !tensor.core);
-  };
-  const layerBytes = (policy, q) => sum(keptByLayer(policy, q).filter((tensor) => !(q.mlp_tokens && tensor.tiled))
-    .map((tensor) => tensorBytes(tensor, q, q.sequence * q.batch)));
-  const tileBytes = (q) => sum(data.layer.filter((tensor) => tensor.tiled)
-    .map((tensor) => tensorBytes(tensor, q, Math.min(q.mlp_tokens, q.sequence * q.batch))));
-  const outsideBytes = (q) => {
-    const tokens = q.sequence * q.batch;
-    return sum(data.outside.map((tensor) => tensorBytes(tensor, q, tokens)))
-      + tensorBytes(data.logits, q, q.logit_tokens ? Math.min(q.logit_tokens, tokens) : tokens);
-  };
-  const perParameter = (q) => {
-    const row = data.precisions[q.precision], kind = data.optimizers[q.optimizer];
-    const whole = { params: row.params, gradients: row.gradients, master: row.master,
-      moments: kind.states * (kind.itemsize || row.state) }, out = { host: 0 };
-    if (q.fused) {
-      const one = q.vocabulary * q.width;
-      whole.gradients *= q.lora_rank ? 1 / q.layers
-        : (one + Math.max(layerMatrices(q), q.tied ? 0 : one)) / q.parameters;
-    }
-    const wide = whole.master ? "master" : "params";
-    const away = data.offloads[q.offload].filter((part) => !(q.fused && part === "gradients"))
-      .map((part) => (part === "master" ? wide : part));
-    for (const [role, parts] of Object.entries(data.parts)) {
-      out[role] = 0;
-      for (const part of parts) {
-        const size = whole[part] / (q.tensor * (data.zero[q.zero].includes(role) ? q.data : 1));
-        out[away.includes(part) ? "host" : role] += size;
-      }
-    }
-    return out;
-  };
-  const layerMatrices = (q) => sum(Object.values(matrices(q)).map(([rows, columns]) => rows * columns));
-  const flops = (q) => {
-    const sequences = q.batch * q.data, tokens = sequences * q.sequence;
-    const core = 4 * q.layers * tokens * q.sequence * q.heads * q.head_width;
-    const layers = 2 * (layerMatrices(q) * q.layers + adapterCount(q)) * tokens + core;
-    const frozen = q.lora_rank ? 2 * (layerMatrices(q) * q.layers + q.width * q.vocabulary) * tokens : 0;
-    const model = 3 * (layers + 2 * q.width * q.vocabulary * tokens) - frozen;
-    const tiles = q.mlp_tokens ? 2 * q.width * q.mlp_width * (q.gated ? 2 : 1) * q.layers * tokens : 0;
-    return { model, none: model + tiles, selective: model + (q.attention === "flash" ? 0 : core) + tiles,
-      full: model + layers };
-  };
-  const estimate = (q) => {
-    const { host, ...state } = perParameter(q), all = flops(q), policies = {};
-    const trained = (q.lora_rank ? adapterCount(q) : q.parameters) / q.parameters;
-    for (const role of Object.keys(state)) state[role] *= trained;
-    if (q.lora_rank) state.frozen = frozenBytes(q) / q.parameters;
-    for (const policy of Object.keys(data.recompute)) {
-      const kept = layerBytes(policy, q), out = {};
-      for (const role of Object.keys(state)) out[role] = state[role] * q.parameters;
-      Object.assign(out, { kept: q.layers * kept, recomputed: layerBytes("none", q) - kept + tileBytes(q),
-        outside: outsideBytes(q) });
-      out.total = sum(Object.values(out));
-      policies[policy] = { ...out, host: host * trained * q.parameters, hardware_flops: all[policy] };
-    }
-    return { per_parameter: state, policies, model_flops: all.model };
-  };
-  const parameterCount = (q) => layerMatrices(q) * q.layers + tableCount(q);
-  const shapeFor = (parameters) => {
-    const step = data.aspect, exact = (parameters * step / 12) ** (1 / 3);
-    const width = Math.max(step, step * Math.floor(exact / step + 0.5)), heads = Math.max(1, Math.floor(width / 128));
-    return { layers: Math.max(1, Math.floor(parameters / 12 / width ** 2 + 0.5)), width, heads, kv_heads: heads,
-      head_width: width / heads, mlp_width: 4 * width, gated: false, tied: true };
-  };
+  const { estimate, parameterCount, shapeFor, adapted, targetsOf, routedLayers } = charts.formulas(data);
 
   // ---- inputs ---------------------------------------------------------------------------------------
   const parse = (text) => {
@@ -126,11 +29,17 @@
     if (node.type === "checkbox") return node.checked;
     return COUNTS.includes(name) ? parse(node.value) : node.value.replace(/\s/g, "");
   };
-  const WHOLE = COUNTS.filter((name) => !["parameters", "memory"].includes(name));
-  const least = (name) => (["logit_tokens", "mlp_tokens", "zero", "lora_rank"].includes(name) ? 0 : 1);
+  const WHOLE = COUNTS.filter((name) => !["parameters", "memory", "capacity"].includes(name));
+  const ZERO = ["logit_tokens", "mlp_tokens", "zero", "lora_rank", "experts", "d_expert", "shared_experts",
+    "dense_layers", "capacity", "mla_q_rank", "mla_kv_rank"];
+  const least = (name) => (ZERO.includes(name) ? 0 : 1);
+  const wrongExperts = (q) => (q.experts ? Object.entries({ experts_per_token: q.experts_per_token > q.experts,
+    dense_layers: !routedLayers(q), expert_parallel: q.experts % q.expert_parallel || q.data % q.expert_parallel,
+    mlp_tokens: q.mlp_tokens }) : [["expert_parallel", q.expert_parallel > 1]])
+    .filter(([, mistaken]) => mistaken).map(([name]) => name);
   const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
     WHOLE.filter((name) => q[name] % 1), q.heads % q.kv_heads ? ["kv_heads"] : [],
-    q.kv_heads % q.tensor ? ["tensor"] : [], q.lora_rank && !(adapted(q).length
+    q.kv_heads % q.tensor ? ["tensor"] : [], wrongExperts(q), q.lora_rank && !(adapted(q).length
       && targetsOf(q).every((name) => data.targets.includes(name))) ? ["lora_targets"] : []);
   const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
     offload: Object.keys(data.offloads), precision: Object.keys(data.precisions),
@@ -156,7 +65,7 @@
   };
 
   // ---- presets: shipped configs and chips; an input that is changed by hand belongs to none ----------
-  const DEVICES = ["tensor", "sequence_parallel", "data", "zero", "memory", "recompute"];
+  const DEVICES = ["tensor", "sequence_parallel", "data", "expert_parallel", "zero", "memory", "recompute"];
   const OTHER = "as below";
   for (const [id, presets] of [["model", data.models], ["card", data.cards]])
     $(id).append(new Option(OTHER, ""), ...Object.keys(presets).map((name) => new Option(name, name)));
@@ -176,19 +85,22 @@
 
   // ---- the command that gives the same figures --------------------------------------------------------
   const flag = (name, value) => (typeof value !== "boolean" ? `--${name}=${value}` : (value ? "--" : "--no-") + name);
+  // What belongs to something that the model does not have.
+  const absent = (name, q) => name in data.within && !q[data.within[name]];
   const command = (q) => {
     const model = modelOf(q), config = data.models[model], known = config || data.defaults;
     const words = ["bytescope estimate" + (config ? " " + model : "")];
     if (!config) {
       words.push("--params=" + q.parameters);
       for (const [name, word] of Object.entries(data.shape_flags)) {
+        if (absent(name, q)) continue;
         const yes = word === "untied" ? !q[name] : q[name];
         if (typeof q[name] !== "boolean") words.push(flag(word, q[name])); else if (yes) words.push("--" + word);
       }
     }
     for (const [name, word] of Object.entries(data.flags)) {
       if (name === "sequence_parallel" && q.tensor === 1) continue;  // there is nothing to share
-      if (["lora_targets", "lora_base"].includes(name) && !q.lora_rank) continue;
+      if (absent(name, q)) continue;
       if (q[name] !== known[name]) words.push(flag(word, q[name]));
     }
     return words.join(" ");
@@ -269,7 +181,8 @@
     }));
     $("model").value = modelOf(q);
     $("card").value = cardOf(q);
-    $("what").textContent = `${modelOf(q) || "a model of your own"}, ${count(Math.round(q.parameters))} parameters, on `
+    $("what").textContent = `${modelOf(q) || "a model of your own"}, ${count(Math.round(q.parameters))} parameters`
+      + `${q.experts ? `, ${count(Math.round(found.parameters.active))} of them active` : ""}, on `
       + `${count(q.tensor * q.data)} ${q.tensor * q.data === 1 ? "device" : "devices"} · ${count(q.batch)} × `
       + `${count(q.sequence)} tokens per replica and micro-step · ${q.precision}, ${q.optimizer}, ZeRO ${q.zero}`;
     $("command").replaceChildren(...flags(command(q)));

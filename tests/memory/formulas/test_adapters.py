@@ -7,9 +7,10 @@ import pytest
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import adapters, rematerialized, training_state, transformer
+from bytescope.memory.formulas import adapters, flops, rematerialized, training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
-from bytescope.memory.formulas.estimate import Question, check, estimate, question_of
+from bytescope.memory.formulas.config import question_of
+from bytescope.memory.formulas.estimate import Question, check, estimate
 from bytescope.memory.formulas.transformer import Layout, Model, gpt
 from bytescope.train.planning.adapter import Adapter
 
@@ -102,10 +103,10 @@ def test_frozen_matrices_take_four_flops_and_adapters_six():
     model, tokens = with_adapters(LLAMA_8B, 16), 2048
     weights = transformer.parameter_count(LLAMA_8B) - 128256 * 4096  # looking a token up multiplies nothing
     added = 6 * adapters.adapter_count(model) * tokens
-    assert transformer.model_flops(LLAMA_8B, tokens, 1) - transformer.model_flops(model, tokens, 1) \
+    assert flops.model_flops(LLAMA_8B, tokens, 1) - flops.model_flops(model, tokens, 1) \
         == 2 * weights * tokens - added
-    assert transformer.hardware_flops(model, tokens, 1, "full") - transformer.model_flops(model, tokens, 1) \
-        == transformer.hardware_flops(LLAMA_8B, tokens, 1, "full") - transformer.model_flops(LLAMA_8B, tokens, 1) \
+    assert flops.hardware_flops(model, tokens, 1, "full") - flops.model_flops(model, tokens, 1) \
+        == flops.hardware_flops(LLAMA_8B, tokens, 1, "full") - flops.model_flops(LLAMA_8B, tokens, 1) \
         + added / 3
 
 

@@ -11,12 +11,15 @@ import sys
 import pytest
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.commands.estimate import parse_count
 from bytescope.memory.devices import limits, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.formulas import transformer
 from bytescope.memory.formulas.adapters import Adapters
-from bytescope.memory.formulas.estimate import Question, check, estimate, question_of, shape_for
+from bytescope.memory.formulas.assumed import parse_count
+from bytescope.memory.formulas.config import question_of
+from bytescope.memory.formulas.estimate import Question, check, estimate, shape_for
+from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.formulas.transformer import Layout, Model
 from bytescope.memory.pages import estimate as estimate_page
 from bytescope.train.planning.adapter import Adapter
@@ -24,6 +27,13 @@ from support.browser import browse, one_file
 
 LLAMA_8B = Question(8_029_995_008, Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False),
                     Layout(data=8, zero=3), 8192, 1, "bf16", "adamw", "flash", 1024)
+MIXTRAL = Question(46_702_526_464, dataclasses.replace(
+    Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False), experts=Experts(8, 2, 14336)),
+    Layout(data=16, zero=3, expert=8), 4096, 1, "bf16", "adamw", "flash", 1024)
+# Dense layers, shared experts and latent attention, at a tenth of DeepSeek-V3's width.
+DEEPSEEK = Question(5e9, dataclasses.replace(
+    Model(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False), experts=Experts(32, 4, 200, 2, 3, 2, 1.25),
+    latent=Latent(96, 64, 32, 48)), Layout(2, True, 8, 1, expert=4), 1024, 2, "mixed", "adamw", "naive", fused=True)
 DROPOUT = Question(1e9, transformer.gpt(24, 2048, 16, 50304), Layout(tensor=4, sequence=True, data=2, zero=1), 1024, 4,
                    "mixed_fp32_grads", "adamw_8bit")
 
@@ -113,6 +123,11 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     (["--params=7b", "--config.seed=1"], "there is no config to change"),
     (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."), (["--config=tinny"], "did you mean tiny"),
     (["--params=7b", "--zero=4"], "choose one of 0, 1, 2, 3"), ([], "or --params=7e9"),
+    (["--params=7b", "--d-expert=64"], "--d-expert=64 without --experts"),
+    (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3: give a divisor of the 8 experts"),
+    (["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"], "divisor of the 2 data-parallel ranks"),
+    (["--params=7b", "--expert-parallel=4"], "without experts: give --experts=8 too"),
+    (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --width too"),
     (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
 ])
 def test_mistakes_are_one_line(capsys, arguments, words):
@@ -154,6 +169,7 @@ def same(found, question):
     """Every number of the page is Python's."""
     expected = estimate(check(question)).to_json()
     assert found["model_flops"] == pytest.approx(expected["model_flops"], rel=1e-12)
+    assert found["parameters"] == pytest.approx(expected["parameters"], rel=1e-12)
     assert found["per_parameter"] == pytest.approx(expected["per_parameter"], rel=1e-12)
     for policy, row in found["policies"].items():
         assert row == pytest.approx({name: expected["policies"][policy][name] for name in row}, rel=1e-12)
@@ -198,7 +214,8 @@ def test_a_config_says_its_levers(capsys):
     assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
 
 
-@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS, QLORA], ids=["llama", "gpt", "levers", "qlora"])
+@pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT, LEVERS, QLORA, MIXTRAL, DEEPSEEK],
+                         ids=["llama", "gpt", "levers", "qlora", "mixtral", "deepseek"])
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
     assert same(found, question) and list(found["policies"]) == list(transformer.RECOMPUTE)
@@ -242,6 +259,8 @@ settle("layers", 7); settle("lora_rank", 8); settle("lora_base", "nf4"); settle(
 settle("tied", false); settle("gated", true); settle("head_width", 32); settle("dropout", true);
 settle("offload", "both"); settle("mlp_tokens", 100); settle("precision", "fp8"); settle("zero", 1); note();
 settle("parameters", "13b"); settle("memory", 7); note();
+settle("lora_rank", 0); settle("mlp_tokens", 0); settle("experts", 8); settle("d_expert", 512); settle("moe_every", 2);
+settle("data_ranks", 4); settle("expert_parallel", 2); settle("mla_kv_rank", 64); settle("qk_norm", true); note();
 document.title = JSON.stringify(seen);"""
 
 
@@ -253,11 +272,11 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     seen = json.loads(entities.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
     assert [command.split(" --")[0] for command, *_ in seen] == [
         "bytescope estimate llama_8b", "bytescope estimate llama_8b", "bytescope estimate gpt2_xl",
-        "bytescope estimate", "bytescope estimate"]
+        "bytescope estimate", "bytescope estimate", "bytescope estimate"]
     assert seen[0][0] == "bytescope estimate llama_8b"
     h200 = str(estimate_page.cards()["h200"]["memory"])
-    assert [memory for _, _, memory, _ in seen] == ["80", "80", h200, h200, "7"]
-    assert ["tokens/s, at most" in header for *_, header in seen] == [False, False, True, True, False]
+    assert [memory for _, _, memory, _ in seen] == ["80", "80", h200, h200, "7", "7"]
+    assert ["tokens/s, at most" in header for *_, header in seen] == [False, False, True, True, False, False]
     for command, shown, *_ in seen:
         words = shlex.split(command)
         code, _, err = run(capsys, *words[2:], f"--json={tmp_path / 'copied.json'}")

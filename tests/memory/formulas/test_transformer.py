@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.formulas import flops, training_state, transformer
 from bytescope.memory.formulas.transformer import Layout, gpt
 
 pytestmark = pytest.mark.quick
@@ -31,22 +31,22 @@ def in_sbh(tensor, sequence, recompute):
 def test_mfu_and_hfu_of_the_paper(name):
     shape, devices, batch, seconds, mfu, hfu = RUNS[name]
     model = gpt(*shape, V)
-    for flops, published in ((transformer.model_flops(model, S, batch), mfu),
-                             (transformer.published_selective_flops(model, S, batch), hfu)):
-        assert 100 * transformer.utilization(flops, seconds, devices, A100) == pytest.approx(published, abs=0.2)
+    for computed, published in ((flops.model_flops(model, S, batch), mfu),
+                             (flops.published_selective_flops(model, S, batch), hfu)):
+        assert 100 * flops.utilization(computed, seconds, devices, A100) == pytest.approx(published, abs=0.2)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_flops_are_the_papers_closed_form(name):
     (L, h, a), _, B, *_ = RUNS[name]
     model = gpt(L, h, a, V)
-    assert transformer.model_flops(model, S, B) == pytest.approx(
+    assert flops.model_flops(model, S, B) == pytest.approx(
         72 * B * L * S * h**2 * (1 + S / (6 * h) + V / (12 * h * L)), rel=1e-12)
-    assert transformer.published_selective_flops(model, S, B) == pytest.approx(
+    assert flops.published_selective_flops(model, S, B) == pytest.approx(
         72 * B * L * S * h**2 * (1 + S / (3 * h) + V / (12 * h * L)), rel=1e-12)
-    assert transformer.hardware_flops(model, S, B, "selective") == pytest.approx(
+    assert flops.hardware_flops(model, S, B, "selective") == pytest.approx(
         72 * B * L * S * h**2 * (1 + 2 * S / (9 * h) + V / (12 * h * L)), rel=1e-12)
-    assert transformer.hardware_flops(model, S, B, "full") == pytest.approx(
+    assert flops.hardware_flops(model, S, B, "full") == pytest.approx(
         96 * B * L * S * h**2 * (1 + S / (6 * h)) + 6 * B * S * h * V, rel=1e-12)
 
 
@@ -82,7 +82,7 @@ def test_llama_and_flash_forms_by_hand():
     assert transformer.recomputed_bytes(llama, Layout(), S, 1, recompute="none") == 0
     assert transformer.parameter_count(llama) == pytest.approx(8.03e9, rel=1e-3)
     # 6 FLOPs a matrix parameter and token, the look-up table apart, and 12 s for each of 4096 in 32 layers.
-    assert transformer.model_flops(llama, S, 1) == pytest.approx(
+    assert flops.model_flops(llama, S, 1) == pytest.approx(
         S * (6 * (transformer.parameter_count(llama) - 128256 * 4096) + 12 * 32 * 4096 * S))
 
 

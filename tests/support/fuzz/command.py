@@ -70,8 +70,8 @@ def read_target(data: bytes, folder: Path) -> None:
 
 def read_words(data: bytes, folder: Path) -> None:
     """What flags hold: sizes, counts, grids, policies, levers, stages, updates. The first letter says which."""
-    from bytescope.memory.commands.estimate import parse_count
     from bytescope.memory.devices.limits import budget_of
+    from bytescope.memory.formulas.assumed import parse_count
     from bytescope.memory.plan import grids, levers
     from bytescope.memory.plan.fit import space as fit_space
     from bytescope.memory.units import human, parse_bytes

@@ -12,7 +12,7 @@ import pytest
 
 from bytescope.memory.costs import flops
 from bytescope.memory.formulas.adapters import matrices
-from bytescope.memory.formulas.estimate import question_of
+from bytescope.memory.formulas.config import question_of
 from bytescope.train.config import flatten, override
 from bytescope.train.errors import UserError
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token

@@ -1,0 +1,152 @@
+"""A model that numbers alone describe: the flags of its shape, and the question that they ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bytescope.memory.config_keys import (
+    MODEL_ATTENTION_KIND,
+    MODEL_CAPACITY_FACTOR,
+    MODEL_D_EXPERT,
+    MODEL_D_FF,
+    MODEL_D_HEAD,
+    MODEL_D_MODEL,
+    MODEL_DENSE_LAYERS,
+    MODEL_DROPOUT,
+    MODEL_EXPERTS,
+    MODEL_EXPERTS_PER_TOKEN,
+    MODEL_MLA_D_ROPE,
+    MODEL_MLA_D_VALUE,
+    MODEL_MLA_Q_RANK,
+    MODEL_MLP,
+    MODEL_MOE_EVERY,
+    MODEL_N_HEADS,
+    MODEL_N_KV_HEADS,
+    MODEL_N_LAYERS,
+    MODEL_POST_NORMS,
+    MODEL_QK_NORM,
+    MODEL_SHARED_EXPERTS,
+    MODEL_TIE_EMBEDDINGS,
+    MODEL_VOCAB_SIZE,
+)
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas.estimate import Question, shape_for
+from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.latent import Latent
+
+SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+# What a config says itself and --params leaves open: flag -> (the config's key, what it is).
+SHAPE = {
+    "layers": (MODEL_N_LAYERS, "number of layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
+    "heads": (MODEL_N_HEADS, "number of attention heads"),
+    "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
+    "head-width": (MODEL_D_HEAD, "width of a head (default: width / heads)"),
+    "mlp-width": (MODEL_D_FF, "width of the MLP (default: four times the width)"),
+    "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
+}
+# The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
+KINDS = {
+    "gated": ("gated", True, MODEL_MLP, "a gated MLP of three matrices"),
+    "untied": ("tied", False, MODEL_TIE_EMBEDDINGS, "a head with a matrix of its own"),
+    "dropout": ("dropout", True, MODEL_DROPOUT, "masks of dropout are kept"),
+    "qk-norm": ("qk_norm", True, MODEL_QK_NORM, "each head's queries and keys are normed"),
+    "post-norms": ("post_norms", True, MODEL_POST_NORMS, "what attention and MLP add to the residual stream is normed"),
+}
+
+
+class Part(NamedTuple):
+    """A flag of experts or of latent attention. field: of `Experts` or `Latent`; key: the config's; summary: what it
+    is; least, default: its values; kind: its type."""
+
+    field: str
+    key: str
+    summary: str
+    least: int = 0
+    default: int = 0
+    kind: type = int
+
+
+# What experts are, and what latent attention is: flag -> its part, the first one that without which there is neither.
+EXPERTS = {
+    "experts": Part("count", MODEL_EXPERTS, "number of routed experts of a layer"),
+    "experts-per-token": Part("per_token", MODEL_EXPERTS_PER_TOKEN, "routed experts that a token goes to", 1, 2),
+    "d-expert": Part("width", MODEL_D_EXPERT, "width of an expert (default, and 0: that of the MLP)"),
+    "shared-experts": Part("shared", MODEL_SHARED_EXPERTS, "experts that every token goes to"),
+    "dense-layers": Part("dense_layers", MODEL_DENSE_LAYERS, "first layers without experts"),
+    "moe-every": Part("every", MODEL_MOE_EVERY, "of the layers after those, each so manieth has experts", 1, 1),
+    "capacity": Part("capacity", MODEL_CAPACITY_FACTOR, "rows that an expert has room for over their mean, 0: no limit",
+                     kind=float),
+}
+LATENT = {
+    "mla-kv-rank": Part("rank", MODEL_ATTENTION_KIND, "width of the latent of keys and values, of latent attention"),
+    "mla-q-rank": Part("query_rank", MODEL_MLA_Q_RANK, "width of the latent of queries, 0: none"),
+    "mla-d-rope": Part("rotary", MODEL_MLA_D_ROPE, "width of a head's part with the rotary position", 1, 64),
+    "mla-d-value": Part("value", MODEL_MLA_D_VALUE, "width of a head's values", 1, 128),
+}
+
+
+def parse_count(text: str) -> float:
+    """The number that 7e9, 7b, 1.5B, 350m or 7_000_000_000 stands for.
+
+    Raises:
+      ReportError: it is not a number.
+    """
+    match = re.fullmatch(r"([\d._]+(?:e[+-]?\d+)?)([kmbgt]?)", text.strip().lower())
+    try:
+        return float(match[1]) * SUFFIXES[match[2]]
+    except (TypeError, ValueError):
+        raise ReportError(f"--params={text} is not a number of parameters: write 7e9, 7b or 350m") from None
+
+
+def assumed(args: Mapping[str, Any]) -> Question:
+    """The question of --params; what no flag gives follows from the number of parameters."""
+    parameters = parse_count(args["params"])
+    if not 1 <= parameters < 1e18:
+        raise ReportError(f"--params={args['params']}: give 1 or more, below 1e18")
+    given = {flag: number(args, flag) for flag in SHAPE}
+    model = shape_for(parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"],
+                      width=given["width"])
+    heads = given["heads"] or model.heads
+    kinds = {field: value for flag, (field, value, _, _) in KINDS.items()
+             if args[flag.replace("-", "_")]}
+    model = dataclasses.replace(model, heads=heads, kv_heads=given["kv-heads"] or heads,
+                                head_width=given["head-width"] or max(model.width // heads, 1),
+                                mlp_width=given["mlp-width"] or model.mlp_width, **kinds)
+    experts, latent = _parts(args, EXPERTS), _parts(args, LATENT)
+    if experts:
+        experts["width"] = experts["width"] or model.mlp_width
+    return Question(parameters, dataclasses.replace(model, experts=Experts(**experts) if experts else None,
+                                                    latent=Latent(**latent) if latent else None))
+
+
+def _parts(args: Mapping[str, Any], table: Mapping[str, Part]) -> dict[str, Any]:
+    """Field -> value of the flags of a table, {} where its first is not given. Raises ReportError for others then."""
+    given = {flag: number(args, flag, part.least) for flag, part in table.items()}
+    first = next(iter(table))
+    for flag, value in given.items():
+        if value is not None and not given[first]:
+            raise ReportError(f"--{flag}={value} without --{first}: give that too")
+    return {part.field: part.default if given[flag] is None else given[flag]
+            for flag, part in table.items()} if given[first] else {}
+
+
+def _growth(args: Mapping[str, Any]) -> float:
+    """How many times the parameters of a GPT's layer one with the experts asked for has, where their width follows from
+    the shape that is to be found: 4 h^2 of attention and 8 h^2 an expert."""
+    experts = _parts(args, EXPERTS)
+    if not experts or (args["layers"] and args["width"]):
+        return 1.0
+    if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
+        raise ReportError("--d-expert, --dense-layers and --moe-every with --params: give --layers and --width too")
+    return (4 + 8 * (experts["count"] + experts["shared"])) / 12
+
+
+def number(args: Mapping[str, Any], flag: str, least: int = 1) -> int | None:
+    """The number of a flag, None where it is not given. Raises ReportError for one that is too small or too large."""
+    value = args[flag.replace("-", "_")]
+    if value is not None and not least <= value < 1e9:
+        raise ReportError(f"--{flag}={value}: give {least} or more, below 1e9")
+    return value

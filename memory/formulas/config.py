@@ -1,0 +1,117 @@
+"""A trainer's config in the words of the formulas: its model, layout and work as a question of `estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.config_keys import (
+    BATCH_MICRO,
+    DATA_SEQ_LEN,
+    LORA_BASE,
+    LORA_RANK,
+    LORA_TARGETS,
+    LOSS_CHUNK,
+    LOSS_KIND,
+    MESH_CONTEXT,
+    MESH_DATA,
+    MESH_EXPERT,
+    MESH_FSDP,
+    MESH_SEQUENCE_PARALLEL,
+    MESH_STRATEGY,
+    MESH_TENSOR,
+    MODEL,
+    MODEL_ATTENTION,
+    MODEL_ATTENTION_KIND,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAMS,
+    OPTIMIZER_FREEZE,
+    OPTIMIZER_FUSED_BACKWARD,
+    OPTIMIZER_NAME,
+    PRECISION_PRESET,
+)
+from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import training_state, transformer
+from bytescope.memory.formulas.adapters import Adapters
+from bytescope.memory.formulas.estimate import Question
+from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.latent import Latent
+from bytescope.memory.formulas.transformer import Layout, Model
+
+# The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
+KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
+# Kinds of attention that have formulas.
+KINDS = ("gqa", "mla")
+# The trainer's factor of `capacity` where a config names none.
+CAPACITY = 1.25
+# Rows of the trainer's MLPs with a gate: three matrices.
+GATED = ("swiglu", "geglu")
+# (offload.optimizer, offload.params) -> row of the formulas.
+OFFLOADS = {(False, False): "none", (True, False): "optimizer", (False, True): "params", (True, True): "both"}
+
+
+def adapters_of(config: Mapping[str, Any]) -> Adapters | None:
+    """The adapters of a trainer's config (dotted key -> value); None where it trains the weights."""
+    if not config[LORA_RANK]:
+        return None
+    return Adapters(config[LORA_RANK], tuple(config[LORA_TARGETS]), config[LORA_BASE])
+
+
+def experts_of(config: Mapping[str, Any]) -> Experts | None:
+    """The experts of a trainer's config (dotted key -> value); None where every MLP is dense."""
+    m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
+    if not m["experts"]:
+        return None
+    capacity = m["capacity_factor"] or (CAPACITY if m["moe_kernel"] == "capacity" else 0.0)
+    return Experts(m["experts"], m["experts_per_token"], m["d_expert"] or m["d_ff"], m["shared_experts"],
+                   m["dense_layers"], m["moe_every"], capacity)
+
+
+def latent_of(config: Mapping[str, Any]) -> Latent | None:
+    """The latent attention of a trainer's config (dotted key -> value); None for another kind."""
+    if config[MODEL_ATTENTION_KIND] != "mla":
+        return None
+    return Latent(*(config[f"{MODEL}mla_{width}"] for width in ("q_rank", "kv_rank", "d_rope", "d_value")))
+
+
+def question_of(config: Mapping[str, Any]) -> Question:
+    """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
+
+    `mesh.strategy` is a ZeRO stage over the ranks of `fsdp` and of `context`, which share a sequence. That each of the
+    latter holds its shard of the activations is left to the caller.
+
+    Raises:
+      ReportError: a config that names what the formulas do not know.
+    """
+    for key, table in ((PRECISION_PRESET, training_state.PRECISIONS), (OPTIMIZER_NAME, training_state.OPTIMIZERS),
+                       (MODEL_ATTENTION, KERNELS), (MODEL_ATTENTION_KIND, KINDS),
+                       (MESH_STRATEGY, training_state.STRATEGIES)):
+        if config[key] not in table:
+            raise ReportError(f"{key}={config[key]!r} has no formula, only {', '.join(table)} have: "
+                              "bytescope report compiles it")
+    if config[OPTIMIZER_FREEZE]:
+        raise ReportError(f"{OPTIMIZER_FREEZE}={','.join(config[OPTIMIZER_FREEZE])} has no formula: bytescope report "
+                          "compiles it")
+    m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
+    vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
+    latent = latent_of(config)
+    model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_heads"] if latent else m["n_kv_heads"], m["d_head"],
+                  m["d_ff"], vocabulary,
+                  gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
+                  qk_norm=m["qk_norm"], post_norms=m["post_norms"], adapters=adapters_of(config),
+                  experts=experts_of(config), latent=latent)
+    expert = max(config[MESH_EXPERT], 1)
+    shards = max(config[MESH_FSDP], 1) * expert * max(config[MESH_CONTEXT], 1)
+    shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
+    ranks = shards if shared else copies
+    tensor = max(config[MESH_TENSOR], 1)
+    layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
+                    zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0, expert=expert)
+    # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
+    short = (config[PRECISION_PRESET] == "fp32" or m["attention_softcap"]) and config[DATA_SEQ_LEN] <= 1024
+    attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")
+    offload = OFFLOADS[config[OFFLOAD_OPTIMIZER], config[OFFLOAD_PARAMS]]
+    return Question(transformer.parameter_count(model), model, layout, config[DATA_SEQ_LEN], config[BATCH_MICRO],
+                    config[PRECISION_PRESET], config[OPTIMIZER_NAME], attention,
+                    config[LOSS_CHUNK] if config[LOSS_KIND] == "chunked" else None,
+                    m["mlp_chunk"] * config[BATCH_MICRO], offload, config[OPTIMIZER_FUSED_BACKWARD])

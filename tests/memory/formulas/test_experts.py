@@ -1,0 +1,133 @@
+"""Mixtures of experts by formula: published counts, layers of two kinds by hand, what the commands say of them."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bytescope.memory.__main__ import main
+from bytescope.memory.formulas import experts, flops, training_state, transformer
+from bytescope.memory.formulas.config import question_of
+from bytescope.memory.formulas.estimate import Question, estimate
+from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.latent import Latent
+from bytescope.memory.formulas.transformer import Layout, Model
+from bytescope.train.planning.adapter import Adapter
+
+pytestmark = pytest.mark.quick
+
+MIXTRAL = Model(32, 4096, 32, 8, 128, 14336, 32000, gated=True, tied=False, experts=Experts(8, 2, 14336))
+QWEN3 = Model(48, 2048, 32, 4, 128, 6144, 151936, gated=True, tied=False, qk_norm=True, experts=Experts(128, 8, 768))
+DEEPSEEK = Model(61, 7168, 128, 128, 128, 18432, 129280, gated=True, tied=False,
+                 experts=Experts(256, 8, 2048, shared=1, dense_layers=3), latent=Latent(1536, 512, 64, 128))
+# Of each two layers past the first the second has experts: layers 2 and 4 of five.
+MIXED = Model(5, 64, 4, 4, 16, 96, 128, gated=True, tied=True,
+              experts=Experts(8, 2, 32, shared=1, dense_layers=1, every=2))
+
+
+def norms(model):
+    """Parameters of norms, which the formulas leave out."""
+    count = (2 * model.layers + 1) * model.width
+    if model.qk_norm:
+        count += model.layers * 2 * model.head_width
+    if model.latent:
+        count += model.layers * (model.latent.query_rank + model.latent.rank)
+    return count
+
+
+@pytest.mark.parametrize("model, total, active", [
+    (MIXTRAL, 46_702_792_704, 12.9e9), (QWEN3, 30_532_122_624, 3.3e9), (DEEPSEEK, 671_026_404_352, 37e9)],
+    ids=["mixtral", "qwen3", "deepseek"])
+def test_published_counts(model, total, active):
+    """The weights on Hugging Face, DeepSeek-V3 without its multi-token head and the routers' biases; active as their
+    papers round them."""
+    assert transformer.parameter_count(model) + norms(model) == total
+    assert transformer.active_count(model) == pytest.approx(active, rel=0.02)
+
+
+def test_layers_of_two_kinds_by_hand():
+    assert [MIXED.experts.has(layer) for layer in range(5)] == [False, False, True, False, True]
+    attention, expert = 4 * 64 * 64, 3 * 64 * 32
+    dense, mixture = attention + 3 * 64 * 96, attention + 64 * 8 + expert + 8 * expert
+    kinds = experts.by_kind(MIXED)
+    assert [kind.layers for kind in kinds] == [3, 2] and kinds[0].experts is None
+    assert [kind.layers for kind in experts.by_kind(MIXED, 2, 4)] == [1, 1]
+    assert list(map(transformer.layer_count, kinds)) == [dense, mixture]
+    assert transformer.parameter_count(MIXED) == 3 * dense + 2 * mixture + 128 * 64
+    assert transformer.active_count(MIXED) == transformer.parameter_count(MIXED) - 2 * 6 * expert
+    assert experts.routed_count(MIXED) == 2 * 8 * expert
+
+
+def test_flops_are_those_of_active_parameters():
+    """6 a parameter and token, the look-up aside; and 12 a s for each width of a head."""
+    tokens = 16 * 32
+    core = 12 * 5 * 64 * 32 * tokens
+    assert flops.model_flops(MIXED, 32, 16) == 6 * transformer.active_count(MIXED) * tokens + core
+    crammed = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, capacity=1.25))
+    assert flops.model_flops(crammed, 32, 16) == flops.model_flops(MIXED, 32, 16)
+    full = flops.hardware_flops(MIXED, 32, 16, "full") - flops.model_flops(MIXED, 32, 16)
+    assert full == 2 * (transformer.active_count(MIXED) - 128 * 64) * tokens + core / 3
+
+
+def test_activations_of_a_layer_by_hand():
+    """Router's logits in float32, rows of k experts a token, and the shared expert's MLP."""
+    _, mixture = experts.by_kind(MIXED)
+    kept = transformer.layer_bytes(mixture, Layout(), 32, 1, attention="flash")
+    attention = 2 * 64 + 3 * 64 + 64 + 2 * 4  # norm, input, queries, keys, values, context, sums of the softmax
+    assert kept == 32 * 2 * (attention + 2 * 64 + 3 * 32 + 2 * 8 + 2 * 64 + 3 * 2 * 32)
+    crammed = dataclasses.replace(mixture, experts=dataclasses.replace(mixture.experts, capacity=1.5))
+    more = transformer.layer_bytes(crammed, Layout(), 32, 1, attention="flash") - kept
+    assert more == 32 * 2 * 0.5 * (2 * 64 + 3 * 2 * 32)
+    sharded = transformer.layer_bytes(mixture, Layout(2, True), 32, 1, attention="flash")
+    assert sharded == kept / 2 + 32 * 2 * 2 * 64 / 2  # rows are as wide as before
+
+
+def test_latent_attention_by_hand():
+    """Keys and values of 128 heads, and the latents before and after their norms."""
+    kind, _ = experts.by_kind(DEEPSEEK)
+    kept = transformer.layer_bytes(kind, Layout(), 4096, 1, attention="flash")
+    attention = 2 * 7168 + 2 * 1536 + 2 * 512 + 2 * 128 * 192 + 2 * 128 * 128 + 2 * 128
+    assert kept == 4096 * 2 * (attention + 2 * 7168 + 3 * 18432)
+    tokens, core = 4096, 6 * 61 * 4096 * 128 * (192 + 128)
+    matrices = transformer.active_count(DEEPSEEK) - 129280 * 7168
+    assert flops.model_flops(DEEPSEEK, 4096, 1) == (6 * matrices + core) * tokens
+
+
+@pytest.mark.parametrize("layout, dense, routed", [
+    (Layout(data=16, zero=3, expert=8), 1 / 16, 1 / 16), (Layout(data=16, zero=0, expert=8), 1, 1 / 8),
+    (Layout(2, data=4, zero=3), 1 / 8, 1 / 8), (Layout(data=8, zero=3, expert=8), 1 / 8, 1 / 8)])
+def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
+    """Float32 masters, gradients and moments: 16 bytes a parameter of a device."""
+    share = experts.routed_count(MIXTRAL) / transformer.parameter_count(MIXTRAL)
+    each = training_state.state_bytes_per_parameter("bf16", "adamw", layout, share)
+    assert sum(each.values()) == pytest.approx(16 * ((1 - share) * dense + share * routed))
+
+
+def test_an_estimate_tells_total_and_active(tmp_path, capsys):
+    shape = ["--layers=32", "--width=4096", "--heads=32", "--kv-heads=8", "--mlp-width=14336", "--vocabulary=32000",
+             "--gated", "--untied", "--experts=8", "--data=8", "--expert-parallel=8"]
+    assert main(["estimate", "--params=46702526464", *shape, f"--json={tmp_path / 'e.json'}"]) == 0
+    out, document = capsys.readouterr().out, json.loads((tmp_path / "e.json").read_text())
+    assert document["parameters"] == {"total": 46_702_526_464, "active": 12_879_659_008}
+    assert "46,702,526,464 parameters" in out and "12,879,659,008 active" in out
+    assert max(map(len, out.splitlines())) <= 100
+    expected = estimate(Question(46702526464, MIXTRAL, Layout(data=8, expert=8))).to_json()
+    assert document["policies"] == expected["policies"] and document["model_flops"] == expected["model_flops"]
+    assert main(["estimate", "--params=47e9", "--experts=8"]) == 0  # the shape follows from the count
+    assert "of 8 experts" in capsys.readouterr().out
+
+
+def test_a_dense_model_is_active_as_a_whole(tmp_path):
+    assert main(["estimate", "--params=7b", f"--json={tmp_path / 'e.json'}"]) == 0
+    assert json.loads((tmp_path / "e.json").read_text())["parameters"] == {"total": 7e9, "active": 7e9}
+
+
+def test_a_config_says_its_experts_and_its_attention():
+    keys = [("model.experts", "8"), ("model.experts_per_token", "3"), ("model.d_expert", "64"), ("mesh.fsdp", "2"),
+            ("model.shared_experts", "1"), ("model.dense_layers", "1"), ("model.moe_every", "2"), ("mesh.expert", "4")]
+    asked = question_of(Adapter().config("tiny", keys))
+    assert asked.model.experts == Experts(8, 3, 64, 1, 1, 2) and asked.layout == Layout(data=8, zero=3, expert=4)
+    capacity = question_of(Adapter().config("tiny", [*keys, ("model.moe_kernel", "capacity")]))
+    assert capacity.model.experts.capacity == 1.25
+    latent = question_of(Adapter().config("tiny", [("model.attention_kind", "mla"), ("model.mla_q_rank", "48")]))
+    assert latent.model.latent == Latent(48, 512, 64, 128)
