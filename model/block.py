@@ -1,4 +1,4 @@
-"""One transformer block: attention and MLP, each behind a norm and added to the residual stream."""
+"""One transformer block: attention, and an MLP or experts, each behind a norm and added to the residual stream."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ from flax import nnx
 from bytescope.model.adapters import Lora, add_adapters
 from bytescope.model.attention.grouped_query import Attention
 from bytescope.model.config import ModelConfig
+from bytescope.model.experts.layer import Experts, Load
 from bytescope.model.layers import dropout, fold
 from bytescope.model.mlp import Mlp
 from bytescope.model.names import tag
@@ -20,21 +21,32 @@ from bytescope.model.segments import Packed
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too.
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *,
+    `routed`: experts, and those that every token goes to as one MLP (`shared`), in the place of the MLP.
+    """
+
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, routed: bool = False,
                  lora: Lora | None = None, rngs: nnx.Rngs):
         self.config, self.precision, self.place = config, precision, place
         self.norm_attention = Norm(config, precision, place)
         self.attention = Attention(config, precision, place, rngs=rngs)
         self.norm_mlp = Norm(config, precision, place)
-        self.mlp = Mlp(config, precision, place, rngs=rngs)
+        self.routed = routed
+        if routed:
+            self.experts = Experts(config, precision, place, rngs=rngs)
+            if config.shared_experts:
+                self.shared = Mlp(config, precision, place, width=config.shared_experts * config.expert_width,
+                                  rngs=rngs)
+        else:
+            self.mlp = Mlp(config, precision, place, rngs=rngs)
         if config.post_norms:
             self.post_norm_attention = Norm(config, precision, place)
             self.post_norm_mlp = Norm(config, precision, place)
         if lora:
             add_adapters(self.attention, lora, precision.param, rngs)
-            add_adapters(self.mlp, lora, precision.param, rngs)
+            for mlp in self._dense_mlps():
+                add_adapters(mlp, lora, precision.param, rngs)
 
     def _inputs(self, x_BLD: jax.Array, packed: Packed | None,
                 key_B: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -57,11 +69,31 @@ class Block(nnx.Module):
     def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed, key_B), key_B, packed), key_B)
 
-    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        x_BLD = tag(x_BLD, "mid")
+    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, Load | None]:
+        x_BLD, load = tag(x_BLD, "mid"), None
         with jax.named_scope("mlp"):
-            x_BLD = self._add_mlp(x_BLD, fold(key_B, 1))
-        return self.place(x_BLD, ("batch", "stream", None))
+            if self.routed:
+                x_BLD, load = self._add_experts(x_BLD, fold(key_B, 1))
+            else:
+                x_BLD = self._add_mlp(x_BLD, fold(key_B, 1))
+        return self.place(x_BLD, ("batch", "stream", None)), load
+
+    def _add_experts(self, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, Load]:
+        config = self.config
+        normed_BLD = tag(self.norm_mlp(x_BLD), "mlp_norm")
+        y_BLD, load = self.experts(normed_BLD)
+        if config.shared_experts:
+            with jax.named_scope("shared"):
+                y_BLD = y_BLD + self.shared(normed_BLD, key_B)
+        if config.post_norms:
+            y_BLD = self.post_norm_mlp(y_BLD)
+        return x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask"), load
+
+    def _dense_mlps(self) -> list[Mlp]:
+        """The MLPs that every token goes through."""
+        if not self.routed:
+            return [self.mlp]
+        return [self.shared] if self.config.shared_experts else []
 
     def _add_mlp(self, x_BLD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         config = self.config
@@ -87,38 +119,44 @@ class Block(nnx.Module):
     def set(self, layer: jax.Array | int, again: bool) -> "Block":
         """This block as the layer of this number, from 0, set to gather its parameters again in the backward pass or
         not (`again` of `layers.enter`)."""
-        self.attention.again = self.mlp.again = again
+        self.attention.again = again
+        for mlp in self._dense_mlps():
+            mlp.again = again
         self.attention.layer = layer
         return self
 
-    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None, packed: Packed | None = None) -> jax.Array:
-        """The block's output [B, L, D] for the residual stream `x_BLD`; `key_B`: dropout keys, None for no dropout;
-        `packed`: the examples of packed rows."""
+    def __call__(self, x_BLD: jax.Array, key_B: jax.Array | None = None,
+                 packed: Packed | None = None) -> tuple[jax.Array, Load | None]:
+        """(the block's output [B, L, D] for the residual stream `x_BLD`, what its router did, None without experts).
+
+        `key_B`: dropout keys, None for no dropout; `packed`: the examples of packed rows.
+        """
         return self._feed(self._attend(x_BLD, key_B, packed), key_B)
 
 
 Read = Callable[[], Block]  # gives the block; its parameters are read where it is called
+Out = tuple[jax.Array, Load | None]
 
 
-def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
+def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     # The name is inside the checkpoint: outside it would be an input, and no policy can move those.
     return wrap(lambda x, key, packed: read()(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
 
 
-def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
+def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     x_BLD = wrap(lambda x, key, packed: read()._attend(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
     return wrap(lambda x, key: read()._feed(x, key))(x_BLD, key_B)
 
 
 def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None,
-                 packed: Packed | None) -> jax.Array:
+                 packed: Packed | None) -> Out:
     # A kernel whose residuals have no names (cuDNN's) stays outside the checkpoints: else it would run again even
     # where its output is kept.
     x_BLD = tag(x_BLD, "block_in")
     inputs = wrap(lambda x, packed, key: read()._inputs(x, packed, key))(x_BLD, packed, key_B)
     context_BLHK = read()._core(*inputs, key_B, packed)
 
-    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> jax.Array:
+    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> Out:
         block = read()
         return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B)
 

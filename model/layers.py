@@ -113,13 +113,13 @@ STREAM, WITHIN = ("batch", "stream", None), ("batch", "length", None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
+def move(x_BLD: jax.Array, place: Placement, here: Axes, back: Axes) -> jax.Array:
     """`x` with the sharding of the axes `here`, its gradient with that of the axes `back`."""
     return place(x_BLD, here)
 
 
 def _move_forward(x_BLD, place, here, back):
-    return _move(x_BLD, place, here, back), None
+    return move(x_BLD, place, here, back), None
 
 
 def _move_backward(place, here, back, residual, d_BLD):
@@ -127,7 +127,7 @@ def _move_backward(place, here, back, residual, d_BLD):
     return (place(d_BLD, back),)
 
 
-_move.defvjp(_move_forward, _move_backward)
+move.defvjp(_move_forward, _move_backward)
 
 
 def _products(specs: Sequence[tuple[str, str]], x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -224,7 +224,7 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
         products = tuple(_Product.of(each, spec, p) for each, p in params.items())
         return _again(products, place, (WITHIN, STREAM), x_BLD, tuple(map(_value, params.values())))
     # Sharded as the stream first: what a policy keeps is the shard, not the result of the gather.
-    within_BLD = _move(place(x_BLD, STREAM), place, WITHIN, STREAM)
+    within_BLD = move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     specs = [(each, spec) for each in params]
     return _products(specs, within_BLD, [read(p, x_BLD.dtype, place) for p in params.values()])
 
@@ -243,7 +243,7 @@ def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: boo
         y_BLD, = linear(how, place, x, (p[...] if again else read(p, x.dtype, place),))
     else:
         y_BLD = multiply(spec, x, p, place, again=again, name=out)
-    return _move(y_BLD, place, STREAM, WITHIN)
+    return move(y_BLD, place, STREAM, WITHIN)
 
 
 def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, name: str) -> jax.Array:

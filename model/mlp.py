@@ -14,12 +14,14 @@ from bytescope.model.precision import Precision
 
 
 class Mlp(nnx.Module):
-    """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]."""
+    """Feed-forward layer, gated or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D]; `width`: F, 0 for
+    `config.d_ff`."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, width: int = 0,
+                 rngs: nnx.Rngs):
         self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
         self.gated, self.activation = MLPS[config.mlp]
-        D, F, std, dtype = config.d_model, config.d_ff, config.init_std, precision.param
+        D, F, std, dtype = config.d_model, width or config.d_ff, config.init_std, precision.param
         if self.gated:
             self.w_gate = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std, contracted=True)
         self.w_up = param(rngs.params(), (D, F), ("d_model", "d_ff"), dtype, std=std, contracted=True)

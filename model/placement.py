@@ -59,6 +59,34 @@ class Ring:
         return P(self.batch, self.heads, None, self.axis)
 
 
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """The devices that share the experts, as each of them sees the others; one device alone by default.
+
+    axis: the mesh axis. emulated: whether the backend has no ragged all-to-all.
+    """
+
+    axis: str = "expert"
+    size: int = 1
+    emulated: bool = False
+
+    def index(self) -> jax.Array | int:
+        """The number of this device among them."""
+        return jax.lax.axis_index(self.axis) if self.size > 1 else 0
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """`x` [n, ...] of all peers one after the other, [peers * n, ...]."""
+        return jax.lax.all_gather(x, self.axis, tiled=True) if self.size > 1 else x
+
+    def scatter(self, x: jax.Array) -> jax.Array:
+        """The transpose of `gather`: sums over the peers, of which each keeps its part."""
+        return jax.lax.psum_scatter(x, self.axis, tiled=True) if self.size > 1 else x
+
+    def exchange(self, x: jax.Array) -> jax.Array:
+        """Part p of `x` [peers, ...] to peer p; in its place what that one sends."""
+        return jax.lax.all_to_all(x, self.axis, 0, 0) if self.size > 1 else x
+
+
 class Placement:
     """Shards arrays over a mesh by their logical axes. This one is for a program on one device: it changes nothing.
 
@@ -71,8 +99,16 @@ class Placement:
     #: Devices that share the sequence where the residual stream lives.
     stream_parts: int = 1
 
+    #: The devices that share the experts.
+    peers: Peers = Peers()
+
     #: Dtype in which gradients are summed over devices and kept, None for that of each product.
     reduce: DTypeLike | None = None
+
+    def exchange(self, slots: bool) -> str:
+        """How rows reach their experts, a row of EXCHANGES (model/experts/exchange.py); `slots`: each expert has a
+        fixed number of them."""
+        return "slots" if slots else "local"
 
     def positions(self, length: int) -> jax.Array:
         """int32 [L]: for each index along the length its position in the sequence."""

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from bytescope.model.adapters import Lora
 from bytescope.model.block import CUTS, Block
 from bytescope.model.config import ModelConfig
+from bytescope.model.experts.layer import Load
 from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
@@ -20,6 +21,7 @@ from bytescope.model.quantized.table import BASES
 from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
 from bytescope.model.remat.policies import RematPlan, Segment
+from bytescope.model.runs import BLOCKS, DENSE, Run, layers_of, of_stack, runs_of, split_layers, stacked
 from bytescope.model.segments import Packed
 
 KEEP_ALL = RematPlan()
@@ -30,7 +32,8 @@ class Transformer(nnx.Module):
 
     Parameters are float arrays in `precision.param`, each with its logical axes in the variable's
     metadata (`axes`). With `config.scan` the blocks are one Block whose parameters are stacked
-    along a leading `layers` axis; otherwise a list of Blocks. Both start from the same values.
+    along a leading `layers` axis, with experts and dense layers besides two, `blocks` and `dense_blocks`; otherwise a
+    list of Blocks. All start from the same values.
 
     Args:
       config: the architecture.
@@ -59,15 +62,24 @@ class Transformer(nnx.Module):
             self.w_head = param(rngs.params(), (D, V), ("d_model", "vocab"), dtype, std=config.init_std,
                                 pad=(0, pad), contracted=True)
         self.final_norm = Norm(config, precision, place)
-        self.blocks = self._init_blocks(jax.random.split(rngs.params(), config.n_layers), base)
+        key_N = jax.random.split(rngs.params(), config.n_layers)
+        if not config.scan:
+            self.blocks = nnx.List([self._init_block(key, config.has_experts(layer), base)
+                                    for layer, key in enumerate(key_N)])
+            return
+        self.blocks = self._init_stack(key_N[jnp.asarray(layers_of(config, BLOCKS))], config.experts > 0, base)
+        if dense := layers_of(config, DENSE):
+            self.dense_blocks = self._init_stack(key_N[jnp.asarray(dense)], False, base)
 
-    def _init_blocks(self, key_N: jax.Array, base: str) -> nnx.Module:
+    def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
+        made = Block(self.config, self.precision, self.place, routed=routed, lora=self.lora,
+                     rngs=nnx.Rngs(params=key))
+        return quantized(made, base) if BASES[base] else made
+
+    def _init_stack(self, key_N: jax.Array, routed: bool, base: str) -> Block:
         def block(key: jax.Array) -> Block:
-            made = Block(self.config, self.precision, self.place, lora=self.lora, rngs=nnx.Rngs(params=key))
-            return quantized(made, base) if BASES[base] else made
+            return self._init_block(key, routed, base)
 
-        if not self.config.scan:
-            return nnx.List([block(key) for key in key_N])
         graph, _ = nnx.split(nnx.eval_shape(partial(block, key_N[0])))
         # One layer after the other where they are quantized, so that no more than one is wide.
         each = jax.lax.map if BASES[base] else lambda one, keys: jax.vmap(one)(keys)
@@ -75,7 +87,13 @@ class Transformer(nnx.Module):
 
     def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
                segments_BL: jax.Array | None = None) -> jax.Array:
-        """Normed output of the last block, [B, L, D] in the compute dtype.
+        """The first of `hidden_and_load`."""
+        return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
+
+    def hidden_and_load(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
+                        segments_BL: jax.Array | None = None) -> tuple[jax.Array, Load | None]:
+        """(normed output of the last block, [B, L, D] in the compute dtype; what the routers of the layers that have
+        experts did, stacked, None without experts).
 
         Args:
           tokens_BL: int32 token ids, L at most `max_seq_len`.
@@ -91,8 +109,8 @@ class Transformer(nnx.Module):
         packed = self.packed(segments_BL)
         x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
-            x_BLD = self._run_blocks(x_BLD, dropout_key_B, packed)
-        return self.finish(x_BLD)
+            x_BLD, load = self._run_blocks(x_BLD, dropout_key_B, packed)
+        return self.finish(x_BLD), load
 
     @property
     def drops(self) -> bool:
@@ -114,11 +132,15 @@ class Transformer(nnx.Module):
             x_BLD = tag(self.place(x_BLD, ("batch", "stream", None)), "embed")
             return dropout(x_BLD, fold(dropout_key_B, config.n_layers), config.dropout, "embed_mask")
 
-    def layers(self) -> list[tuple[Segment, Callable[..., jax.Array]]]:
-        """For each range of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B, packed)
-        -> x_BLD under the range's remat policy."""
-        graph, _ = nnx.split(self.blocks)
-        return [(segment, self._block(segment, graph)) for segment in self.remat.segments(self.config.n_layers)]
+    @property
+    def runs(self) -> list[Run]:
+        """The layers by kind and remat policy, in order."""
+        return runs_of(self.config, self.remat.segments(self.config.n_layers))
+
+    def layers(self) -> list[tuple[Run, Callable[..., tuple[jax.Array, Load | None]]]]:
+        """For each run of scanned layers the function block(x_BLD, parameters of a layer, its number, key_B, packed)
+        -> (x_BLD, load) under the run's remat policy."""
+        return [(run, self._block(run, nnx.split(getattr(self, run.stack))[0])) for run in self.runs]
 
     def at_once(self, segment: Segment) -> int:
         """Layers in one turn of the loop over a range of layers, or over one group of them."""
@@ -152,81 +174,94 @@ class Transformer(nnx.Module):
         rows_BLD = jnp.take(w_position.astype(jnp.float32), packed.positions_BL, axis=0).astype(x_BLD.dtype)
         return self.place(rows_BLD, ("batch", "stream", None))
 
-    def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
-        segments = self.remat.segments(self.config.n_layers)
-        if self.config.scan:
-            graph, state_N = nnx.split(self.blocks)
-            sizes = [segment.stop - segment.start for segment in segments]
-            whole_N = jax.lax.stop_gradient(state_N)
-            for segment, state in zip(segments, _split_layers(state_N, sizes)):
-                # Without a checkpoint the parameters read from the stack would be kept for each layer.
-                stack_N = whole_N if len(segments) > 1 and segment.policy.saveable else None
-                x_BLD = self._scan_segment(segment, graph, state, x_BLD, key_B, packed, stack_N)
-            return x_BLD
-        for segment in segments:
-            x_BLD = self._unroll_segment(segment, x_BLD, key_B, packed)
-        return x_BLD
+    def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None,
+                    packed: Packed | None) -> tuple[jax.Array, Load | None]:
+        runs, loads = self.runs, []
+        if not self.config.scan:
+            for run in runs:
+                x_BLD, load = self._unroll_run(run, x_BLD, key_B, packed)
+                loads.append(load)
+            return x_BLD, stacked(loads)
+        stacks = {}
+        for name in dict.fromkeys(run.stack for run in runs):
+            graph, state_N = nnx.split(getattr(self, name))
+            own = [run for run in runs if run.stack == name]
+            whole_N = jax.lax.stop_gradient(state_N) if len(own) > 1 else None
+            stacks[name] = graph, iter(split_layers(state_N, [run.size for run in own])), whole_N
+        for run in runs:
+            graph, states, whole_N = stacks[run.stack]
+            # Without a checkpoint the parameters read from the stack would be kept for each layer.
+            whole_N = whole_N if run.segment.policy.saveable else None
+            x_BLD, load = self._scan_run(run, graph, next(states), x_BLD, key_B, packed, whole_N)
+            loads.append(load)
+        return x_BLD, stacked(loads)
 
-    def _block(self, segment: Segment, graph: nnx.GraphDef, whole_N: nnx.State | None = None,
-               ) -> Callable[..., jax.Array]:
-        """block(x_BLD, state of one layer, layer number, key_B, packed) under the segment's policy.
+    def _block(self, run: Run, graph: nnx.GraphDef, whole_N: nnx.State | None = None,
+               ) -> Callable[..., tuple[jax.Array, Load | None]]:
+        """block(x_BLD, state of one layer, layer number, key_B, packed) under the run's policy.
 
         With `whole_N`, the stack of all layers, the state is read out of that stack, inside each checkpoint.
         """
-        policy, cut = segment.policy, self.remat.granularity
+        policy, cut = run.segment.policy, self.remat.granularity
         if policy.saveable is not None and self.config.attention == "cudnn" and "context" in policy.names:
             cut = "around_core"
         # The compiler removes a loop of one turn, and then sees both passes together.
-        looped = self.at_once(segment) < (segment.stop - segment.start) // segment.groups
+        looped = self.at_once(run.segment) < run.size // run.segment.groups
         wrap = partial(policy.wrap, scanned=self.config.scan and looped)
 
         def block(x_BLD: jax.Array, state: nnx.State, layer: jax.Array | int, key_B: jax.Array | None,
-                  packed: Packed | None) -> jax.Array:
+                  packed: Packed | None) -> tuple[jax.Array, Load | None]:
             def read_block() -> Block:
                 own = state
                 if whole_N is not None:
-                    own = jax.tree.map(partial(_of_stack, layer), state, whole_N)
+                    own = jax.tree.map(partial(of_stack, layer - run.offset), state, whole_N)
                 return nnx.merge(graph, own).set(layer, again=policy.saveable is None)
 
             return CUTS[cut](read_block, wrap, self.place.stream(x_BLD), fold(key_B, layer), packed)
 
         return block
 
-    def _scan_segment(self, segment: Segment, graph: nnx.GraphDef, state_N: nnx.State, x_BLD: jax.Array,
-                      key_B: jax.Array | None, packed: Packed | None, whole_N: nnx.State | None) -> jax.Array:
-        block = self._block(segment, graph, whole_N)
+    def _scan_run(self, run: Run, graph: nnx.GraphDef, state_N: nnx.State, x_BLD: jax.Array, key_B: jax.Array | None,
+                  packed: Packed | None, whole_N: nnx.State | None) -> tuple[jax.Array, Load | None]:
+        segment, block = run.segment, self._block(run, graph, whole_N)
 
-        def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
-            return jax.lax.scan(lambda x_BLD, xs: (block(x_BLD, *xs, key_B, packed), None), x_BLD, xs,
-                                unroll=self.at_once(segment))[0], None
+        def layers(x_BLD: jax.Array, xs: tuple) -> tuple[jax.Array, Load | None]:
+            return jax.lax.scan(lambda x_BLD, xs: block(x_BLD, *xs, key_B, packed), x_BLD, xs,
+                                unroll=self.at_once(segment))
 
         xs = (state_N, jnp.arange(segment.start, segment.stop))
         if segment.groups == 1:
-            return layers(x_BLD, xs)[0]
+            return layers(x_BLD, xs)
         grouped = jax.tree.map(lambda leaf: leaf.reshape(segment.groups, -1, *leaf.shape[1:]), xs)
-        return jax.lax.scan(segment.policy.wrap(layers, scanned=True), x_BLD, grouped)[0]
+        x_BLD, load = jax.lax.scan(segment.policy.wrap(layers, scanned=True), x_BLD, grouped)
+        return x_BLD, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), load)
 
-    def _unroll_segment(self, segment: Segment, x_BLD: jax.Array, key_B: jax.Array | None,
-                        packed: Packed | None) -> jax.Array:
-        def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> jax.Array:
+    def _unroll_run(self, run: Run, x_BLD: jax.Array, key_B: jax.Array | None,
+                    packed: Packed | None) -> tuple[jax.Array, Load | None]:
+        segment = run.segment
+
+        def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> tuple[jax.Array, Load | None]:
+            loads = []
             for state, layer in zip(states, numbers):
                 with jax.named_scope(f"layer_{layer}"):
-                    x_BLD = block(x_BLD, state, layer, key_B, packed)
-            return x_BLD
+                    x_BLD, load = block(x_BLD, state, layer, key_B, packed)
+                    loads.append(jax.tree.map(lambda leaf: leaf[None], load))
+            return x_BLD, stacked(loads)
 
         graph, _ = nnx.split(self.blocks[segment.start])
-        block = self._block(segment, graph)
+        block = self._block(run, graph)
         if segment.policy.offloads:
             block = settle(block)
         numbers = range(segment.start, segment.stop)
         states = [nnx.split(self.blocks[layer])[1] for layer in numbers]
         if segment.groups == 1:
             return layers(x_BLD, states, numbers)
-        size = len(numbers) // segment.groups
+        size, loads = len(numbers) // segment.groups, []
         for first in range(0, len(numbers), size):
             group = partial(layers, numbers=numbers[first: first + size])
-            x_BLD = segment.policy.wrap(group, scanned=False)(x_BLD, states[first: first + size])
-        return x_BLD
+            x_BLD, load = segment.policy.wrap(group, scanned=False)(x_BLD, states[first: first + size])
+            loads.append(load)
+        return x_BLD, stacked(loads)
 
     def head(self) -> jax.Array:
         """The matrix from hidden to logits as stored, in `precision.param`: [D, padded V]; tied [padded V, D]."""
@@ -245,30 +280,6 @@ class Transformer(nnx.Module):
         x_BLD = self.hidden(tokens_BL)
         with jax.named_scope("head"):
             return self.logits(x_BLD, self.precision.logits)
-
-
-@jax.custom_vjp
-def _of_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> jax.Array:
-    """`leaf`, read out of the stack of all layers; the gradient goes to `leaf`.
-
-    The compiler copies the part of a stack that a loop walks through: all parameters once more. A loop that reads the
-    whole stack at an offset copies nothing, and `leaf`, which nothing reads then, is removed.
-    """
-    del leaf
-    return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
-
-
-_of_stack.defvjp(lambda layer, leaf, whole_N: (_of_stack(layer, leaf, whole_N), None),
-                 lambda _, gradient: (None, gradient, None))
-
-
-def _split_layers(state_N: nnx.State, sizes: list[int]) -> list[nnx.State]:
-    """The stacked state split along its layers; the gradient of a split is one concatenation, not a sum of paddings."""
-    if len(sizes) == 1:
-        return [state_N]
-    leaves, tree = jax.tree.flatten(state_N)
-    pieces = [jax.lax.split(leaf, sizes) for leaf in leaves]
-    return [tree.unflatten(piece) for piece in zip(*pieces)]
 
 
 def logical_axes(model: Transformer) -> dict:

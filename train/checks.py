@@ -142,7 +142,7 @@ def remat_plan(config: ConfigDict, fp8: bool) -> RematPlan:
     """The plan of `config.remat`; fp8: whether the products of the blocks are. Raises ValueError as it does."""
     remat = config.remat
     return RematPlan(remat.policy, tuple(remat.save), tuple(remat.offload), tuple(remat.layers), remat.granularity,
-                     fp8=fp8)
+                     fp8=fp8, experts=config.model.experts > 0)
 
 
 def doubtful(config: ConfigDict) -> list[str]:

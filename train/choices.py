@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
 from bytescope.model.adapters import Lora, is_adapter
 from bytescope.model.attention.kernels import choose_kernel, platform_of
+from bytescope.model.experts.kernels import choose_moe_kernel
 from bytescope.model.fp8.products import choose_matmul
 from bytescope.model.frozen import freeze, names_of
 from bytescope.model.remat.policies import AUTO
@@ -35,7 +36,8 @@ class Choices:
     """What a config comes to on some devices, checked: all that a program is assembled from.
 
     `kernel` is the attention kernel and the reason for it, `matmul` likewise how the matrix products of the blocks are
-    computed. `frozen`: dotted paths of the parameters that are not trained. `lora`: the adapters, None for none.
+    computed, `moe_kernel` how those of experts are ("" without experts).
+    `frozen`: dotted paths of the parameters that are not trained. `lora`: the adapters, None for none.
     """
 
     config: ConfigDict
@@ -44,6 +46,7 @@ class Choices:
     precision: Precision
     kernel: tuple[str, str]
     matmul: tuple[str, str]
+    moe_kernel: tuple[str, str]
     remat: RematPlan
     batch: BatchAlgebra
     frozen: frozenset[str]
@@ -73,7 +76,8 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
                          "call train.planning.remat_auto.settled_program")
     precision = Precision.of(config.precision)
     layout = Layout(make_mesh({axis: config.mesh[axis] for axis in AXES}, devices),
-                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce)
+                    STRATEGIES[config.mesh.strategy], config.mesh.sequence_parallel, reduce=precision.reduce,
+                    dispatch=config.mesh.dispatch)
     check_sequence(config, layout)
     check_tiles(config, layout)
     matmul = choose_matmul(precision, devices[0])
@@ -85,13 +89,14 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     kernel = choose_kernel(model, precision, platform_of(devices[0]), config.data.seq_len,
                            packed="segments" in batch_names(config), head_parts=layout.mesh.shape["tensor"])
     check_effort(config, kernel[0], layout)
-    model = dataclasses.replace(model, attention=kernel[0])
+    moe_kernel = choose_moe_kernel(model, platform_of(devices[0]))
+    model = dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0])
     batch = BatchAlgebra.of(config.batch, layout.ranks, config.data.seq_len)
     check_offload(config, layout, batch)
     remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
-    choices = Choices(config, layout, model, precision, kernel, matmul, remat, batch, frozenset(),
+    choices = Choices(config, layout, model, precision, kernel, matmul, moe_kernel, remat, batch, frozenset(),
                       adapters_of(config, layout))
     if choices.lora or config.optimizer.freeze:
         choices = dataclasses.replace(choices, frozen=_frozen(choices))

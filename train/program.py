@@ -106,9 +106,9 @@ class Program(Choices):
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """A context that says which GPU the fp8 kernels are for: from jax 0.11 on Pallas asks for it, and a described
-        one it does not find by itself."""
-        if self.matmul[0] != "fp8_native":
+        """A context that says which GPU Pallas' kernels are for: from jax 0.11 on it asks, and a described one it does
+        not find by itself."""
+        if self.matmul[0] != "fp8_native" and self.moe_kernel[0] != "grouped":
             return contextlib.nullcontext()
         kind = self.mesh.abstract_mesh.abstract_device
         return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))

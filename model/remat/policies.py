@@ -19,19 +19,22 @@ from bytescope.model.names import NAMES
 # What adapters make besides (model/adapters.py): their products, r wide, and their dropout masks.
 ADAPTERS = tuple(f"lora_{target}" for target in ("q", "k", "v", "o", "gate", "up", "down"))
 ADAPTER_MASKS = ("attn_norm_mask", "context_mask", "mlp_norm_mask", "act_mask")
+# What experts make (model/experts/layer.py).
+EXPERTS = ("router_logits", "dispatched", "expert_gate", "expert_up", "expert_act", "combined")
 # Everything a block makes outside the attention core that its backward pass reads: with it saved, only the
 # core is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198); `lse` is what
 # a flash kernel's own gradient needs, so that it is not run again. `q`, `k`, `attn_out` and
 # `mlp_out` are read by norms alone that only some models have.
 OUTSIDE_CORE = ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
-                "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *ADAPTERS, *ADAPTER_MASKS)
+                "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *EXPERTS, *ADAPTERS, *ADAPTER_MASKS)
 # The core's tensors too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. Under
 # a flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
 # What products in fp8 read instead of the wide tensors, which no gradient reads then.
 QUANTIZED = tuple(f"{name}_{part}" for name in ("attn_norm", "context", "mlp_norm", "act") for part in ("fp8", "scale"))
 # Matmul outputs and the attention context: norms, rotations, activations and the scores are recomputed.
-MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up", *ADAPTERS)
+MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up", "router_logits", "expert_gate", "expert_up",
+           *ADAPTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,15 @@ IN_FP8: Mapping[str, RematPolicy] = {
         ("dots_no_batch", cp.save_only_these_names(*PRODUCTS)),
         ("offload_dots", keep("", offload=PRODUCTS).saveable))}
 
+# Likewise in models with experts, whose products are kernels, or have an axis of experts: they go by these names.
+EXPERT_PRODUCTS = ("expert_gate", "expert_up")
+_EXPERT_PRODUCTS = cp.save_only_these_names(*EXPERT_PRODUCTS)
+WITH_EXPERTS: Mapping[str, RematPolicy] = {
+    name: dataclasses.replace(POLICIES[name], saveable=saveable) for name, saveable in (
+        ("dots", cp.save_from_both_policies(cp.dots_saveable, _EXPERT_PRODUCTS)),
+        ("dots_no_batch", cp.save_from_both_policies(cp.dots_with_no_batch_dims_saveable, _EXPERT_PRODUCTS)),
+        ("offload_dots", keep("", offload=(*PRODUCTS, "router_logits", *EXPERT_PRODUCTS)).saveable))}
+
 # A policy that is resolved before a model is built, by a caller who knows the devices: no plan contains it.
 AUTO = "auto"
 
@@ -142,7 +154,7 @@ class RematPlan:
       layers: ranges with a policy of their own, "0-8:none", or with the names that they keep,
         "0-8:q_rot+v+block_in@host"; `policy` is for all other layers.
       granularity: whether a block is one checkpoint, or attention and MLP one each.
-      fp8: whether the products of the blocks are in fp8.
+      fp8: whether the products of the blocks are in fp8. experts: whether there are any.
 
     Raises:
       ValueError: an unknown policy, name or range, with the valid ones.
@@ -154,6 +166,7 @@ class RematPlan:
     layers: tuple[str, ...] = ()
     granularity: str = "block"
     fp8: bool = False
+    experts: bool = False
 
     def __post_init__(self):
         for key, names in (("save", self.save), ("offload", self.offload)):
@@ -198,7 +211,7 @@ class RematPlan:
 
     def row(self, name: str) -> RematPolicy:
         """The policy of this name: a row of POLICIES, `custom` with the plan's own names, or names joined by `+`."""
-        known = {**POLICIES, **(IN_FP8 if self.fp8 else {})}
+        known = {**POLICIES, **(WITH_EXPERTS if self.experts else {}), **(IN_FP8 if self.fp8 else {})}
         if name in known:
             return known[name] or keep("as remat.save and remat.offload say", self.save, self.offload)
         words = name.split("+")

@@ -13,7 +13,7 @@ from flax import nnx
 from bytescope.configs import base, gpt2_small, gpt3_175b, llama_1b, llama_8b, llama_405b
 from bytescope.model import PRECISIONS, ModelConfig, RematPlan, Transformer
 from bytescope.model.names import NAMES, tag
-from bytescope.model.remat.policies import ADAPTERS, QUANTIZED
+from bytescope.model.remat.policies import ADAPTERS, EXPERTS, QUANTIZED
 from bytescope.model.rotary import rope_frequencies, rotate
 from bytescope.model.transformer import logical_axes
 
@@ -169,7 +169,7 @@ def test_names_come_from_the_vocabulary():
         small(), small(attention="chunked"), ))
     masks = {name for name in NAMES if name.endswith("mask") or name == "probs_dropped"}
     inside_gradients = {"probs", "lse"}
-    for name in set(NAMES) - masks - inside_gradients - {*QUANTIZED, *ADAPTERS}:
+    for name in set(NAMES) - masks - inside_gradients - {*QUANTIZED, *ADAPTERS, *EXPERTS}:
         assert f"name={name}" in text, name
 
 

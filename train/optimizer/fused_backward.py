@@ -109,14 +109,14 @@ class FusedBackward:
                  packed: Packed | None) -> tuple[jax.Array, list]:
         """(output of the last block, per segment its pullback, residuals [layers, ...], layer numbers and unroll)."""
         out = []
-        for segment, block in model.layers():
-            recipe = _Pullback()
+        for run, block in model.layers():
+            segment, recipe = run.segment, _Pullback()
 
             def layer(x_BLD, number, block=block, recipe=recipe):
                 own = jax.tree.map(row_major, fetch(_layer(stack, number)))
                 fixed = jax.tree.map(row_major, _layer(base, number))
-                y_BLD, pullback = jax.vjp(lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed),
-                                          x_BLD, own)
+                y_BLD, pullback = jax.vjp(
+                    lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own)
                 return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
 
             numbers = jnp.arange(segment.start, segment.stop)

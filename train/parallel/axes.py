@@ -33,6 +33,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # al. 2020, arXiv 2006.16668). Rows of experts lie on the device that computes them, once per tensor-parallel rank.
     "experts": ("expert",),
     "expert_width": (),
+    "router": (),
     "d_expert": ("tensor",),
     "rows": TOKENS,
     "copies": ("tensor",),

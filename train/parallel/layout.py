@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from bytescope.model.attention.ring import zigzag_positions
-from bytescope.model.placement import Axes, Placement, Ring, row_major
+from bytescope.model.placement import Axes, Peers, Placement, Ring, row_major
 from bytescope.train.parallel.axes import (
     AXES,
     BATCH,
@@ -32,6 +32,7 @@ class Layout(Placement):
     sequence_parallel: whether norms and the residual stream are sharded along the sequence in the tensor group.
     manual: mesh axes of an enclosing `jax.shard_map`; arrays are local along them already.
     reduce: dtype in which gradients are summed over devices and kept; None for that of each product.
+    dispatch: how rows reach the devices of their experts, `mesh.dispatch` of the config.
     """
 
     mesh: Mesh
@@ -39,6 +40,7 @@ class Layout(Placement):
     sequence_parallel: bool = False
     manual: tuple[str, ...] = ()
     reduce: DTypeLike | None = None
+    dispatch: str = "auto"
 
     @property
     def local(self) -> "Layout":
@@ -53,6 +55,22 @@ class Layout(Placement):
             return None
         batch, heads = self._used(RULES["batch"]), self._used(RULES["heads"])
         return Ring(self.mesh, "context", batch, heads)
+
+    @property
+    def peers(self) -> Peers:
+        """The devices that share the experts."""
+        emulated = self.mesh.devices.flat[0].platform == "cpu"
+        return Peers("expert", self.mesh.shape["expert"], emulated)
+
+    def exchange(self, slots: bool) -> str:
+        """How rows reach their experts; `slots`: each expert has a fixed number of them."""
+        if self.peers.size == 1:
+            return super().exchange(slots)
+        if self.dispatch != "auto":
+            return self.dispatch
+        if slots:
+            return "all_to_all"
+        return "allgather" if self.peers.emulated else "ragged_all_to_all"
 
     def _used(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of the mesh axes that have more than one device."""

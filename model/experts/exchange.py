@@ -1,0 +1,188 @@
+"""How rows reach the devices of their experts and return: rows of one table.
+
+Each row of EXCHANGES has four moves, each the transpose of another: tokens to rows and rows to tokens, the numbers of
+choices to those of rows and back. They run on the arrays of one device, inside a `jax.shard_map` where there are
+several.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.model.experts import rows
+from bytescope.model.experts.ragged import ragged_all_to_all
+from bytescope.model.experts.rows import Plan, Shape
+from bytescope.model.placement import Peers
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One row of the table.
+
+    shape: (tokens, choices per token, experts, factor, peers) -> the rows of a device.
+    plan: (expert_TK, shape, peers) -> the plan of a device, with whatever its moves read.
+    to_rows, to_tokens: [T, D] -> [X, D] and back, summed. to_row_numbers, to_choices: [T, K] -> [X] and back. All take
+    (array, plan, peers).
+    """
+
+    summary: str
+    shape: Callable[..., Shape]
+    plan: Callable[..., Any]
+    to_rows: Callable[..., jax.Array]
+    to_tokens: Callable[..., jax.Array]
+    to_row_numbers: Callable[..., jax.Array]
+    to_choices: Callable[..., jax.Array]
+
+
+def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
+    """Rows that a device makes room for: `factor` times the mean, without a factor the most that can come."""
+    most = tokens * peers.size * min(k, experts // peers.size)
+    return min(int(factor * tokens * k), most) if factor else most
+
+
+# ---- on one device, and by gathering the tokens of all peers ---------------------------------------------------------
+
+def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
+    choices = tokens * k * peers.size
+    rows_here = _bound(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
+    return rows.tiled_shape(rows_here, experts // peers.size, rows.tile_of(choices, experts))
+
+
+def _own(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
+    """Experts numbered from 0 on this device, `shape.experts` for those of others."""
+    own_TK = expert_TK - peers.index() * shape.experts
+    return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
+
+
+def _plan_gathered(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
+    return rows.make_plan(_own(peers.gather(expert_TK), shape, peers), shape)
+
+
+GATHERED = {
+    "plan": _plan_gathered,
+    "to_rows": lambda x_TD, plan, peers: rows.rows_of_tokens(peers.gather(x_TD), plan),
+    "to_tokens": lambda y_XD, plan, peers: peers.scatter(rows.tokens_of_rows(y_XD, plan)),
+    "to_row_numbers": lambda w_TK, plan, peers: rows.rows_of_choices(peers.gather(w_TK), plan),
+    "to_choices": lambda w_X, plan, peers: peers.scatter(rows.choices_of_rows(w_X, plan)),
+}
+
+
+# ---- slots of fixed size, exchanged by an all-to-all -----------------------------------------------------------------
+
+def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
+    sent = rows.slotted_shape(tokens * k, experts, factor)
+    slots = sent.slots * peers.size
+    return Shape(experts // peers.size, sent.rows, slots, slots)
+
+
+def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
+    """The plan of the rows as they are sent: of all experts, those of a peer side by side. Its tiles are of the rows
+    that lie here."""
+    slots = shape.slots // peers.size
+    sent = rows.make_plan(expert_TK, Shape(shape.experts * peers.size, shape.rows, slots, slots))
+    return dataclasses.replace(sent, tiles=rows.make_tiles(*rows.first_rows(sent.tiles.count, shape), shape))
+
+
+def _sent(sent: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
+    """Rows [E, slots, ...] of all experts to their devices: [experts of the device, peers, slots, ...], flat."""
+    if peers.size == 1:
+        return sent
+    parts = sent.reshape(peers.size, plan.tiles.count.size, -1, *sent.shape[1:])
+    return jnp.moveaxis(peers.exchange(parts), 0, 1).reshape(sent.shape)
+
+
+def _returned(held: jax.Array, plan: Plan, peers: Peers) -> jax.Array:
+    """The transpose of `_sent`."""
+    if peers.size == 1:
+        return held
+    parts = held.reshape(plan.tiles.count.size, peers.size, -1, *held.shape[1:])
+    return peers.exchange(jnp.moveaxis(parts, 1, 0)).reshape(held.shape)
+
+
+SLOTS = {
+    "plan": _plan_slots,
+    "to_rows": lambda x_TD, plan, peers: _sent(rows.rows_of_tokens(x_TD, plan), plan, peers),
+    "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_returned(y_XD, plan, peers), plan),
+    "to_row_numbers": lambda w_TK, plan, peers: _sent(rows.rows_of_choices(w_TK, plan), plan, peers),
+    "to_choices": lambda w_X, plan, peers: rows.choices_of_rows(_returned(w_X, plan, peers), plan),
+}
+
+
+# ---- rows of varying number, straight into the tiles of their experts ------------------------------------------------
+
+@partial(jax.tree_util.register_dataclass, meta_fields=["rows"],
+         data_fields=["place_TK", "source_X", "tiles", "dropped", "sends", "returns"])
+@dataclasses.dataclass(frozen=True)
+class RaggedPlan:
+    """As `Plan`, of the rows as they leave a device: sorted by expert, without padding. `tiles` are of the rows that
+    lie here.
+
+    sends: for each of all experts the first row that goes to it, the row of its device where it arrives, and how many
+    go. returns: for each peer and each expert of this device the first row that goes back, the row where it arrives,
+    and how many. Both int32 [3, E of all devices]. rows: X of this device.
+    """
+
+    place_TK: jax.Array
+    source_X: jax.Array
+    tiles: rows.Tiles
+    dropped: jax.Array
+    sends: jax.Array
+    returns: jax.Array
+    rows: int
+
+
+def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan:
+    experts, choices, me = shape.experts * peers.size, expert_TK.size, peers.index()
+    expert_N = expert_TK.reshape(-1)
+    rank_N, counts_E = rows.rank_in_expert(expert_N, experts)
+    all_PE = peers.gather(counts_E[None])  # rows of each peer for each expert: every device knows all places
+    start_PE = jnp.cumsum(all_PE, 1) - all_PE
+    per_device = all_PE.sum(0).reshape(peers.size, shape.experts)
+    first_E, tiles_E = (x.reshape(-1) for x in jax.vmap(lambda counts: rows.first_rows(counts, shape))(per_device))
+    place_PE = first_E + jnp.cumsum(all_PE, 0) - all_PE  # an expert's rows lie by sender
+    size_PE = jnp.clip(shape.rows - place_PE, 0, all_PE)
+
+    def own(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, me * shape.experts, shape.experts, x.ndim - 1)
+
+    row_N = jnp.where(rank_N < size_PE[me, expert_N], start_PE[me, expert_N] + rank_N, choices)
+    tiles = rows.make_tiles(own(first_E), own(tiles_E), shape)
+    return RaggedPlan(
+        row_N.reshape(expert_TK.shape), rows.sources(row_N, choices), tiles,
+        (counts_E - size_PE[me]).sum(dtype=jnp.int32)[None],
+        jnp.stack([start_PE[me], place_PE[me], size_PE[me]]),
+        jnp.stack([own(place_PE).reshape(-1), own(start_PE).reshape(-1), own(size_PE).reshape(-1)]), shape.rows)
+
+
+def _ragged_to(sent: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
+    """Rows [T * K, ...] of this device to those of their experts, [X, ...]; zeros for padding."""
+    return ragged_all_to_all(sent, plan.rows, plan.sends, plan.returns[2], peers)
+
+
+def _ragged_back(held: jax.Array, plan: RaggedPlan, peers: Peers) -> jax.Array:
+    """The transpose: rows [X, ...] back to where they came from, [T * K, ...]."""
+    return ragged_all_to_all(held, plan.source_X.size, plan.returns, plan.sends[2], peers)
+
+
+RAGGED = {
+    "plan": _plan_ragged,
+    "to_rows": lambda x_TD, plan, peers: _ragged_to(rows.rows_of_tokens(x_TD, plan), plan, peers),
+    "to_tokens": lambda y_XD, plan, peers: rows.tokens_of_rows(_ragged_back(y_XD, plan, peers), plan),
+    "to_row_numbers": lambda w_TK, plan, peers: _ragged_to(rows.rows_of_choices(w_TK, plan), plan, peers),
+    "to_choices": lambda w_X, plan, peers: rows.choices_of_rows(_ragged_back(w_X, plan, peers), plan),
+}
+
+
+EXCHANGES = {
+    "local": Exchange("every device has all experts", _shape_here, **GATHERED),
+    "slots": Exchange("every device has all experts, rows in slots", _shape_slots, **SLOTS),
+    "allgather": Exchange("tokens gathered from all peers, outputs reduce-scattered", _shape_here, **GATHERED),
+    "all_to_all": Exchange("slots of fixed size exchanged", _shape_slots, **SLOTS),
+    "ragged_all_to_all": Exchange("rows of varying number exchanged", _shape_here, **RAGGED),
+}
+# What mesh.dispatch may be.
+DISPATCHES = ("auto", "allgather", "all_to_all", "ragged_all_to_all")

@@ -1,0 +1,128 @@
+"""The experts of a block: a router, the routed experts' three matrices, and what is counted of the routing."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.config import ModelConfig
+from bytescope.model.experts import products
+from bytescope.model.experts.kernels import CAPACITY
+from bytescope.model.experts.products import How
+from bytescope.model.experts.routers import Choice, choose
+from bytescope.model.layers import ACTIVATIONS, MLPS, STREAM, WITHIN, move, param, read
+from bytescope.model.names import tag
+from bytescope.model.placement import Placement
+from bytescope.model.precision import Precision
+
+
+@partial(jax.tree_util.register_dataclass, meta_fields=[],
+         data_fields=["counts", "dropped", "entropy", "balance", "router_z"])
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What the router of a layer did with the tokens of a micro-batch, float32; of several layers stacked.
+
+    counts [E]: choices of each expert, dropped ones included. dropped: choices that found no room. entropy: of the
+    experts' shares of a token, in nats, mean over tokens. balance: the load-balance loss, E times the sum over experts
+    of their share of the choices times their mean share of the scores (Switch, arXiv 2101.03961, with k choices); 1 in
+    balance, at most E. router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906).
+    """
+
+    counts: jax.Array
+    dropped: jax.Array
+    entropy: jax.Array
+    balance: jax.Array
+    router_z: jax.Array
+
+
+class Experts(nnx.Module):
+    """Routed experts, each a gated MLP or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D].
+
+    The rows' way is a row of EXCHANGES, their products a row of KERNELS. The weights of the router multiply the input
+    of the down projection, so that its output is kept for no gradient.
+    """
+
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+        self.config, self.precision, self.place = config, precision, place
+        self.gated, self.activation = MLPS[config.mlp]
+        E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
+        wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
+        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std)
+        if config.router_bias:
+            self.router_bias = param(None, (E,), ("router",), jnp.float32)
+        if self.gated:
+            self.w_gate = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
+        self.w_up = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
+        self.w_down = param(rngs.params(), (E, F, D), back, dtype, std=std / math.sqrt(2 * config.n_layers),
+                            contracted=True)
+
+    def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
+        """(logits [B, L, E] float32, the experts of each token)."""
+        with jax.named_scope("router"):
+            w_router = read(self.w_router, jnp.float32, self.place)
+            # On tensor cores float32 would be TF32 otherwise.
+            logits_BLE = jnp.einsum("bld,de->ble", x_BLD.astype(jnp.float32), w_router,
+                                    precision=jax.lax.Precision.HIGHEST)
+            logits_BLE = tag(self.place(logits_BLE, ("batch", "length", None)), "router_logits")
+            bias_E = None
+            if self.config.router_bias:
+                bias_E = jax.lax.stop_gradient(read(self.router_bias, jnp.float32, self.place))
+            return logits_BLE, choose(logits_BLE, bias_E, self.config)
+
+    def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, Load]:
+        """(the weighted sum of each token's experts [B, L, D] in the compute dtype, what was routed where)."""
+        x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
+        logits_BLE, choice = self.route(x_BLD)
+        if self.config.moe_kernel == "dense":
+            y_BLD, dropped = self._dense(x_BLD, choice), jnp.zeros((), jnp.float32)
+        else:
+            y_BLD, dropped = self._routed(x_BLD, choice)
+        y_BLD = tag(move(self.place(y_BLD, WITHIN), self.place, STREAM, WITHIN), "combined")
+        return y_BLD, _load(logits_BLE, choice, dropped)
+
+    def _routed(self, x_BLD: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
+        config, place, act = self.config, self.place, ACTIVATIONS[self.activation]
+        kernel = config.moe_kernel
+        factor = config.capacity_factor or CAPACITY * (kernel == "capacity")
+        how = How(kernel, place.exchange(kernel == "capacity"), factor, config.experts)
+        with jax.named_scope("dispatch"):
+            plan = products.make_plan(how, place, choice.expert_BLK)
+            x_X1D, weight_X1 = products.dispatch(how, place, x_BLD, choice.weight_BLK, plan)
+            x_X1D = tag(x_X1D, "dispatched")
+        with jax.named_scope("experts"):
+            matrices = (self.w_up, *((self.w_gate,) if self.gated else ()))
+            up_XF, *gate = products.enter(kernel, place, x_X1D, matrices, plan)
+            up_XF = tag(up_XF, "expert_up")
+            act_XF = act(tag(gate[0], "expert_gate")) * up_XF if self.gated else act(up_XF)
+            act_XF = tag(products.weigh(place, act_XF, weight_X1), "expert_act")
+            y_X1D = products.leave(kernel, place, act_XF, self.w_down, plan)
+        with jax.named_scope("combine"):
+            y_BLD = products.combine(how, place, y_X1D, x_BLD[:, :, :0], plan)
+        return y_BLD, plan.dropped.sum().astype(jnp.float32)
+
+    def _dense(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
+        """Every expert over every token, [B, L, D]: E/k times the work."""
+        act, dtype = ACTIVATIONS[self.activation], x_BLD.dtype
+        is_chosen = choice.expert_BLK[..., None] == jnp.arange(self.config.experts)
+        weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, is_chosen.astype(jnp.float32))
+        with jax.named_scope("experts"):
+            up = jnp.einsum("bld,edf->blef", x_BLD, read(self.w_up, dtype, self.place))
+            hidden = act(up)
+            if self.gated:
+                hidden = act(jnp.einsum("bld,edf->blef", x_BLD, read(self.w_gate, dtype, self.place))) * up
+            hidden = hidden * weight_BLE[..., None].astype(dtype)
+            return jnp.einsum("blef,efd->bld", hidden, read(self.w_down, dtype, self.place))
+
+
+def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array) -> Load:
+    with jax.named_scope("load"):
+        E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
+        counts_E = (choice.expert_BLK[..., None] == jnp.arange(E)).sum((0, 1, 2)).astype(jnp.float32)
+        share_BLE = choice.share_BLE
+        entropy = -(share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1).mean()
+        balance = E * (counts_E / (B * L * K) * share_BLE.mean((0, 1))).sum()
+        router_z = jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)).mean()
+        return Load(counts_E, dropped, jax.lax.stop_gradient(entropy), balance, router_z)

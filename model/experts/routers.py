@@ -1,0 +1,57 @@
+"""Which experts a token goes to, and their weights: scores as rows of a table, in float32 whatever the precision."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.model.config import ModelConfig
+
+# Keeps a sum of sigmoids from being zero, as DeepSeek-V3's released code has it.
+SMALL = 1e-20
+
+# Scores of experts from logits [B, L, E], each between 0 and 1. softmax: Switch (arXiv 2101.03961), Mixtral, Qwen3;
+# sigmoid: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+ROUTERS = {"softmax": partial(jax.nn.softmax, axis=-1), "sigmoid": jax.nn.sigmoid}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """expert_BLK: int32, the K experts of each token. weight_BLK: float32, what their outputs are multiplied by.
+    share_BLE: float32, scores that sum to 1 over the experts."""
+
+    expert_BLK: jax.Array
+    weight_BLK: jax.Array
+    share_BLE: jax.Array
+
+
+def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig) -> Choice:
+    """The experts of each token, from float32 logits.
+
+    A bias picks and does not weigh. With `router_renormalize` the weights of a token's experts sum to `router_scale`;
+    without, they are the scores themselves, of all experts together.
+    """
+    scores_BLE = ROUTERS[config.router](logits_BLE)
+    picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E)
+    _, expert_BLK = jax.lax.top_k(_open_groups(picked_by_BLE, config), config.experts_per_token)
+    weight_BLK = jnp.take_along_axis(scores_BLE, expert_BLK, axis=-1)
+    if config.router_renormalize:
+        weight_BLK = weight_BLK / (weight_BLK.sum(-1, keepdims=True) + SMALL)
+    share_BLE = scores_BLE
+    if config.router != "softmax":
+        share_BLE = scores_BLE / (scores_BLE.sum(-1, keepdims=True) + SMALL)
+    return Choice(expert_BLK, weight_BLK * config.router_scale, share_BLE)
+
+
+def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
+    """Scores, -inf for experts outside of the token's best groups, those with the largest sums of their two best
+    experts (DeepSeek-V3's node-limited routing)."""
+    groups, chosen = config.router_groups, config.router_top_groups
+    if chosen == groups:
+        return scores_BLE
+    grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
+    best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    open_groups = jax.lax.top_k(best, chosen)[1]
+    is_open = (open_groups[..., None] == jnp.arange(groups)).any(-2)
+    return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(scores_BLE.shape)
