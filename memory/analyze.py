@@ -24,6 +24,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings import rules
 from bytescope.memory.formulas import communication
+from bytescope.memory.formulas.config import parameters_of
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import Flow
@@ -122,7 +123,9 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
     config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
     state = ledger.state_of(report, program, roles, config)
     expected = communication.of_config(config, axes, state.parameters * state.tensor)
-    return dataclasses.replace(report, communication=collectives.rows(report.collectives, expected),
+    parameters = parameters_of(config, ledger.parameters_held(report, program, roles, state))
+    return dataclasses.replace(report, parameters=parameters,
+                               communication=collectives.rows(report.collectives, expected),
                                zero=ledger.zero_rows(report, state) if state.strategy else ())
 
 

@@ -7,6 +7,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
 - `config`: the configuration the caller passed; {} when there is none.
 - `subject`: what a trainer says of it (`Subject`): the config's name, its batch, its policy; empty for other programs.
+- `parameters`: of the program, over all devices: `total`, frozen ones among them, and `active`, which one token meets:
+  of a mixture of experts less than all; {} for a program without any.
 - `program`: the name of the compiled module; `method`: how lifetimes were found (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
 - `peak_bytes`: the most that is live at once in main memory, as XProf's memory viewer has it.
@@ -173,6 +175,7 @@ class Report:
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
     xla: XlaStats = XlaStats()
     subject: Subject = Subject()
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
@@ -249,7 +252,7 @@ class Report:
 
 
 # The order of keys in the JSON.
-KEYS = ("schema", "program", "method", "versions", "target", "config", "subject", "xla", "peak_bytes",
+KEYS = ("schema", "program", "method", "versions", "target", "config", "subject", "parameters", "xla", "peak_bytes",
         "allocated_bytes", "limit_bytes", "fits", "verdict", "host_bytes", "on_chip_bytes", "peak_index", "breakdown",
         "residuals_by_name", "workspace_by_scope", "ledger", "zero", "communication", "collectives", "transfers",
         "unseen", "work", "roofline", "prediction", "findings", "notes", "timeline", "buffers", "schedule")
@@ -259,7 +262,7 @@ _ITEMS = {"timeline": TimelinePoint, "buffers": Buffer, "ledger": LedgerRow, "fi
           "unseen": RuntimeOverhead}
 _RECORDS = {"xla": XlaStats, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
-_BYTES = ("breakdown", "residuals_by_name", "workspace_by_scope")
+_BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
 _OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")
 
 

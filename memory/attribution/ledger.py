@@ -185,6 +185,13 @@ def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], c
                  _replicated(program, roles, plan.shard if plan else {}, strategy))
 
 
+def parameters_held(report: Report, program: PlacedProgram, roles: Mapping[int, str], state: State) -> int:
+    """Parameters of the whole program, frozen ones among them, as they are stored; 0 when unknown."""
+    found = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
+    frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
+    return sum(found) or state.parameters * state.tensor + frozen * state.shards("params")
+
+
 def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int],
                 strategy: str) -> dict[str, int]:
     """Path -> bytes of the arrays of state that the axes of `shard` do not all shard, largest first."""

@@ -104,7 +104,7 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     config, settled = trainer.config(args.config, overrides), trainer.settled(program)
     report = report_of(compilation, target=target, config=config, names=trainer.vocabulary(),
                        loop=trainer.loop_overhead(program))
-    named = subject(args.config, overrides, program, settled, compilation.jaxpr)
+    named = subject(args.config, overrides, program, config, settled, compilation.jaxpr)
     report = with_seconds(dataclasses.replace(report, subject=named), measure=True)
     _show(report, trainer.choices(program))
     more: dict[str, Any] = {"batch": settled["batch"]}
@@ -116,10 +116,11 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     return report
 
 
-def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settled: Mapping[str, Any],
-            jaxpr: Any) -> Subject:
+def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, config: Mapping[str, Any],
+            settled: Mapping[str, Any], jaxpr: Any) -> Subject:
     """What a trainer's program is called in its report; `settled`: what the trainer made of its config."""
     from bytescope.memory.costs import flops
+    from bytescope.memory.formulas import reconcile
     from bytescope.memory.plan.rows import policy_words
     from bytescope.memory.plan.trainer import called
     from bytescope.memory.plan.worker import tokens_of
@@ -127,7 +128,8 @@ def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, settl
     return Subject(
         name=called(name), changes=tuple(f"{key}={value}" for key, value in overrides), batch=settled["batch"],
         policy=policy_words(settled["segments"]), tokens=tokens_of(program), calls=program.calls_per_update,
-        model_flops=flops.count(jaxpr).model_flops if jaxpr is not None else 0)
+        model_flops=0 if jaxpr is None else round(
+            reconcile.model_flops(config, settled, flops.count(jaxpr).model_flops)))
 
 
 def _of_file(args: argparse.Namespace, target: Any) -> Report:

@@ -240,7 +240,12 @@ def _shard_map(equation: Any, stack: str) -> FlopCount:
 
 
 def _pallas(equation: Any, stack: str) -> FlopCount:
-    """The kernel's body for every point of the grid; what it skips by its own conditions is counted."""
+    """What the kernel's `cost_estimate` says, in the dtype of most of its body's products; without one the body for
+    every point of the grid, where what it skips by its own conditions is counted."""
+    if estimate := equation.params["cost_estimate"]:
+        by = _call(equation, stack).by
+        dtype = max(by, key=by.__getitem__)[1] if by else _dtype(equation)
+        return _marked(estimate.flops, 0, stack, {(_phase(stack), dtype): estimate.flops})
     grid = equation.params["grid_mapping"].grid
     if not all(isinstance(size, int) for size in grid):
         return _call(equation, stack) + FlopCount(notes=("a Pallas grid of unknown size is counted as one point",))

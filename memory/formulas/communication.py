@@ -38,6 +38,8 @@ COMPUTE_BYTES = {preset: PRECISIONS[preset].activation
                  for preset in ("bf16", "fp16", "fp32", "bf16_grads", "fp32_grads", "bf16_params")}
 GRADIENT_BYTES = {"bf16_grads": 2, "fp32_grads": 4}
 ACCUMULATOR_BYTES = 4
+# Axes over which the batch is sharded.
+BATCH_AXES = ("data", "fsdp", "expert")
 # Times that a policy gathers the parameters of a layer under zero3: forward, and once for recomputation and
 # backward together; nested checkpoints recompute twice.
 GATHERS = {"sqrt": 3}
@@ -168,7 +170,7 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     if plan is None or itemsize is None or not parameters or changed:
         return []
     scanned = config.get(BATCH_MODE) == "scan"
-    micro_steps = accumulation(config, axes.get("data", 1) * axes.get("fsdp", 1)) if scanned else 1
+    micro_steps = accumulation(config, math.prod(axes.get(axis, 1) for axis in BATCH_AXES)) if scanned else 1
     policy = config.get(REMAT_POLICY, "none")
     once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
     gradient_bytes = GRADIENT_BYTES.get(config[PRECISION_PRESET],

@@ -23,6 +23,8 @@ from bytescope.memory.config_keys import (
     MODEL,
     MODEL_ATTENTION,
     MODEL_ATTENTION_KIND,
+    MODEL_EXPERTS,
+    MODEL_MOE_EVERY,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAMS,
     OPTIMIZER_FREEZE,
@@ -34,7 +36,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import Question
-from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.experts import Experts, idle_count
 from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.formulas.transformer import Layout, Model
 
@@ -59,7 +61,7 @@ def adapters_of(config: Mapping[str, Any]) -> Adapters | None:
 
 def experts_of(config: Mapping[str, Any]) -> Experts | None:
     """The experts of a trainer's config (dotted key -> value); None where every MLP is dense."""
-    m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
+    m = _model_keys(config)
     if not m["experts"]:
         return None
     capacity = m["capacity_factor"] or (CAPACITY if m["moe_kernel"] == "capacity" else 0.0)
@@ -72,6 +74,30 @@ def latent_of(config: Mapping[str, Any]) -> Latent | None:
     if config[MODEL_ATTENTION_KIND] != "mla":
         return None
     return Latent(*(config[f"{MODEL}mla_{width}"] for width in ("q_rank", "kv_rank", "d_rope", "d_value")))
+
+
+def model_of(config: Mapping[str, Any]) -> Model:
+    """The model of a trainer's config (dotted key -> value)."""
+    m, latent = _model_keys(config), latent_of(config)
+    vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
+    return Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_heads"] if latent else m["n_kv_heads"], m["d_head"],
+                 m["d_ff"], vocabulary, gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
+                 qk_norm=m["qk_norm"], post_norms=m["post_norms"], adapters=adapters_of(config),
+                 experts=experts_of(config), latent=latent)
+
+
+def _model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The group `model` of a config, without its prefix."""
+    return {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
+
+
+def parameters_of(config: Mapping[str, Any], total: int) -> dict[str, int]:
+    """`total` parameters of a program, and those `active` that one token meets: all of them unless a config (dotted
+    keys; {} for a program without one) has experts. {} where none are known."""
+    if not total:
+        return {}
+    idle = idle_count(model_of(config)) if config.get(MODEL_EXPERTS) and MODEL_MOE_EVERY in config else 0
+    return {"total": total, "active": total - idle}
 
 
 def question_of(config: Mapping[str, Any]) -> Question:
@@ -92,14 +118,7 @@ def question_of(config: Mapping[str, Any]) -> Question:
     if config[OPTIMIZER_FREEZE]:
         raise ReportError(f"{OPTIMIZER_FREEZE}={','.join(config[OPTIMIZER_FREEZE])} has no formula: bytescope report "
                           "compiles it")
-    m = {key.removeprefix(MODEL): value for key, value in config.items() if key.startswith(MODEL)}
-    vocabulary = -(-m["vocab_size"] // m["vocab_multiple"]) * m["vocab_multiple"]
-    latent = latent_of(config)
-    model = Model(m["n_layers"], m["d_model"], m["n_heads"], m["n_heads"] if latent else m["n_kv_heads"], m["d_head"],
-                  m["d_ff"], vocabulary,
-                  gated=m["mlp"] in GATED, dropout=m["dropout"] > 0, tied=m["tie_embeddings"],
-                  qk_norm=m["qk_norm"], post_norms=m["post_norms"], adapters=adapters_of(config),
-                  experts=experts_of(config), latent=latent)
+    model, m = model_of(config), _model_keys(config)
     expert = max(config[MESH_EXPERT], 1)
     shards = max(config[MESH_FSDP], 1) * expert * max(config[MESH_CONTEXT], 1)
     shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]

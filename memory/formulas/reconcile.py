@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.config_keys import (
     BATCH_MODE,
+    MESH,
     MESH_CONTEXT,
-    MESH_DATA,
-    MESH_FSDP,
     MODEL_ATTENTION,
+    MODEL_EXPERTS,
     REMAT_GRANULARITY,
 )
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import estimate, flops, rematerialized, transformer
-from bytescope.memory.formulas.communication import accumulation
+from bytescope.memory.formulas.communication import BATCH_AXES, accumulation
 from bytescope.memory.formulas.config import question_of
 from bytescope.memory.formulas.experts import by_kind
 from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
@@ -81,10 +81,8 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         asked = question_of(resolved)
     except ReportError as error:
         return str(error)
-    ranks = resolved[MESH_DATA] * resolved[MESH_FSDP]
-    micro_steps = accumulation(config, ranks)
-    calls = ranks * (micro_steps if config[BATCH_MODE] == "scan" else 1)
-    sequences, micro = asked.batch * calls, asked.batch
+    sequences, micro_steps = _sequences(asked, config, resolved)
+    micro = asked.batch
     # Devices of a ring hold their shard of every sequence.
     asked = dataclasses.replace(asked, batch=micro / resolved[MESH_CONTEXT])
     state, copy = _state(asked, config, micro_steps)
@@ -93,7 +91,7 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
     parts = [_kept(dataclasses.replace(asked, model=kind), segment, resolved, platform)
              for start, segment in zip(_starts(segments), segments)
              for kind in by_kind(asked.model, start, start + segment["layers"])]
-    model_flops = flops.model_flops(asked.model, asked.sequence, sequences)
+    model = flops.model_flops(asked.model, asked.sequence, sequences)
     residuals = host = peak = hardware = None
     if None not in parts:
         residuals, host = sum(part.device for part in parts), sum(part.host for part in parts)
@@ -101,12 +99,32 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         peak = (sum(state.values()) - state["state_host"] + copy + residuals + recomputed + tile
                 + transformer.outside_bytes(asked.model, asked.layout, asked.sequence, asked.batch,
                                             itemsize=_itemsize(asked), logit_tokens=asked.logit_tokens))
-        hardware = model_flops + sum(part.recomputed_flops for part in parts) * sequences * asked.sequence
+        hardware = model + sum(part.recomputed_flops for part in parts) * sequences * asked.sequence
         if asked.attention == "flash":
             hardware += _kernel_flops(asked.model, asked.sequence, sequences)
     return Formula(**{f"{role}_bytes": size for role, size in state.items()}, residual_bytes=residuals,
-                   host_bytes=host, peak_bytes=peak, model_flops=model_flops, hardware_flops=hardware,
+                   host_bytes=host, peak_bytes=peak, model_flops=model, hardware_flops=hardware,
                    notes=_notes(resolved, asked, segments, platform))
+
+
+def model_flops(config: Mapping[str, Any], settled: Mapping[str, Any], counted: float) -> float:
+    """Model FLOPs of one call of a step over all devices: as `counted` in the program, but of a mixture of experts by
+    formula, since rows that fill up tiles or capacity are none of the model's; the arguments are `formula_of`'s."""
+    resolved = {**config, **settled}
+    if not config[MODEL_EXPERTS]:
+        return counted
+    try:
+        asked = question_of(resolved)
+    except ReportError:  # without a formula the count is the best there is
+        return counted
+    return flops.model_flops(asked.model, asked.sequence, _sequences(asked, config, resolved)[0])
+
+
+def _sequences(asked: estimate.Question, config: Mapping[str, Any], resolved: Mapping[str, Any]) -> tuple[int, int]:
+    """(sequences of one call over all devices, micro-steps of an update)."""
+    ranks = math.prod(resolved[MESH + axis] for axis in BATCH_AXES)
+    micro_steps = accumulation(config, ranks)
+    return asked.batch * ranks * (micro_steps if config[BATCH_MODE] == "scan" else 1), micro_steps
 
 
 def _starts(segments: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -165,7 +183,8 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
         return None
     save, offload = set(segment["save"]), set(segment["offload"])
     if policy in PRODUCT_POLICIES:
-        (offload if policy == "offload_dots" else save).update(rematerialized.WEIGHT_PRODUCTS)
+        (offload if policy == "offload_dots" else save).update(
+            rematerialized.WEIGHT_PRODUCTS + rematerialized.EXPERT_PRODUCTS + ("router_logits",))
     stay = _outside(config, save | offload) | (frozenset(("mid",)) if tiled else frozenset())
     if tiled:
         save, offload = save - rematerialized.TILED, offload - rematerialized.TILED

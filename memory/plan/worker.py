@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     compilation = program.compile_for_report(exact=True)
     seconds = time.perf_counter() - began
     report = report_of(compilation, target=target, loop=trainer.loop_overhead(program))
+    settled = trainer.settled(program)
     row = {
         "status": "ok", "peak_bytes": report.peak_bytes, "allocated_bytes": report.allocated_bytes,
         "temp_bytes": report.xla.temp_bytes, "host_bytes": report.host_bytes,
@@ -73,7 +75,8 @@ def answer_to(job: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
         "residual_bytes": residuals_of(report), "breakdown": dict(report.breakdown),
         "limit_bytes": report.limit_bytes, "fits": report.fits, "compile_seconds": seconds,
         "target": dict(report.target), "versions": dict(report.versions),
-        "settled": trainer.settled(program), **flops_of(compilation.jaxpr), "work": dict(report.work),
+        "settled": settled, "work": dict(report.work),
+        **flops_of(compilation.jaxpr, trainer.config(job["config"], overrides), settled),
         "schedule": to_json(report.schedule),
         "calls_per_update": program.calls_per_update, "tokens_per_update": tokens_of(program),
     }
@@ -94,17 +97,23 @@ def residuals_of(report: Report) -> int:
     return max(((point.bytes, size) for point, size in zip(report.timeline, held) if size), default=(0, 0))[1]
 
 
-def flops_of(jaxpr: Any) -> dict[str, float | None]:
-    """FLOPs of one call of the step over all devices, as fields of a row; {} where the program was not traced."""
+def flops_of(jaxpr: Any, config: Mapping[str, Any], settled: Mapping[str, Any]) -> dict[str, float | None]:
+    """FLOPs of one call of the step over all devices, as fields of a row; {} where the program was not traced.
+
+    config: dotted key -> value; settled: how the trainer resolved it.
+    """
     try:
         from bytescope.memory.costs.flops import count
+        from bytescope.memory.formulas import reconcile
     except ModuleNotFoundError:
         return {}
     if jaxpr is None:
         return {}
     flops = count(jaxpr)
-    return {"recompute_flops_fraction": flops.recompute_fraction, "kernel_recompute_flops": flops.kernel_recomputed,
-            "model_flops": flops.model_flops, "hardware_flops": flops.hardware_flops}
+    model = reconcile.model_flops(config, settled, flops.model_flops)
+    return {"recompute_flops_fraction": flops.recomputed / model if model else 0.0,
+            "kernel_recompute_flops": flops.kernel_recomputed, "model_flops": model,
+            "hardware_flops": flops.hardware_flops}
 
 
 def tokens_of(program: Any) -> int:

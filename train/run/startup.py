@@ -162,15 +162,15 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     work = flops.count(compilation.jaxpr)
     report = report_of(compilation, target=parse("local"), config=flatten(program.config), names=NAMES,
                        loop=loop_overhead(program))
-    named = subject(command.config or DEFAULT, command.overrides, program, Adapter().settled(program),
-                    compilation.jaxpr)
+    named = subject(command.config or DEFAULT, command.overrides, program, flatten(program.config),
+                    Adapter().settled(program), compilation.jaxpr)
     report = with_seconds(dataclasses.replace(report, subject=named))
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
         summary.show(console, [("compiled", f"in {seconds:.1f} s"),
                                ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs")])
         put(report_text.render(report), console)
-    return Compiled(compilation.compiled, report, work.hardware_flops / max(work.model_flops, 1), seconds)
+    return Compiled(compilation.compiled, report, work.hardware_flops / max(named.model_flops, 1), seconds)
 
 
 def write_report(report: Report, workdir: Path) -> Path:

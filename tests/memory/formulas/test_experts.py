@@ -3,16 +3,23 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.formulas import experts, flops, training_state, transformer
+from bytescope.memory.costs.flops import count
+from bytescope.memory.formulas import experts, flops, reconcile, training_state, transformer
 from bytescope.memory.formulas.config import question_of
 from bytescope.memory.formulas.estimate import Question, estimate
 from bytescope.memory.formulas.experts import Experts
 from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.formulas.transformer import Layout, Model
+from bytescope.model import ModelConfig
+from bytescope.model.experts import rows
+from bytescope.model.experts.kernels import KERNELS
 from bytescope.train.planning.adapter import Adapter
+from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
 pytestmark = pytest.mark.quick
 
@@ -131,3 +138,46 @@ def test_a_config_says_its_experts_and_its_attention():
     assert capacity.model.experts.capacity == 1.25
     latent = question_of(Adapter().config("tiny", [("model.attention_kind", "mla"), ("model.mla_q_rank", "48")]))
     assert latent.model.latent == Latent(48, 512, 64, 128)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"model.experts": "8", "model.d_expert": "64", "model.shared_experts": "1", "model.dense_layers": "1"},
+    {"model.experts": "4", "model.moe_every": "2", "model.mlp": "gelu"},
+    {"model.attention_kind": "mla", "model.mla_q_rank": "48"}, {"model.attention_kind": "mla"}],
+    ids=["shared", "every second", "latent", "latent, no rank of queries"])
+def test_a_runs_utilization_counts_the_same_flops(overrides):
+    """Of active parameters: what `train` divides by the peak is the formula."""
+    config = Adapter().config("tiny", list(overrides.items()))
+    model = ModelConfig.from_dict({key.removeprefix("model."): value for key, value in config.items()
+                                   if key.startswith("model.")})
+    assert model_flops_per_token(model, 64) * 64 == flops.model_flops(question_of(config).model, 64, 1)
+    matrices = [f"blocks.{name}" for name in ("attention.w_o", "experts.w_router", "experts.w_up", "shared.w_down")]
+    frozen = [name for name in matrices if model.experts or "attention" in name]
+    assert frozen_matmul_parameters(model, frozen) > 0
+    assert frozen_matmul_parameters(model, ["blocks.experts.router_bias", "blocks.norm_mlp.scale"]) == 0
+
+
+def test_capacity_and_padding_are_no_model_flops():
+    """A step as it is settled: 8 sequences a rank of data, fsdp and expert."""
+    config = Adapter().config("tiny", [("model.experts", "8"), ("model.moe_kernel", "capacity")])
+    settled = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.expert": 4, "mesh.context": 1, "mesh.tensor": 1}
+    length, sequences = config["data.seq_len"], 8 * config["batch.micro"]
+    expected = flops.model_flops(question_of(config).model, length, sequences)
+    assert reconcile.model_flops(config, settled, 1e30) == expected
+    assert reconcile.model_flops({**config, "model.experts": 0}, settled, 7) == 7
+
+
+def test_a_kernels_cost_estimate_is_what_it_computes():
+    """Forward, and both gradients: tiles of the rows that are there, whatever the loops over them say."""
+    shape = rows.tiled_shape(64, 4, 16)
+    tiles = rows.Tiles(*(jnp.zeros(n, jnp.int32) for n in (shape.tiles, 4, 4)))
+    x, w = jnp.zeros((shape.rows, 32), jnp.bfloat16), jnp.zeros((4, 32, 48), jnp.bfloat16)
+    products = KERNELS["grouped"]
+
+    def step(x, w, tiles):
+        y = products.forward(x, w, tiles)
+        return products.to_rows(y, w, tiles), products.to_weights(x, y, tiles)
+
+    found = count(jax.make_jaxpr(step)(x, w, tiles))
+    assert found.total == 3 * 2 * shape.rows * 32 * 48 and found.by == {("forward", "bf16"): found.total}
+    assert not found.notes
