@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from bytescope import memory
 from bytescope.memory.costs import flops
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import ADAPTER_MASKS, ADAPTERS, MATMULS, OUTSIDE_CORE, POLICIES, RematPlan
+from bytescope.model.remat.policies import (
+    ADAPTER_MASKS,
+    ADAPTERS,
+    EXPERTS,
+    MATMULS,
+    OUTSIDE_CORE,
+    POLICIES,
+    RematPlan,
+)
 from bytescope.train.program import build
 from support.toy import first_state, fixed_batches, run_losses, small_config, small_program
 
@@ -69,7 +77,8 @@ def test_ranges_granularity_and_custom_equal_none(overrides, kept):
 
 
 NAME_SETS = st.sets(st.sampled_from(sorted(
-    {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS})), min_size=1, max_size=6)
+    {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS, *EXPERTS})),
+    min_size=1, max_size=6)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -121,7 +130,7 @@ def block_residuals(capsys, **overrides):
     program = small_program(overrides)
     transformer = program.transformer(nnx.Rngs(params=0))
     graph, state = nnx.split(transformer.blocks)
-    block = transformer._block(transformer.remat.segments(program.model.n_layers)[0], graph)
+    block = transformer._block(transformer.runs[0], graph)
     layer = jax.tree.map(lambda leaf: leaf[0], state)
     x = jnp.ones((2, 16, program.model.d_model), program.precision.compute)
     keys = jax.random.split(jax.random.key(0), 2) if program.model.dropout else None
