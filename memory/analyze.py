@@ -122,7 +122,8 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
     """The report with what the formulas expect of its config, where it has one that they know."""
     config, axes = hlo_mesh.flat(report.config), dict(program.mesh)
     state = ledger.state_of(report, program, roles, config)
-    expected = communication.of_config(config, axes, state.parameters * state.tensor)
+    expected = communication.of_config(config, axes, state.parameters * state.tensor,
+                                       report.target.get("platform", ""))
     parameters = parameters_of(config, ledger.parameters_held(report, program, roles, state))
     return dataclasses.replace(report, parameters=parameters,
                                communication=collectives.rows(report.collectives, expected),

@@ -32,6 +32,7 @@ LOSS_KIND = "loss.kind"
 
 MESH_CONTEXT = "mesh.context"
 MESH_DATA = "mesh.data"
+MESH_DISPATCH = "mesh.dispatch"
 MESH_EXPERT = "mesh.expert"
 MESH_FSDP = "mesh.fsdp"
 MESH_PREFETCH = "mesh.prefetch"

@@ -122,6 +122,8 @@ class Block(nnx.Module):
         self.attention.again = again
         for mlp in self._dense_mlps():
             mlp.again = again
+        if self.routed:
+            self.experts.again = again
         self.attention.layer = layer
         return self
 

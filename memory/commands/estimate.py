@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, (_, _, _, summary) in KINDS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=f"with --params: {summary}")
     for flag, part in (EXPERTS | LATENT).items():
-        parser.add_argument(f"--{flag}", type=part.kind, metavar="N", help=f"with --params: {part.summary}")
+        kind = {"action": "store_const", "const": True} if part.kind is bool else {"type": part.kind, "metavar": "N"}
+        parser.add_argument(f"--{flag}", help=f"with --params: {part.summary}", **kind)
     for flag, summary in WORK.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
     parser.add_argument("--zero", type=int, choices=training_state.ZERO, metavar="STAGE",

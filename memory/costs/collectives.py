@@ -30,6 +30,8 @@ WIRE: Mapping[str, Callable[[int], float]] = {
     "collective-broadcast": lambda n: 1.0,
 }
 
+RAGGED = "ragged-all-to-all"
+
 
 def find(look: Attribution, mesh: hlo_mesh.Axes = ()) -> tuple[Collective, ...]:
     """Every collective that the step runs over more than one device, in the order of the schedule.
@@ -72,9 +74,14 @@ def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction
 
 
 def arrays_of(module: Module, instruction: Instruction) -> list[Shape]:
-    """The arrays that a collective is given, those that are combined into one each."""
+    """The arrays that a collective sends, those that are combined into one each."""
     operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
-    return [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+    found = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+    if instruction.opcode.removesuffix("-start") != RAGGED:
+        return found
+    # Rows, the buffer that they arrive in, and where: no more are sent than the rows hold, or than the buffer has
+    # room for, in even shares.
+    return [min(found[:2], key=lambda shape: shape.bytes)]
 
 
 def share(kind: str, groups: hlo_mesh.Groups, devices: int) -> tuple[float, int]:

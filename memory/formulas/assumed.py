@@ -23,6 +23,7 @@ from bytescope.memory.config_keys import (
     MODEL_MLA_Q_RANK,
     MODEL_MLP,
     MODEL_MOE_EVERY,
+    MODEL_MOE_KERNEL,
     MODEL_N_HEADS,
     MODEL_N_KV_HEADS,
     MODEL_N_LAYERS,
@@ -77,8 +78,9 @@ EXPERTS = {
     "shared-experts": Part("shared", MODEL_SHARED_EXPERTS, "experts that every token goes to"),
     "dense-layers": Part("dense_layers", MODEL_DENSE_LAYERS, "first layers without experts"),
     "moe-every": Part("every", MODEL_MOE_EVERY, "of the layers after those, each so manieth has experts", 1, 1),
-    "capacity": Part("capacity", MODEL_CAPACITY_FACTOR, "rows that an expert has room for over their mean, 0: no limit",
+    "capacity": Part("capacity", MODEL_CAPACITY_FACTOR, "rows that there is room for over their mean, 0: no limit",
                      kind=float),
+    "expert-slots": Part("slots", MODEL_MOE_KERNEL, "each expert has as much room, more rows are dropped", kind=bool),
 }
 LATENT = {
     "mla-kv-rank": Part("rank", MODEL_ATTENTION_KIND, "width of the latent of keys and values, of latent attention"),

@@ -2,8 +2,8 @@
 
 Data parallelism after Rajbhandari et al. 2020 (arXiv 1910.02054), section 7; tensor parallelism after Shoeybi et
 al. 2019 (arXiv 1909.08053), section 3; with sequence parallelism after Korthikanti et al. 2022 (arXiv 2205.05198),
-section 4.2. Left out: the vocabulary-parallel embedding and loss, norms and other small sums, expert and pipeline
-parallelism, and the keys and values of ring attention.
+section 4.2; expert parallelism in `expert_exchange`. Left out: the vocabulary-parallel embedding and loss, norms and
+other small sums, pipeline parallelism, and the keys and values of ring attention.
 """
 
 from __future__ import annotations
@@ -21,16 +21,24 @@ from bytescope.memory.config_keys import (
     BATCH_TOKENS,
     DATA_SEQ_LEN,
     LORA_RANK,
+    MESH_DISPATCH,
     MESH_SEQUENCE_PARALLEL,
     MESH_STRATEGY,
     MODEL_D_MODEL,
+    MODEL_EXPERTS,
     MODEL_N_LAYERS,
     OPTIMIZER_FREEZE,
     PRECISION,
     PRECISION_PRESET,
+    REMAT_OFFLOAD,
     REMAT_POLICY,
+    REMAT_SAVE,
 )
+from bytescope.memory.formulas import experts
+from bytescope.memory.formulas.config import model_of
+from bytescope.memory.formulas.expert_exchange import chosen_dispatch, repeats, sent
 from bytescope.memory.formulas.training_state import PRECISIONS
+from bytescope.memory.formulas.transformer import Model
 
 # Precision preset -> bytes of a parameter as it is gathered, in the dtype of the products; other presets have no
 # formula. Gradients travel in the same dtype, but for the presets that say otherwise.
@@ -63,7 +71,8 @@ class Expected:
 
 
 def data_parallel(strategy: str, parameters: int, itemsize: int, data: Mapping[str, int], shard: Mapping[str, int],
-                  *, gathers: int = 2, reductions: int = 1, gradient_bytes: int = 0) -> list[Expected]:
+                  *, gathers: int = 2, reductions: int = 1, gradient_bytes: int = 0,
+                  words: str = "parameters") -> list[Expected]:
     """Collectives of parameters and gradients over data-parallel ranks (Rajbhandari et al. 2020, section 7).
 
     Args:
@@ -73,16 +82,17 @@ def data_parallel(strategy: str, parameters: int, itemsize: int, data: Mapping[s
         gathers: times that zero3 gathers a layer's parameters in one micro-step.
         reductions: times per step that gradients are summed: micro-steps, or 1 when they are summed at its end.
         gradient_bytes: bytes of a gradient on its way; 0 for `itemsize`.
+        words: what the parameters are called.
     """
     gradient = (gradient_bytes or itemsize) * parameters * reductions
     times = "" if reductions == 1 else f" x {reductions}"
     shards = math.prod(shard.values())
     if strategy == "ddp" or shards == 1:
         return _reduced({**data, **shard}, gradient, f"gradients{times}")
-    gathered, words = parameters * itemsize, "parameters"  # the compute copy of all of them, once per step
+    gathered = parameters * itemsize  # the compute copy of all of them, once per step
     if strategy == "zero3":
         repeats = gathers * reductions
-        gathered, words = repeats * gathered, f"{repeats} x parameters"
+        gathered, words = repeats * gathered, f"{repeats} x {words}"
     return [Expected("all-gather", tuple(shard), shards, gathered, words),
             Expected("reduce-scatter", tuple(shard), shards, gradient, f"gradients{times}"),
             *_reduced(data, gradient // shards, f"gradient shards{times}")]
@@ -92,6 +102,22 @@ def _reduced(axes: Mapping[str, int], size: int, formula: str) -> list[Expected]
     """An all-reduce of `size` bytes, none over a single device."""
     group = math.prod(axes.values())
     return [Expected("all-reduce", tuple(axes), group, size, formula)] if group > 1 else []
+
+
+def expert_parallel(config: Mapping[str, Any], plan: Plan, model: Model, itemsize: int, micro_steps: int,
+                    platform: str) -> list[Expected]:
+    """Collectives of rows between the devices that share the experts of `model`; [] for a dispatch that is emulated."""
+    found = model.experts
+    dispatch = chosen_dispatch(config[MESH_DISPATCH], found.slots, platform)
+    if plan.expert == 1 or not dispatch:
+        return []
+    kept = {name for key in (REMAT_SAVE, REMAT_OFFLOAD) for name in config.get(key, ())}
+    again, redone = repeats(config.get(REMAT_POLICY, "none"), kept)
+    layers = micro_steps * sum(kind.layers for kind in experts.by_kind(model) if kind.experts)
+    tokens = config[BATCH_MICRO] * config[DATA_SEQ_LEN] // plan.context
+    return [Expected(one.kind, ("expert",), plan.expert, round(layers * one.bytes), one.formula)
+            for one in sent(dispatch, found, tokens=tokens, width=model.width, itemsize=itemsize, size=plan.expert,
+                            again=again, redone=redone)]
 
 
 def tensor_parallel(axis: str, size: int, layers: int, activation: int, *, sequence_parallel: bool = False,
@@ -122,7 +148,7 @@ class Plan:
     """The parallelism that a trainer's config asks for.
 
     strategy: a row of `training_state.STRATEGIES`. data, shard: mesh axis -> size of the replicas and of the devices
-    that shard state, axes of size 1 left out. tensor, context: sizes of these axes.
+    that shard state, axes of size 1 left out. tensor, context, expert: sizes of these axes.
     """
 
     strategy: str
@@ -130,6 +156,7 @@ class Plan:
     shard: Mapping[str, int]
     tensor: int
     context: int
+    expert: int = 1
 
     @property
     def degree(self) -> int:
@@ -142,11 +169,11 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     if "fsdp" not in axes and "data" not in axes:
         return None
     many = {axis: size for axis, size in axes.items() if size > 1}
-    # Devices that share a sequence share state too.
-    shard = {axis: size for axis, size in many.items() if axis in ("fsdp", "context")}
+    # Devices that share a sequence or the experts share state too.
+    shard = {axis: size for axis, size in many.items() if axis in ("fsdp", "expert", "context")}
     data = {axis: size for axis, size in many.items() if axis == "data"}
     strategy = str(config.get(MESH_STRATEGY, "zero3")) if shard else "ddp"  # nothing is sharded, whatever the name
-    return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1))
+    return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1), axes.get("expert", 1))
 
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
@@ -158,11 +185,12 @@ def accumulation(config: Mapping[str, Any], ranks: int) -> int:
     return max(scheduled, default=config.get(BATCH_ACCUMULATION, 1))
 
 
-def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int) -> list[Expected]:
+def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int,
+              platform: str = "") -> list[Expected]:
     """Everything the formulas expect of a trainer's config (dotted keys), axes in the order of the mesh.
 
     [] for a mesh or a precision without a formula, and where parameters are frozen. `axes`: mesh axis -> size;
-    `parameters`: of the model, over all devices.
+    `parameters`: of the model, over all devices; `platform`: of the target.
     """
     plan, itemsize = plan_of(config, axes), COMPUTE_BYTES.get(config.get(PRECISION_PRESET, ""))
     changed = any(config.get(PRECISION + role) for role in ("param", "compute", "reduce", "cast"))
@@ -175,9 +203,17 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     once = plan.context == 1 and (plan.strategy == "zero1" or (plan.strategy == "ddp" and micro_steps > 1))
     gradient_bytes = GRADIENT_BYTES.get(config[PRECISION_PRESET],
                                         ACCUMULATOR_BYTES if once and micro_steps > 1 else 0)
-    out = data_parallel(
-        plan.strategy, parameters // plan.tensor, itemsize, plan.data, plan.shard, gathers=GATHERS.get(policy, 2),
-        reductions=1 if once else micro_steps, gradient_bytes=gradient_bytes)
+    model = model_of(config) if config.get(MODEL_EXPERTS) else None
+    routed = experts.routed_count(model) if model else 0
+    each = {"gathers": GATHERS.get(policy, 2), "reductions": 1 if once else micro_steps,
+            "gradient_bytes": gradient_bytes}
+    out = data_parallel(plan.strategy, (parameters - routed) // plan.tensor, itemsize, plan.data, plan.shard, **each)
+    if model:
+        # Of the experts a device holds and gathers its own alone.
+        shard = {axis: size for axis, size in plan.shard.items() if axis != "expert"}
+        out += data_parallel(plan.strategy, routed // plan.expert // plan.tensor, itemsize, plan.data, shard,
+                             words="experts' parameters", **each)
+        out += expert_parallel(config, plan, model, itemsize, micro_steps, platform)
     sizes = [config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL, MODEL_N_LAYERS)]
     if all(sizes):
         rows, length, width, layers = sizes

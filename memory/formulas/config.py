@@ -64,9 +64,9 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
     m = _model_keys(config)
     if not m["experts"]:
         return None
-    capacity = m["capacity_factor"] or (CAPACITY if m["moe_kernel"] == "capacity" else 0.0)
+    slots = m["moe_kernel"] == "capacity"
     return Experts(m["experts"], m["experts_per_token"], m["d_expert"] or m["d_ff"], m["shared_experts"],
-                   m["dense_layers"], m["moe_every"], capacity)
+                   m["dense_layers"], m["moe_every"], m["capacity_factor"] or CAPACITY * slots, slots)
 
 
 def latent_of(config: Mapping[str, Any]) -> Latent | None:

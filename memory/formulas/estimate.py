@@ -142,8 +142,7 @@ def _notes(question: Question) -> tuple[str, ...]:
     if question.attention == "flash":
         notes += ("FlashAttention recomputes the core in its own gradient: selective keeps what none keeps.",)
     if question.model.experts:
-        notes += ("Experts: rows are balanced over devices; that an expert's rows fill up tiles, 127 rows at most, and "
-                  "buffers for more rows than the mean are left out.",)
+        notes += ("Experts: a device has buffers for all rows that can come to it, or for so many as --capacity says.",)
     return notes
 
 

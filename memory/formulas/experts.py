@@ -8,6 +8,7 @@ bias with which a router picks, one number an expert.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ class Experts:
 
     count: E of them; per_token: k that a token goes to; width: of one. shared: experts that every token goes to,
     computed as one MLP. dense_layers: first layers whose MLP stays dense; every: of the layers after those, each so
-    manieth has experts. capacity: rows that an expert has room for over their mean, 0: as many as come.
+    manieth has experts. capacity: rows that there is room for over their mean, 0: as many as come. slots: each expert
+    has room for as many rows, and of more some are dropped; else its rows fill tiles.
     """
 
     count: int
@@ -30,6 +32,7 @@ class Experts:
     dense_layers: int = 0
     every: int = 1
     capacity: float = 0.0
+    slots: bool = False
 
     def has(self, layer: int) -> bool:
         """Whether a layer, by its number from 0, has experts: past the dense ones the last of each `every`."""
@@ -87,14 +90,39 @@ def router_size(model: Model) -> int:
     return model.width * model.experts.count if model.experts else 0
 
 
-def token_sizes(model: Model) -> dict[str, float]:
-    """Elements per token of a layer's tensors around its experts, by `transformer.Tensor.size`.
-
-    A device has as many rows as its tokens go to experts, wherever these are: k a token, with room for more or less by
-    the capacity. Left out: that rows of an expert fill up tiles of 128, 127 rows an expert at most.
-    """
+def token_sizes(model: Model) -> dict[str, int]:
+    """Elements per token of a layer's router, and per row of what its experts read and make, by
+    `transformer.Tensor.size`."""
     found = model.experts
     if found is None:
         return {"experts": 0, "routed": 0, "routed_mlp": 0}
-    rows = found.per_token * (found.capacity or 1)
-    return {"experts": found.count, "routed": rows * model.width, "routed_mlp": rows * found.width}
+    return {"experts": found.count, "routed": model.width, "routed_mlp": found.width}
+
+
+# Sizes of a row, not of a token.
+BY_ROW = ("routed", "routed_mlp")
+# Rows of a tile: at most, and at least.
+LARGEST_TILE, SMALLEST_TILE = 128, 16
+
+
+def slots(experts: Experts, tokens: float) -> int:
+    """Rows that one expert has room for from each device of `tokens`, a multiple of 8 (Lepikhin et al. 2020, arXiv
+    2006.16668)."""
+    return max(-(-int(tokens * experts.per_token * (experts.capacity or 1) / experts.count) // 8) * 8, 8)
+
+
+def rows(experts: Experts, tokens: float, ranks: int = 1) -> int:
+    """Rows that a device of `tokens` has room for, where `ranks` devices share the experts.
+
+    With slots as many for each expert. Else those of an expert fill up tiles (Gale et al. 2022, arXiv 2211.15841), and
+    without a capacity there is room for the most that can come: all tokens of all ranks.
+    """
+    if experts.slots:
+        return experts.count * slots(experts, tokens)
+    chosen, own = tokens * experts.per_token, experts.count // ranks
+    room = tokens * ranks * min(experts.per_token, own)
+    if experts.capacity and ranks > 1:
+        room = min(int(experts.capacity * chosen), room)
+    mean = max(int(chosen * ranks) // experts.count, 1)
+    tile = min(max(1 << (mean.bit_length() - 1), SMALLEST_TILE), LARGEST_TILE)
+    return (math.ceil(room / tile) + own) * tile

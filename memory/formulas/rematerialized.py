@@ -41,10 +41,10 @@ NAMED = {tensor.name: tensor for tensor in (
     Tensor("mlp_out", "width", "sequence"),
     Tensor("mlp_out_mask", "width", "sequence", 1, only="dropout"),
     Tensor("router_logits", "experts", "sequence", 4, only="experts"),
-    Tensor("dispatched", "routed", "", operand=True, only="experts"),
+    Tensor("dispatched", "routed", "", only="experts"),
     Tensor("expert_gate", "routed_mlp", "tensor", only="gated"),
     Tensor("expert_up", "routed_mlp", "tensor"),
-    Tensor("expert_act", "routed_mlp", "tensor", operand=True),
+    Tensor("expert_act", "routed_mlp", "tensor"),
     Tensor("combined", "width", "sequence", only="experts"),
     *(Tensor(f"lora_{target}", "rank", "sequence", only="adapters", weights=(target,)) for target in TARGETS),
 )}

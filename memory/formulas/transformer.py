@@ -155,10 +155,10 @@ LAYER = (
     Tensor("up", "mlp", "tensor", tiled=True),
     Tensor("down input", "mlp", "tensor", operand=True, tiled=True, weights=("down",)),
     Tensor("router logits", "experts", "sequence", 4, only="experts"),
-    Tensor("dispatched rows", "routed", "", operand=True, only="experts"),
+    Tensor("dispatched rows", "routed", "", only="experts"),
     Tensor("experts' gate", "routed_mlp", "tensor", only="gated"),
     Tensor("experts' up", "routed_mlp", "tensor"),
-    Tensor("experts' down input", "routed_mlp", "tensor", operand=True),
+    Tensor("experts' down input", "routed_mlp", "tensor"),
     Tensor("mlp output", "width", "sequence", only="post_norms", tiled=True),
     Tensor("mlp dropout mask", "width", "sequence", 1, only="dropout"),
     Tensor("inside the adapters", "adapters", "sequence", only="adapters"),
@@ -202,7 +202,8 @@ def tensor_bytes(tensor: Tensor, model: Model, layout: Layout, sequence: int, to
     if not exists(tensor, model):
         return 0.0
     split = layout.tensor if tensor.split == "tensor" or (tensor.split and layout.sequence) else 1
-    return token_sizes(model, sequence)[tensor.size] * tokens * (
+    count = experts.rows(model.experts, tokens, layout.expert) if tensor.size in experts.BY_ROW else tokens
+    return token_sizes(model, sequence)[tensor.size] * count * (
         tensor.itemsize or (tensor.operand and operand) or itemsize) / split
 
 

@@ -16,7 +16,7 @@ from bytescope.memory.devices.limits import described_limit
 from bytescope.memory.formulas import adapters, training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import ASPECT, NOTES, Question, shape_for
-from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.formulas.experts import BY_ROW, LARGEST_TILE, SMALLEST_TILE, Experts
 from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.pages.frame import page
 
@@ -26,7 +26,7 @@ SHAPE = {"layers": "layers", "width": "width", "heads": "heads", "kv_heads": "kv
          "qk_norm": "qk-norm", "post_norms": "post-norms",
          "experts": "experts", "experts_per_token": "experts-per-token", "d_expert": "d-expert",
          "shared_experts": "shared-experts", "dense_layers": "dense-layers", "moe_every": "moe-every",
-         "capacity": "capacity", "mla_q_rank": "mla-q-rank", "mla_kv_rank": "mla-kv-rank",
+         "capacity": "capacity", "slots": "expert-slots", "mla_q_rank": "mla-q-rank", "mla_kv_rank": "mla-kv-rank",
          "mla_d_rope": "mla-d-rope", "mla_d_value": "mla-d-value"}
 REST = {"lora_rank": "lora-rank", "lora_targets": "lora-targets", "lora_base": "lora-base",
         "sequence": "sequence", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
@@ -35,7 +35,8 @@ REST = {"lora_rank": "lora-rank", "lora_targets": "lora-targets", "lora_base": "
         "expert_parallel": "expert-parallel", "zero": "zero"}
 # Input -> the one without which it says nothing.
 WITHIN = dict.fromkeys(("lora_targets", "lora_base"), "lora_rank") | dict.fromkeys(
-    ("experts", "experts_per_token", "d_expert", "shared_experts", "dense_layers", "moe_every", "capacity"), "experts"
+    ("experts", "experts_per_token", "d_expert", "shared_experts", "dense_layers", "moe_every", "capacity",
+     "slots"), "experts"
 ) | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
 
 # What the inputs of experts and of latent attention begin with where a model has neither.
@@ -55,7 +56,7 @@ def page_data(question: Question, presets: Mapping[str, Question]) -> dict[str, 
         "layer": [row._asdict() for row in transformer.LAYER],
         "flash": transformer.FLASH._asdict(), "block_input": transformer.BLOCK_INPUT._asdict(),
         "outside": [row._asdict() for row in (transformer.EMBEDDING_MASK, *transformer.HEAD)],
-        "logits": transformer.LOGITS._asdict(),
+        "logits": transformer.LOGITS._asdict(), "by_row": BY_ROW, "tiles": (SMALLEST_TILE, LARGEST_TILE),
         "precisions": {name: row._asdict() for name, row in training_state.PRECISIONS.items()},
         "optimizers": {name: row._asdict() for name, row in training_state.OPTIMIZERS.items()},
         "targets": adapters.TARGETS, "bases": {name: row._asdict() for name, row in adapters.BASES.items()},
@@ -87,8 +88,9 @@ def inputs(question: Question) -> dict[str, Any]:
         "qk_norm": model.qk_norm, "post_norms": model.post_norms,
         "experts": experts.count, "experts_per_token": experts.per_token, "d_expert": experts.width,
         "shared_experts": experts.shared, "dense_layers": experts.dense_layers, "moe_every": experts.every,
-        "capacity": experts.capacity, "mla_q_rank": latent.query_rank, "mla_kv_rank": latent.rank,
-        "mla_d_rope": latent.rotary, "mla_d_value": latent.value,
+        "capacity": experts.capacity, "slots": experts.slots,
+        "mla_q_rank": latent.query_rank, "mla_kv_rank": latent.rank, "mla_d_rope": latent.rotary,
+        "mla_d_value": latent.value,
         "lora_rank": lora.rank, "lora_targets": ",".join(lora.targets), "lora_base": lora.base,
         "sequence": q.sequence, "batch": q.batch, "logit_tokens": q.logit_tokens or 0,
         "mlp_tokens": q.mlp_tokens, "offload": q.offload, "fused": q.fused, "attention": q.attention,

@@ -46,7 +46,7 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place = config, precision, place
+        self.config, self.precision, self.place, self.again = config, precision, place, True
         self.gated, self.activation = MLPS[config.mlp]
         E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
         wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
@@ -94,11 +94,11 @@ class Experts(nnx.Module):
             x_X1D = tag(x_X1D, "dispatched")
         with jax.named_scope("experts"):
             matrices = (self.w_up, *((self.w_gate,) if self.gated else ()))
-            up_XF, *gate = products.enter(kernel, place, x_X1D, matrices, plan)
+            up_XF, *gate = products.enter(kernel, place, x_X1D, matrices, plan, again=self.again)
             up_XF = tag(up_XF, "expert_up")
             act_XF = act(tag(gate[0], "expert_gate")) * up_XF if self.gated else act(up_XF)
             act_XF = tag(products.weigh(place, act_XF, weight_X1), "expert_act")
-            y_X1D = products.leave(kernel, place, act_XF, self.w_down, plan)
+            y_X1D = products.leave(kernel, place, act_XF, self.w_down, plan, again=self.again)
         with jax.named_scope("combine"):
             y_BLD = products.combine(how, place, y_X1D, x_BLD[:, :, :0], plan)
         return y_BLD, plan.dropped.sum().astype(jnp.float32)
@@ -120,7 +120,7 @@ class Experts(nnx.Module):
 def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array) -> Load:
     with jax.named_scope("load"):
         E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
-        counts_E = (choice.expert_BLK[..., None] == jnp.arange(E)).sum((0, 1, 2)).astype(jnp.float32)
+        counts_E = jax.nn.one_hot(choice.expert_BLK, E, dtype=jnp.float32).sum((0, 1, 2))
         share_BLE = choice.share_BLE
         entropy = -(share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1).mean()
         balance = E * (counts_E / (B * L * K) * share_BLE.mean((0, 1))).sum()

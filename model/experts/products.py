@@ -113,36 +113,49 @@ def _like(x_BLD: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter of the experts [E, C, N]: its logical axes, and whether it is frozen."""
+    """A parameter of the experts [E, C, N]: its logical axes, whether it is frozen, and whether it is gathered and cast
+    `again` for the gradient, as in `layers.enter`."""
 
     axes: Axes
     frozen: bool
+    again: bool
 
     @classmethod
-    def of(cls, p: nnx.Param) -> "Weight":
+    def of(cls, p: nnx.Param, again: bool) -> "Weight":
         """That of a parameter."""
-        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"])
+        return cls(p.get_metadata()["axes"], p.get_metadata()["frozen"], again)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _multiply(kernel: str, place: Placement, which: tuple[Weight, ...], spec: tuple[Axes, Axes], x: jax.Array,
               weights: tuple[jax.Array, ...], tiles: Any) -> tuple[jax.Array, ...]:
     """Rows `x` times each of the weights as they are stored; `spec`: the axes of the rows and of the results."""
+    return _times(kernel, place, which, spec, x, _computed(which, weights, x.dtype, place), tiles)
+
+
+def _times(kernel: str, place: Placement, which: tuple[Weight, ...], spec: tuple[Axes, Axes], x: jax.Array,
+           computed: tuple[jax.Array, ...], tiles: Any) -> tuple[jax.Array, ...]:
+    """Rows times each of the weights as they are computed with."""
     def run(x, weights, tiles):
         return tuple(_shaped(KERNELS[kernel].forward(_flat(x), w, tiles), spec[1]) for w in weights)
 
     return place.own(run, (spec[0], tuple(one.axes for one in which), ("rows",)), (spec[1],) * len(which))(
-        x, _computed(which, weights, x.dtype, place), tiles)
+        x, computed, tiles)
 
 
 def _multiply_forward(kernel, place, which, spec, x, weights, tiles):
-    # The weights as they are stored are kept, which costs nothing, and gathered and cast again for the gradient.
+    # Gathered again for the gradient, weights are kept as they are stored, which costs nothing. Where a checkpoint
+    # recomputes the products they are gathered for these: the compiler would not see that both gathers are one.
+    computed = _computed(which, weights, x.dtype, place)
+    outs = _times(kernel, place, which, spec, x, computed, tiles)
     kept = None if all(one.frozen for one in which) else x
-    return _multiply(kernel, place, which, spec, x, weights, tiles), (kept, weights, tiles)
+    return outs, (kept, weights, None if which[0].again else computed, tiles)
 
 
 def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
-    x, weights, tiles = residuals
+    x, weights, computed, tiles = residuals
+    if computed is None:
+        computed = _computed(which, weights, d_outs[0].dtype, place)
     products, trained = KERNELS[kernel], [not one.frozen for one in which]
 
     def run(x, weights, d_outs, tiles):
@@ -155,7 +168,7 @@ def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
     axes = tuple(one.axes for one in which)
     d_x, sums = place.own(run, (spec[0], axes, [spec[1]] * len(which), ("rows",)),
                           (spec[0], [("partial", *one.axes) for one in which if not one.frozen]))(
-        x, _computed(which, weights, d_outs[0].dtype, place), list(d_outs), tiles)
+        x, computed, list(d_outs), tiles)
     parts, d_weights = iter(sums), []
     for one, w in zip(which, weights):
         if one.frozen:
@@ -185,16 +198,16 @@ def _shaped(y_XN: jax.Array, axes: Axes) -> jax.Array:
     return y_XN[:, None] if len(axes) == 3 else y_XN
 
 
-def enter(kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param],
-          plan: Any) -> tuple[jax.Array, ...]:
-    """Rows times each parameter [E, D, F], [X, F] each."""
-    which = tuple(map(Weight.of, params))
+def enter(kernel: str, place: Placement, x_X1D: jax.Array, params: Sequence[nnx.Param], plan: Any, *,
+          again: bool) -> tuple[jax.Array, ...]:
+    """Rows times each parameter [E, D, F], [X, F] each; `again` as in `layers.enter`."""
+    which = tuple(Weight.of(p, again) for p in params)
     return _multiply(kernel, place, which, (ROWS, WIDE), x_X1D, tuple(p[...] for p in params), plan.tiles)
 
 
-def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any) -> jax.Array:
-    """Rows times the parameter [E, F, D], [X, tensor, D]."""
-    return _multiply(kernel, place, (Weight.of(p),), (WIDE, ROWS), act_XF, (p[...],), plan.tiles)[0]
+def leave(kernel: str, place: Placement, act_XF: jax.Array, p: nnx.Param, plan: Any, *, again: bool) -> jax.Array:
+    """Rows times the parameter [E, F, D], [X, tensor, D]; `again` as in `layers.enter`."""
+    return _multiply(kernel, place, (Weight.of(p, again),), (WIDE, ROWS), act_XF, (p[...],), plan.tiles)[0]
 
 
 def weigh(place: Placement, act_XF: jax.Array, weight_X1: jax.Array) -> jax.Array:

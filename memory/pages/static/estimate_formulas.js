@@ -46,22 +46,31 @@ charts.formulas = (data) => {
   const activeShare = (q) => 1 - idleCount(q) / parameterCount(q);
 
   // ---- activations -------------------------------------------------------------------------------------
-  const tokenSizes = (q) => {
-    const rows = q.experts_per_token * (q.capacity || 1);
-    return { adapters: q.lora_rank * adapted(q).length, width: q.width, queries: q.heads * scoreWidth(q),
-      keys: q.kv_heads * scoreWidth(q), values: q.kv_heads * valueWidth(q), context: q.heads * valueWidth(q),
-      scores: q.heads * q.sequence, heads: q.heads, mlp: mlpWidth(q), vocabulary: q.vocabulary, experts: q.experts,
-      routed: rows * q.width, routed_mlp: q.experts ? rows * expertWidth(q) : 0,
-      query_latent: q.mla_q_rank, latent: q.mla_kv_rank };
+  // Rows that a device of so many tokens has room for.
+  const rowsOf = (q, tokens) => {
+    const chosen = tokens * q.experts_per_token, own = q.experts / q.expert_parallel;
+    if (q.slots) return q.experts * Math.max(8 * Math.ceil(Math.floor(chosen * (q.capacity || 1) / q.experts) / 8), 8);
+    let room = tokens * q.expert_parallel * Math.min(q.experts_per_token, own);
+    if (q.capacity && q.expert_parallel > 1) room = Math.min(Math.floor(q.capacity * chosen), room);
+    const mean = Math.max(Math.floor(chosen * q.expert_parallel / q.experts), 1), [least, most] = data.tiles;
+    const tile = Math.min(Math.max(2 ** Math.floor(Math.log2(mean)), least), most);
+    return (Math.ceil(room / tile) + own) * tile;
   };
+  const tokenSizes = (q) => ({
+    adapters: q.lora_rank * adapted(q).length, width: q.width, queries: q.heads * scoreWidth(q),
+    keys: q.kv_heads * scoreWidth(q), values: q.kv_heads * valueWidth(q), context: q.heads * valueWidth(q),
+    scores: q.heads * q.sequence, heads: q.heads, mlp: mlpWidth(q), vocabulary: q.vocabulary, experts: q.experts,
+    routed: q.width, routed_mlp: expertWidth(q), query_latent: q.mla_q_rank, latent: q.mla_kv_rank });
   const ONLY = { adapters: "lora_rank", latent: "mla_kv_rank" };
   const tensorBytes = (tensor, q, tokens) => {
     if (tensor.only && !q[ONLY[tensor.only] || tensor.only]) return 0;
+    const byRow = data.by_row.includes(tensor.size);
+    if (byRow && !q.experts) return 0;
     if (q.lora_rank && tensor.weights.length && !tensor.weights.some((name) => adapted(q).includes(name))) return 0;
     const row = data.precisions[q.precision];
     const split = tensor.split === "tensor" || (tensor.split && q.sequence_parallel) ? q.tensor : 1;
-    return tokenSizes(q)[tensor.size] * tokens * (tensor.itemsize || (tensor.operand && row.operand) || row.activation)
-      / split;
+    return tokenSizes(q)[tensor.size] * (byRow ? rowsOf(q, tokens) : tokens)
+      * (tensor.itemsize || (tensor.operand && row.operand) || row.activation) / split;
   };
   const keptByLayer = (policy, q) => {
     if (policy === "full") return [data.block_input];

@@ -32,8 +32,9 @@ MIXTRAL = Question(46_702_526_464, dataclasses.replace(
     Layout(data=16, zero=3, expert=8), 4096, 1, "bf16", "adamw", "flash", 1024)
 # Dense layers, shared experts and latent attention, at a tenth of DeepSeek-V3's width.
 DEEPSEEK = Question(5e9, dataclasses.replace(
-    Model(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False), experts=Experts(32, 4, 200, 2, 3, 2, 1.25),
-    latent=Latent(96, 64, 32, 48)), Layout(2, True, 8, 1, expert=4), 1024, 2, "mixed", "adamw", "naive", fused=True)
+    Model(12, 704, 16, 16, 64, 1800, 32000, gated=True, tied=False), latent=Latent(96, 64, 32, 48),
+    experts=Experts(32, 4, 200, 2, 3, 2, 1.25, slots=True)),
+    Layout(2, True, 8, 1, expert=4), 1024, 2, "mixed", "adamw", "naive", fused=True)
 DROPOUT = Question(1e9, transformer.gpt(24, 2048, 16, 50304), Layout(tensor=4, sequence=True, data=2, zero=1), 1024, 4,
                    "mixed_fp32_grads", "adamw_8bit")
 
@@ -260,7 +261,8 @@ settle("tied", false); settle("gated", true); settle("head_width", 32); settle("
 settle("offload", "both"); settle("mlp_tokens", 100); settle("precision", "fp8"); settle("zero", 1); note();
 settle("parameters", "13b"); settle("memory", 7); note();
 settle("lora_rank", 0); settle("mlp_tokens", 0); settle("experts", 8); settle("d_expert", 512); settle("moe_every", 2);
-settle("data_ranks", 4); settle("expert_parallel", 2); settle("mla_kv_rank", 64); settle("qk_norm", true); note();
+settle("data_ranks", 4); settle("expert_parallel", 2);
+settle("capacity", 1.5); settle("mla_kv_rank", 64); settle("qk_norm", true); note();
 document.title = JSON.stringify(seen);"""
 
 

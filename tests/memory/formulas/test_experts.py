@@ -17,7 +17,9 @@ from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.formulas.transformer import Layout, Model
 from bytescope.model import ModelConfig
 from bytescope.model.experts import rows
+from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.kernels import KERNELS
+from bytescope.model.placement import Peers
 from bytescope.train.planning.adapter import Adapter
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 
@@ -70,23 +72,36 @@ def test_flops_are_those_of_active_parameters():
     tokens = 16 * 32
     core = 12 * 5 * 64 * 32 * tokens
     assert flops.model_flops(MIXED, 32, 16) == 6 * transformer.active_count(MIXED) * tokens + core
-    crammed = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, capacity=1.25))
+    crammed = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, capacity=1.25, slots=True))
     assert flops.model_flops(crammed, 32, 16) == flops.model_flops(MIXED, 32, 16)
     full = flops.hardware_flops(MIXED, 32, 16, "full") - flops.model_flops(MIXED, 32, 16)
     assert full == 2 * (transformer.active_count(MIXED) - 128 * 64) * tokens + core / 3
 
 
 def test_activations_of_a_layer_by_hand():
-    """Router's logits in float32, rows of k experts a token, and the shared expert's MLP."""
+    """Router's logits in float32, rows of k experts a token that fill tiles of 16, and the shared expert's MLP."""
     _, mixture = experts.by_kind(MIXED)
     kept = transformer.layer_bytes(mixture, Layout(), 32, 1, attention="flash")
     attention = 2 * 64 + 3 * 64 + 64 + 2 * 4  # norm, input, queries, keys, values, context, sums of the softmax
-    assert kept == 32 * 2 * (attention + 2 * 64 + 3 * 32 + 2 * 8 + 2 * 64 + 3 * 2 * 32)
-    crammed = dataclasses.replace(mixture, experts=dataclasses.replace(mixture.experts, capacity=1.5))
-    more = transformer.layer_bytes(crammed, Layout(), 32, 1, attention="flash") - kept
-    assert more == 32 * 2 * 0.5 * (2 * 64 + 3 * 2 * 32)
+    rows = 32 * 2 + 8 * 16
+    assert kept == 2 * (32 * (attention + 2 * 64 + 3 * 32 + 2 * 8) + rows * (64 + 3 * 32))
+    slotted = dataclasses.replace(mixture, experts=dataclasses.replace(mixture.experts, capacity=1.5, slots=True))
+    fewer = kept - transformer.layer_bytes(slotted, Layout(), 32, 1, attention="flash")
+    assert fewer == 2 * (rows - 8 * 16) * (64 + 3 * 32)  # 1.5 x 8 rows each, a multiple of 8
     sharded = transformer.layer_bytes(mixture, Layout(2, True), 32, 1, attention="flash")
-    assert sharded == kept / 2 + 32 * 2 * 2 * 64 / 2  # rows are as wide as before
+    assert sharded == kept / 2 + 2 * rows * 64 / 2  # rows are as wide as before
+
+
+@pytest.mark.parametrize("kernel, factor", [("scan", 0.0), ("scan", 1.25), ("capacity", 1.25), ("capacity", 2.0)])
+@pytest.mark.parametrize("tokens, k, count, ranks", [(96, 2, 8, 1), (96, 2, 8, 4), (4096, 8, 128, 8), (8192, 2, 8, 8)])
+def test_rows_are_those_of_the_model(kernel, factor, tokens, k, count, ranks):
+    """The static shapes of the trainer's exchanges, for each way to share the experts."""
+    slotted = kernel == "capacity"
+    asked = Experts(count, k, 64, capacity=factor, slots=slotted)
+    dispatches = ("slots", "all_to_all") if slotted else ("local", "allgather", "ragged_all_to_all")
+    for name in dispatches[:1] if ranks == 1 else dispatches[1:]:
+        shape = EXCHANGES[name].shape(tokens, k, count, factor, Peers(size=ranks))
+        assert experts.rows(asked, tokens, ranks) == shape.rows
 
 
 def test_latent_attention_by_hand():
@@ -135,7 +150,7 @@ def test_a_config_says_its_experts_and_its_attention():
     asked = question_of(Adapter().config("tiny", keys))
     assert asked.model.experts == Experts(8, 3, 64, 1, 1, 2) and asked.layout == Layout(data=8, zero=3, expert=4)
     capacity = question_of(Adapter().config("tiny", [*keys, ("model.moe_kernel", "capacity")]))
-    assert capacity.model.experts.capacity == 1.25
+    assert capacity.model.experts.capacity == 1.25 and capacity.model.experts.slots
     latent = question_of(Adapter().config("tiny", [("model.attention_kind", "mla"), ("model.mla_q_rank", "48")]))
     assert latent.model.latent == Latent(48, 512, 64, 128)
 

@@ -1,0 +1,89 @@
+"""What expert parallelism sends by formula: by hand, and against compiled steps on eight simulated devices."""
+
+import pytest
+
+from bytescope.memory.analyze import report_of
+from bytescope.memory.costs import flops
+from bytescope.memory.formulas import communication, reconcile
+from bytescope.memory.formulas.expert_exchange import DISPATCHES, chosen_dispatch, repeats, sent
+from bytescope.memory.formulas.experts import Experts
+from bytescope.model.experts.exchange import DISPATCHES as TRAINED
+from bytescope.model.experts.exchange import EXCHANGES
+from bytescope.model.remat.policies import POLICIES
+from bytescope.train.config import flatten
+from bytescope.train.planning.adapter import Adapter
+from support.toy import small_config, small_program
+
+MOE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 32, "model.n_layers": 3,
+       "model.dense_layers": 1, "batch.micro": 2, "mesh.fsdp": 2, "mesh.expert": 4}
+EXPERTS = Experts(8, 2, 64)
+
+
+@pytest.mark.parametrize("dispatch, again, expected", [
+    ("allgather", 0, {"all-gather": 2 * 4 * 1024 * (32 + 8), "reduce-scatter": 4 * 1024 * (2 * 32 + 8)}),
+    ("allgather", 1, {"all-gather": 4 * 1024 * (3 * 32 + 4 * 8), "reduce-scatter": 4 * 1024 * (2 * 32 + 8)}),
+    ("all_to_all", 0, {"all-to-all": 8 * 256 * (4 * 32 + 2 * 4)}),
+    ("ragged_all_to_all", 1, {"ragged-all-to-all": 2 * 1024 * (5 * 32 + 3 * 4)}),
+])
+def test_a_layer_by_hand(dispatch, again, expected):
+    """1,024 tokens of width 16 in bf16, 2 of 8 experts each, shared by 4 devices: 32 bytes a row, 4 of its number."""
+    found = sent(dispatch, EXPERTS, tokens=1024, width=16, itemsize=2, size=4, again=again, redone=again)
+    assert {one.kind: one.bytes for one in found} == expected
+
+
+def test_every_dispatch_of_the_trainer_has_a_formula():
+    assert {"auto", *DISPATCHES} == set(TRAINED) and set(DISPATCHES) <= set(EXCHANGES)
+    layout = small_program({**MOE, "model.experts": 4}, 8).layout
+    for slotted in (False, True):
+        assert chosen_dispatch("auto", slotted, "cpu") == layout.exchange(slotted)
+    assert chosen_dispatch("auto", False, "cuda") == "ragged_all_to_all"
+    assert chosen_dispatch("ragged_all_to_all", False, "cpu") == ""
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"custom"}))
+def test_rows_move_again_unless_they_are_kept(policy):
+    row = POLICIES[policy]
+    times = 0 if row.saveable is None else 2 if policy == "sqrt" else 1
+    assert repeats(policy) == (0 if "dispatched" in row.names else times, times)
+    assert repeats("custom", ("dispatched",)) == (0, 1) and repeats("custom", ("up",)) == (1, 1)
+
+
+def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
+    """Dense parameters over fsdp and expert, a device's own experts over fsdp; on one host of four nothing is left."""
+    config = flatten(small_config({**MOE, "remat.policy": "full"}))
+    total, routed = 100_000, 2 * 8 * 3 * 32 * 32
+    found = {(one.kind, one.axes): one.bytes for one in communication.of_config(
+        config, {"fsdp": 2, "expert": 4}, total, "cpu")}
+    assert found["all-gather", ("fsdp", "expert")] == 2 * 4 * (total - routed)
+    assert found["all-gather", ("fsdp",)] == 2 * 4 * routed // 4
+    assert found["reduce-scatter", ("fsdp",)] == 4 * routed // 4
+    alone = communication.of_config(config, {"fsdp": 1, "expert": 4}, total, "cuda")
+    assert {one.axes for one in alone} == {("expert",)}
+
+
+@pytest.fixture(scope="module", params=["allgather", "all_to_all"])
+def step(request):
+    """(formula, report, FLOPs counted) of a step whose experts are shared by four devices."""
+    kernel = "capacity" if request.param == "all_to_all" else "scan"
+    overrides = {**MOE, "mesh.dispatch": request.param, "model.moe_kernel": kernel, "remat.policy": "minimal"}
+    program, config = small_program(overrides, 8), flatten(small_config(overrides))
+    compilation = program.compile_for_report()
+    formula = reconcile.formula_of(config, Adapter().settled(program), "cpu")
+    return formula, report_of(compilation, config=config), flops.count(compilation.jaxpr)
+
+
+def test_exchanged_bytes_are_the_formula(step):
+    """All that goes over the axis of experts, within 5 per cent."""
+    rows = [row for row in step[1].communication if row.axes == ("expert",) and row.formula_bytes]
+    assert {row.kind for row in rows} in ({"all-gather", "reduce-scatter"}, {"all-to-all"})
+    for row in rows:
+        assert row.wire_bytes == pytest.approx(row.formula_bytes, rel=0.05), row.kind
+
+
+def test_the_formulas_meet_the_report(step):
+    """Residuals with buffers of all rows; parameters, total and active; FLOPs of active parameters."""
+    formula, report, counted = step
+    assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.05)
+    inactive = 2 * 6 * 3 * 32 * 32
+    assert report.parameters["total"] - report.parameters["active"] == inactive
+    assert formula.model_flops < counted.model_flops
