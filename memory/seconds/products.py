@@ -190,12 +190,18 @@ def _call(module: Module, instruction: Instruction) -> Work | None:
 
 
 def _foreign(module: Module, instruction: Instruction) -> Work:
-    """A kernel of which only the arrays are known: m x k and k x n, in either order each, of which m x n is made."""
-    left, right = _operands(module, instruction)
+    """A kernel of which only the arrays are known: m x k and k x n, in either order each, of which m x n is made; of
+    experts, which integers tell apart, k x n for each, or rows of all of them that make it."""
+    left, right = _numeric(module, instruction)
     result = module.shape(instruction)
     result = result.leaf((0,)) if result.parts is not None else result
-    if left is None or right is None or not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
+    if left is None or right is None:
         return Work(FOREIGN, dtype=left.dtype if left else "")
+    if (shapes := _grouped(left.dims, right.dims, result.dims)):
+        m, n, k = shapes
+        return _work(FOREIGN, 2 * m * n * k, left, right, (1, m, n, k))
+    if not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
+        return Work(FOREIGN, dtype=_dtype(left, right, False))
     sides = [shape.dims[-2:] for shape in (left, right, result)]
     batch = math.prod(result.dims[:-2])
     if all(len(side) == 2 for side in sides):
@@ -204,6 +210,26 @@ def _foreign(module: Module, instruction: Instruction) -> Work:
             if sorted(given[0]) == sorted((m, k)) and sorted(given[1]) == sorted((k, n)):
                 return _work(FOREIGN, 2 * batch * m * n * k, left, right, (batch, m, n, k))
     return Work(FOREIGN, dtype=_dtype(left, right, False))
+
+
+def _numeric(module: Module, instruction: Instruction) -> tuple[Shape | None, Shape | None]:
+    """The first two operands of a call that are no integers."""
+    found = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
+    left, right, *_ = *(shape for shape in found if not shape.dtype.startswith(_INTEGERS)), None, None
+    return left, right
+
+
+_INTEGERS = ("int", "uint", "bool")
+
+
+def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(m, n, k) of rows [m, k] with a matrix of each expert, [e, k, n] or its transpose, to [m, n], or of the products
+    of two arrays of rows, to [e, m, n]; None for arrays of other shapes."""
+    if (len(left), len(right), len(result)) == (2, 3, 2) and left[0] == result[0]:
+        return (*result, left[1]) if sorted(right[1:]) == sorted((left[1], result[1])) else None
+    if (len(left), len(right), len(result)) == (2, 2, 3) and left[0] == right[0]:
+        return (*result[1:], left[0]) if result[1:] == (left[1], right[1]) else None
+    return None
 
 
 def _attention(module: Module, instruction: Instruction, scores: Mapping[str, Any]) -> Work | None:

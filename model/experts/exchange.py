@@ -49,7 +49,8 @@ def _bound(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> in
 def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
     choices = tokens * k * peers.size
     rows_here = _bound(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
-    return rows.tiled_shape(rows_here, experts // peers.size, rows.tile_of(choices, experts))
+    shape = rows.tiled_shape(rows_here, experts // peers.size, rows.tile_of(choices, experts))
+    return dataclasses.replace(shape, filled=min(tokens * k, rows_here))
 
 
 def _own(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:

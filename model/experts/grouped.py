@@ -25,21 +25,26 @@ def rows_times(x_XC: jax.Array, w: jax.Array, tiles: Tiles, *, transposed: bool 
     (X, C), N = x_XC.shape, w.shape[1 if transposed else 2]
     tile, wide, deep = X // tiles.expert.size, _block(N, BLOCK), _block(C, DEPTH)
 
-    def kernel(expert_ref, x_ref, w_ref, out_ref):
+    last = tiles.count.size - 1
+
+    def kernel(expert_ref, first_ref, count_ref, x_ref, w_ref, out_ref):
         i, j = pl.program_id(0), pl.program_id(1)
         expert, rows, columns = expert_ref[i], pl.ds(i * tile, tile), pl.ds(j * wide, wide)
+        # A buffer for the most rows that can come is empty for the larger part.
+        steps = (i < first_ref[last] + count_ref[last]).astype(jnp.int32) * (C // deep)
 
         def add(step, total):
             part = pl.ds(step * deep, deep)
             block = w_ref[expert, columns, part].T if transposed else w_ref[expert, part, columns]
             return total + jax.lax.dot(x_ref[rows, part], block, preferred_element_type=jnp.float32)
 
-        total = jax.lax.fori_loop(0, C // deep, add, jnp.zeros((tile, wide), jnp.float32))
+        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((tile, wide), jnp.float32))
         out_ref[rows, columns] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((X, N), x_XC.dtype)
     return pl.pallas_call(kernel, out_shape=out, grid=(tiles.expert.size, N // wide), name="expert_rows",
-                          **_how(interpret, 2 * X * C * N, x_XC, w, out))(tiles.expert, x_XC, w)
+                          **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, w, out))(
+        tiles.expert, tiles.first, tiles.count, x_XC, w)
 
 
 def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: bool = False) -> jax.Array:
@@ -63,7 +68,8 @@ def weights_of(x_XC: jax.Array, y_XN: jax.Array, tiles: Tiles, *, interpret: boo
 
     out = jax.ShapeDtypeStruct((E, C, N), x_XC.dtype)
     return pl.pallas_call(kernel, out_shape=out, grid=(E, C // high, N // wide), name="expert_weights",
-                          **_how(interpret, 2 * X * C * N, x_XC, y_XN, out))(tiles.first, tiles.count, x_XC, y_XN)
+                          **_how(interpret, 2 * (tiles.filled or X) * C * N, x_XC, y_XN, out))(
+        tiles.first, tiles.count, x_XC, y_XN)
 
 
 def _block(size: int, largest: int) -> int:

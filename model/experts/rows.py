@@ -21,12 +21,14 @@ class Shape:
     """The rows of a device, all static.
 
     experts: E of the device. rows: X, padding included. tile: rows of a tile. slots: rows of each expert, 0 for tiles.
+    filled: rows that hold tokens where all experts have as many, 0: all of them.
     """
 
     experts: int
     rows: int
     tile: int
     slots: int = 0
+    filled: int = 0
 
     @property
     def tiles(self) -> int:
@@ -52,15 +54,16 @@ def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
     return Shape(experts, experts * slots, slots, slots)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["expert", "first", "count"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["expert", "first", "count"], meta_fields=["filled"])
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Whose rows the tiles of a device hold, int32: `expert` of each tile, numbered from 0 on the device; of each
-    expert its `first` tile and their `count`."""
+    expert its `first` tile and their `count`. Those past the last expert's hold nothing. filled: of `Shape`."""
 
     expert: jax.Array
     first: jax.Array
     count: jax.Array
+    filled: int = 0
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["place_TK", "source_X", "tiles", "dropped"], meta_fields=[])
@@ -124,7 +127,8 @@ def make_tiles(first_E: jax.Array, tiles_E: jax.Array, shape: Shape) -> Tiles:
     first = first_E // shape.tile
     expert = jnp.searchsorted(first + tiles_E, jnp.arange(shape.tiles), side="right").astype(jnp.int32)
     # Rows beyond the buffer have no tiles there.
-    return Tiles(jnp.minimum(expert, shape.experts - 1), first, jnp.clip(shape.tiles - first, 0, tiles_E))
+    return Tiles(jnp.minimum(expert, shape.experts - 1), first, jnp.clip(shape.tiles - first, 0, tiles_E),
+                 shape.filled)
 
 
 def rows_of_tokens(x_TD: jax.Array, plan: Plan) -> jax.Array:

@@ -13,7 +13,7 @@ from support.formats import field
 
 pytestmark = pytest.mark.quick
 
-BITS = {"float32": 32, "bfloat16": 16, "float8_e4m3fn": 8, "uint8": 8}
+BITS = {"int32": 32, "float32": 32, "bfloat16": 16, "float8_e4m3fn": 8, "uint8": 8}
 
 
 def array(*dims, dtype="float32"):
@@ -98,6 +98,19 @@ def test_convolutions_and_their_gradients_are_of_one_size(opcode, target, operan
 def test_a_convolution_without_a_window_is_a_product():
     found = work("convolution", (array(64, 16, 1, 1), array(32, 16, 1, 1)), array(64, 32, 1, 1), CONVOLUTION)
     assert (found.kind, found.flops, found.size) == ("product", 2 * 64 * 32 * 16, (1, 64, 32, 16))
+
+
+@pytest.mark.parametrize("operands, result, size", [
+    (((640, 64), (8, 64, 96)), (640, 96), (1, 640, 96, 64)), (((640, 96), (8, 64, 96)), (640, 64), (1, 640, 64, 96)),
+    (((640, 64), (640, 96)), (8, 64, 96), (1, 64, 96, 640))])
+def test_a_foreign_kernel_of_experts(operands, result, size):
+    """Rows of all experts with the matrix of each, which integers tell; and the gradient of the matrices."""
+    tiles = (array(5, dtype="int32"),) * (1 if len(result) == 2 else 2)
+    floats = tuple(array(*dims, dtype="bfloat16") for dims in operands)
+    found = work("custom-call", (*tiles, *floats), array(*result, dtype="bfloat16"), target="__gpu$xla.gpu.triton")
+    assert found == Work("foreign", 2 * 640 * 64 * 96, "bfloat16", size)
+    unlike = work("custom-call", (*tiles, *floats), array(7, 3, dtype="bfloat16"), target="__gpu$xla.gpu.triton")
+    assert unlike == Work("foreign", 0, "bfloat16")
 
 
 @pytest.mark.parametrize(("operands", "result", "size"), [
