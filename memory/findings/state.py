@@ -183,7 +183,7 @@ def _replicas(report: Report, known: int) -> tuple[tuple[str, ...], int]:
     case = case_of(report)
     if case is None:
         return (), known
-    whole = ("data", "fsdp", "context") if case.flat[MESH_STRATEGY] == "ddp" else ("data",)
+    whole = ("data", "fsdp", "expert", "context") if case.flat[MESH_STRATEGY] == "ddp" else ("data",)
     axes = tuple(axis for axis in whole if case.axes[axis] > 1)
     return axes, math.prod(case.axes[axis] for axis in axes)
 

@@ -27,6 +27,7 @@ from bytescope.memory.config_keys import (
     PRECISION_PRESET,
     REMAT_POLICY,
 )
+from bytescope.memory.formulas.communication import BATCH_AXES
 from bytescope.memory.records import Report
 
 # Keys of a config to change: dotted key -> text.
@@ -79,8 +80,13 @@ class Case:
         return self.flat[BATCH_TOKENS] or self.flat[BATCH_MICRO] * self.micro_steps * self._tokens_per_row
 
     @property
+    def shared(self) -> int:
+        """Devices that may share state, replicas aside."""
+        return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
+
+    @property
     def _tokens_per_row(self) -> int:
-        return self.axes["data"] * self.axes["fsdp"] * self.flat[DATA_SEQ_LEN]
+        return math.prod(self.axes[axis] for axis in BATCH_AXES) * self.flat[DATA_SEQ_LEN]
 
 
 def case_of(report: Report) -> Case | None:
@@ -89,7 +95,8 @@ def case_of(report: Report) -> Case | None:
     needed = (BATCH_MICRO, DATA_SEQ_LEN, LOSS_KIND, MESH_FSDP, OFFLOAD_PARAMS, OPTIMIZER_NAME, REMAT_POLICY)
     if any(key not in flat for key in needed):
         return None
-    axes = {axis: int(flat[MESH + axis]) for axis in ("data", "fsdp", "context", "tensor")}
+    # A report that was written before there was an axis has no key of it.
+    axes = {axis: int(flat.get(MESH + axis, 1)) for axis in (*BATCH_AXES, "context", "tensor")}
     known = math.prod(size for size in axes.values() if size > 0)
     rest = max(int(report.target.get("n_devices") or 1) // known, 1)
     return Case(flat, {axis: size if size > 0 else rest for axis, size in axes.items()},

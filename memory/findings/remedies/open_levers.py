@@ -131,7 +131,7 @@ def _flash_attention(case: Case) -> Lever | None:
 
 
 def _zero3(case: Case) -> Lever | None:
-    strategy, shared = case.flat[MESH_STRATEGY], case.axes["fsdp"] * case.axes["context"]
+    strategy, shared = case.flat[MESH_STRATEGY], case.shared
     if shared < 2 or strategy == "zero3" or strategy not in STRATEGIES:
         return None
     rows = [row for row in _STATE_ROWS if row not in STRATEGIES[strategy].sharded]
@@ -219,7 +219,7 @@ def _moments_to_host(case: Case) -> Lever | None:
 
 
 def _params_to_host(case: Case) -> Lever | None:
-    streamed = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.axes["fsdp"] * case.axes["context"] == 1
+    streamed = case.flat[MESH_STRATEGY] in ("zero3", "ddp") or case.shared == 1
     if not case.host_memory or case.flat[OFFLOAD_PARAMS] or case.micro_steps > 1 or not streamed or not case.by_layer:
         return None
     return Lever({OFFLOAD_OPTIMIZER: "true", OFFLOAD_PARAMS: "true"}, {"optimizer": 1.0, "params": 1.0}, True,
