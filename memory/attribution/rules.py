@@ -67,6 +67,9 @@ RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
     # A loss that computes its gradients in the forward pass (a chunked one) has them there.
     ("gradients", lambda f: f.weight_like and f.feeds_update and f.scope.component != "optimizer"
         and (f.phase in ("backward", "") or f.scope.component in LOSS_COMPONENTS)),
+    # What a collective brings and a loop keeps for the backward pass, such as the rows of experts.
+    ("residuals", lambda f: is_collective(f.opcode) and f.origin.stack is not None and f.phase == "forward"
+        and f.read_later and not (f.of_parameter or f.weight_like)),
     ("collectives", lambda f: is_collective(f.opcode)),
     ("logits_loss", lambda f: (f.scope.component in LOSS_COMPONENTS or f.logits) and not f.of_parameter),
     ("residuals", lambda f: f.phase == "forward" and f.read_later and not f.of_parameter),

@@ -9,6 +9,7 @@ from bytescope.memory.formulas.expert_exchange import DISPATCHES, chosen_dispatc
 from bytescope.memory.formulas.experts import Experts
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
+from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import POLICIES
 from bytescope.train.config import flatten
 from bytescope.train.planning.adapter import Adapter
@@ -61,15 +62,15 @@ def test_experts_are_gathered_over_the_axes_that_do_not_share_them():
     assert {one.axes for one in alone} == {("expert",)}
 
 
-@pytest.fixture(scope="module", params=["allgather", "all_to_all"])
+@pytest.fixture(scope="module", params=[("allgather", "scan", "minimal"), ("all_to_all", "capacity", "selective")],
+                ids=["allgather", "all_to_all"])
 def step(request):
     """(formula, report, FLOPs counted) of a step whose experts are shared by four devices."""
-    kernel = "capacity" if request.param == "all_to_all" else "scan"
-    overrides = {**MOE, "mesh.dispatch": request.param, "model.moe_kernel": kernel, "remat.policy": "minimal"}
+    overrides = {**MOE, **dict(zip(("mesh.dispatch", "model.moe_kernel", "remat.policy"), request.param))}
     program, config = small_program(overrides, 8), flatten(small_config(overrides))
     compilation = program.compile_for_report()
     formula = reconcile.formula_of(config, Adapter().settled(program), "cpu")
-    return formula, report_of(compilation, config=config), flops.count(compilation.jaxpr)
+    return formula, report_of(compilation, config=config, names=NAMES), flops.count(compilation.jaxpr)
 
 
 def test_exchanged_bytes_are_the_formula(step):
@@ -83,7 +84,9 @@ def test_exchanged_bytes_are_the_formula(step):
 def test_the_formulas_meet_the_report(step):
     """Residuals with buffers of all rows; parameters, total and active; FLOPs of active parameters."""
     formula, report, counted = step
-    assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.05)
+    assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.1)
     inactive = 2 * 6 * 3 * 32 * 32
     assert report.parameters["total"] - report.parameters["active"] == inactive
     assert formula.model_flops < counted.model_flops
+    if "all-to-all" in {item.kind for item in report.collectives if item.axes == ("expert",)}:
+        assert report.residuals_by_name["dispatched"] > 0, "kept as a collective brought it"
