@@ -12,12 +12,14 @@ from typing import Any
 
 from bytescope.configs import base
 from bytescope.train.errors import UserError
+from bytescope.train.weights.expert_keys import routed_layers, same_model
 from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import OWN
 from bytescope.train.weights.hf_config import SCALINGS, describe
 
 # Keys of `config.model` that say how a step is computed, not what: no config.json has them.
-COMPUTED = ("scan", "unroll", "attention", "attention_chunk", "mlp_chunk", "vocab_multiple", *OWN)
+COMPUTED = ("scan", "unroll", "attention", "attention_chunk", "mlp_chunk", "vocab_multiple", "moe_kernel",
+            "capacity_factor", *OWN)
 HERE = "config.json"
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
@@ -53,14 +55,14 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
         return None
     raw = {**folder, "architectures": [family.architecture]}
     differing = _differences(model, raw)
-    longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].key) or 0)
+    longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].written) or 0)
     if "max_seq_len" in differing and model["position"] == "rope" and not longer:
         differing.remove("max_seq_len")  # shorter sequences in training make no shorter model
         model = {**model, "max_seq_len": describe(raw, HERE).keys["max_seq_len"]}
     if any(key.startswith("rope_") for key in differing):
         raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
     mine = _written(folder["model_type"], family, model)
-    keys = [family.fields[key].key for key in differing if key in family.fields and family.fields[key].key]
+    keys = [family.fields[key].written for key in differing if key in family.fields and family.fields[key].key]
     raw |= {key: mine[key] for key in (*keys, *(ROPE_KEYS if len(raw) < len(folder) else ())) if key in mine}
     return raw if not _differences(model, raw) else None
 
@@ -70,14 +72,14 @@ def _written(name: str, family: Family, model: Keys) -> Raw:
     raw: Raw = {"architectures": [family.architecture], "model_type": name}
     for ours, field in family.fields.items():
         if field.key:
-            raw[field.key] = INVERSES[ours](model) if ours in INVERSES else model[ours]
+            raw[field.written] = INVERSES[ours](model) if ours in INVERSES else model[ours]
     names, kinds = family.activation
     raw[names.split("|")[0]] = next((theirs for theirs, mlp in kinds.items() if mlp == model["mlp"]), next(iter(kinds)))
     raw |= {key: values[0] for key, values in family.needs.items()}
     raw |= dict.fromkeys(family.dropouts[0], model["dropout"] if family.dropout else 0.0)
     if family.fixed["position"] == "rope":
         raw |= ROPES[family.rope](model)
-    return raw | WINDOWS[family.window](model)
+    return raw | ROUTED[family.routed](model) | WINDOWS[family.window](model)
 
 
 def _differences(model: Keys, raw: Raw) -> list[str]:
@@ -94,6 +96,8 @@ def _differences(model: Keys, raw: Raw) -> list[str]:
 def _same(key: str, model: Keys, value: Any, found: Keys) -> bool:
     if key == "attention_scale":
         return math.isclose(_scale(model), _scale({**model, **found}), rel_tol=1e-12)
+    if key in model and same_model(key, model, {**model, **found}):
+        return True
     if isinstance(value, float):
         return math.isclose(model[key], value, rel_tol=1e-12)
     return value == model[key]
@@ -131,17 +135,29 @@ def _layer_types(model: Keys) -> Raw:
     return {"layer_types": kinds, "sliding_window": model["max_seq_len"]}
 
 
+def _by_step(model: Keys) -> Raw:
+    """Qwen3-MoE: each n-th layer has experts, but those of a list."""
+    if not model["dense_layers"]:
+        return {"decoder_sparse_step": model["moe_every"], "mlp_only_layers": []}
+    dense = [layer for layer, routed in enumerate(routed_layers(model)) if not routed]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
 # Our key -> their value of it, where that is not the same; the inverse of hf_config.TRANSFORMS.
 INVERSES: Mapping[str, Callable[[Keys], Any]] = {
     "attention_scale": lambda model: _whole(_scale(model) ** -2),
     "attention_softcap": lambda model: model["attention_softcap"] or None,  # transformers divides by a 0
     "logits_softcap": lambda model: model["logits_softcap"] or None,
+    "d_expert": lambda model: model["d_expert"] or model["d_ff"],
 }
-# The rows of hf_config.ROPES and WINDOWS: what a family without a window writes.
-ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "two": _ropes}
+# The rows of hf_config.ROPES, ROUTED and WINDOWS: what a family without a window writes.
+ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "one, of 1e6": _rope, "two": _ropes}
+ROUTED: Mapping[str, Callable[[Keys], Raw]] = {"none": lambda model: {}, "all": lambda model: {}, "by step": _by_step}
 WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {
     "none": lambda model: {},
     "all": lambda model: {"sliding_window": None},
+    "all, if given": lambda model: {"sliding_window": None},
+    "all, if used": lambda model: {"use_sliding_window": False},
     "last layers": lambda model: {"use_sliding_window": False},
     "every second": lambda model: {"layer_types": ["full_attention"] * model["n_layers"]},
     "but each n-th": _layer_types,

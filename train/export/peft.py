@@ -21,21 +21,19 @@ from bytescope.train.weights.families import Family
 from bytescope.train.weights.folder import ADAPTER, ADAPTER_CONFIG, SINGLE, Folder
 from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern
+from bytescope.train.weights.stacks import stored_at
 
 
-def halves(run: SavedRun, path: str) -> tuple[np.ndarray, np.ndarray] | None:
+def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np.ndarray] | None:
     """(A [inputs, r], B [r, outputs]) of the adapter beside a matrix, by its dotted path with the number of the layer;
     None where it has none. Raises UserError for a damaged checkpoint."""
     target = path.rpartition(".w_")[2]
     if target not in TARGETS or not path.startswith("blocks."):
         return None
-    stacked = ".".join(["blocks", *path.split(".")[2:]])
-    name = next((name for name in (path, stacked) if f"{name}_a" in run.arrays), "")
-    if not name:
+    places = [stored_at(model, f"{path}_{half}", run.arrays) for half in "ab"]
+    if None in places:
         return None
-    a, b = (run.read(f"{name}_{half}") for half in "ab")
-    if name != path:
-        a, b = (one[int(path.split(".")[1])] for one in (a, b))
+    a, b = (run.read(place.array)[place.index] for place in places)
     return a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
 
 
@@ -45,7 +43,7 @@ class Merged(Parameters):
     def read(self, path: str) -> np.ndarray | Slices:
         """See `Parameters.read`."""
         found, lora = super().read(path), self._run.config.lora
-        own = halves(self._run, path)
+        own = halves(self._run, self._model, path)
         if own is None:
             return found
         a, b = (half.astype(np.float32) for half in own)
@@ -65,7 +63,7 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
     """
     planned, values, adapted, others, inputs_first = [], {}, set(), set(), False
     for path, (row, name) in rows_by_path(family, parameters_of(model)).items():
-        if (own := halves(run, path)) is None:
+        if (own := halves(run, model, path)) is None:
             others.add(name.rpartition(".")[0])
             continue
         if row.parts:

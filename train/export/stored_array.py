@@ -75,21 +75,22 @@ def _checksum(piece: np.ndarray, spans: Sequence[tuple[int, int]], shape: Sequen
 
 
 class Slices:
-    """An array of a checkpoint, or one layer of a stack of them, as something to be sliced: `shape`, `[slices]`.
+    """An array of a checkpoint, or of a stack one layer, or of that one expert, as something to be sliced: `shape`,
+    `[slices]`.
 
-    told: a context in which errors of the disk are told as the user can mend them.
+    index: in the leading axes. told: a context in which errors of the disk are told as the user can mend them.
     """
 
-    def __init__(self, array: StoredArray, told, layer: int | None = None):
+    def __init__(self, array: StoredArray, told, index: Sequence[int] = ()):
         self._array, self._told = array, told
-        self._before = () if layer is None else ((layer, layer + 1),)
+        self._before = tuple((number, number + 1) for number in index)
         self.shape = array.shape[len(self._before):]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         spans = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
         with self._told():
             found = self._array.read([*self._before, *spans])
-        return found[0] if self._before else found
+        return found[(0,) * len(self._before)]
 
 
 def whole(values: np.ndarray | Slices) -> np.ndarray:

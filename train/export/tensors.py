@@ -19,6 +19,7 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
 from bytescope.train.weights.quantized import as_computed, matrices_of
+from bytescope.train.weights.stacks import Place, stored_at
 
 NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy's name of a dtype -> the format's
 PIECE = 2**20  # most numbers of a parameter in memory at a time
@@ -78,7 +79,7 @@ def _axis(row: Row) -> int:
 
 
 class Parameters:
-    """The parameters of a run by our dotted path with the number of the layer, without adapters.
+    """The parameters of a run by our dotted path with the numbers of layer and expert, without adapters.
 
     They are those of the checkpoint, and of a run that trains some alone the others, from the folder that it began
     from. What the run quantized is dequantized: what it trained belongs to those numbers.
@@ -88,27 +89,25 @@ class Parameters:
     """
 
     def __init__(self, run: SavedRun, model: ModelConfig, folder: Folder | None):
-        self._run, self._leaves, self._open = run, {}, {}
+        self._run, self._model, self._leaves, self._open = run, model, {}, {}
         self._quantized = matrices_of(model, run.config.lora.base)
         shapes = parameters_of(model)
         stored = {path: self._stored(path) for path in shapes}
         own = {name for name in run.arrays if not is_adapter(name)}
-        if surplus := sorted(own - set(filter(None, stored.values()))):
+        if surplus := sorted(own - {place.array for place in stored.values() if place}):
             raise UserError(f"checkpoint {run.step} of {run.workdir} has {surplus[0]}, which is no parameter of the "
                             "model alone and cannot be exported with it")
-        for path, name in stored.items():
-            # All layers are read, then, and with the last of them each stack is verified.
-            asked = shapes[path] if name in ("", path) else (model.n_layers, *shapes[path])
-            if name and (found := run.arrays[name].shape) != asked:
-                raise UserError(f"checkpoint {run.step} of {run.workdir} has {name} of shape {list(found)}, and the "
-                                f"model in its config.json {list(asked)}: restore config.json")
-        if missing := [path for path, name in stored.items() if not name]:
+        for path, place in stored.items():
+            # All layers and experts are read, then, and with the last of them each stack is verified.
+            if place and (found := run.arrays[place.array].shape) != (asked := (*place.sizes, *shapes[path])):
+                raise UserError(f"checkpoint {run.step} of {run.workdir} has {place.array} of shape {list(found)}, and "
+                                f"the model in its config.json {list(asked)}: restore config.json")
+        if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen(run, model, folder, missing)
 
-    def _stored(self, path: str) -> str:
-        """The array of the checkpoint that has a parameter; "" where none has."""
-        stacked = ".".join(["blocks", *path.split(".")[2:]]) if path.startswith("blocks.") else path
-        return next((name for name in (path, stacked) if name in self._run.arrays), "")
+    def _stored(self, path: str) -> Place | None:
+        """Where the checkpoint has a parameter; None where it does not."""
+        return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
         """A parameter in our layout; of the checkpoint nothing is read until it is sliced, and it is verified when all
@@ -117,10 +116,10 @@ class Parameters:
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
         self._open = {name: array for name, array in self._open.items() if not array.is_read}  # the others are freed
-        name = self._stored(path)
-        if name not in self._open:
-            self._open[name] = self._run.stored(name)
-        return Slices(self._open[name], self._run.damage_told, None if name == path else int(path.split(".")[1]))
+        place = self._stored(path)
+        if place.array not in self._open:
+            self._open[place.array] = self._run.stored(place.array)
+        return Slices(self._open[place.array], self._run.damage_told, place.index)
 
 
 def _frozen(run: SavedRun, model: ModelConfig, folder: Folder | None, missing: list[str]) -> Mapping[str, Leaf]:

@@ -15,7 +15,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.weights.families import LAYER, Family, Row
 from bytescope.train.weights.folder import ADAPTER_CONFIG, CONFIG, Folder, read_config
 from bytescope.train.weights.hf_config import family_of
-from bytescope.train.weights.leaves import READABLE, Leaf
+from bytescope.train.weights.leaves import READABLE, Leaf, parameters_of
 from bytescope.train.weights.patterns import Pattern, sizes_of
 
 # Keys of adapter_config.json -> values with which an adapter adds alpha / r times x A B and is nothing more, besides
@@ -91,10 +91,11 @@ def adapter_leaves(folder: Folder, model: ModelConfig, base: Folder, rank: int,
       UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
     """
     family, sizes, found = family_of(base.config, str(base.path / CONFIG)), {**sizes_of(model), "r": rank}, {}
-    matrices = _matrices(family, model.n_layers)
+    # Of a mixture the layers that have experts lack the matrices of a dense MLP.
+    matrices, present = _matrices(family, model.n_layers), parameters_of(model)
     _targets(folder, family, model.n_layers)
     for name, (path, row) in matrices.items():
-        if (target := path.rpartition(".w_")[2]) not in targets:
+        if (target := path.rpartition(".w_")[2]) not in targets or path not in present:
             continue
         ours, count = Pattern.of(row.pattern).ours, TARGETS[target]
         inputs, outputs = " ".join(ours[:count]), " ".join(ours[count:])

@@ -11,6 +11,8 @@ from typing import Any
 
 # Where our leaf and their tensor have the number of the layer.
 LAYER = "{n}"
+# Where both have the number of the expert: a row with it is one tensor for each.
+EXPERT = "{e}"
 REQUIRED = None
 
 
@@ -32,13 +34,19 @@ class Row:
 class Field:
     """Where config.json has one of our keys.
 
-    key: theirs, "" for none. default: the value where it is absent, a row of hf_config.FORMULAS, or REQUIRED. null: the
-    value of a key that is there and null, by default the same.
+    key: theirs, "" for none; `a|b` is the first of two that is there, and a is what is written. default: the value
+    where it is absent, a row of hf_config.FORMULAS, or REQUIRED. null: the value of a key that is there and null, by
+    default the same.
     """
 
     key: str
     default: Any = REQUIRED
     null: Any = REQUIRED
+
+    @property
+    def written(self) -> str:
+        """The key that a config.json of ours has."""
+        return self.key.partition("|")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Family:
     that is there. fixed: keys that all of the family share. needs: their key -> values that our model computes, the
     first where it is absent. dropouts: their rates, all to be equal, and the value of an absent one; dropout: whether
     ours, which is applied in more places, is the same. ignored: patterns of tensors without parameters in them. window:
-    a row of hf_config.WINDOWS. rope: a row of hf_config.ROPES.
+    a row of hf_config.WINDOWS. rope: a row of hf_config.ROPES. routed: a row of hf_config.ROUTED, which layers have
+    experts.
     """
 
     architecture: str
@@ -66,6 +75,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     window: str = "none"
     rope: str = "one"
+    routed: str = "none"
 
 
 _LAYERS = f"model.layers.{LAYER}."
@@ -102,6 +112,14 @@ QK_NORMS = _of_layers(_LAYERS, (
     ("attention.norm_k.scale", "self_attn.k_norm.weight", "k -> k"),
 ))
 
+def _experts(block: str, matrices: tuple[str, str, str]) -> dict[str, Row]:
+    """The router and the experts of a layer; `matrices`: names of an expert's gate, up and down."""
+    gate, up, down = (f"{block}.experts.{EXPERT}.{name}.weight" for name in matrices)
+    return _of_layers(_LAYERS, (
+        ("experts.w_router", f"{block}.gate.weight", "e d -> d e"), (f"experts.w_gate.{EXPERT}", gate, "m d -> d m"),
+        (f"experts.w_up.{EXPERT}", up, "m d -> d m"), (f"experts.w_down.{EXPERT}", down, "d m -> m d")))
+
+
 # The norm before the MLP has another name where branches have norms behind them, too.
 POST_NORMS = _of_layers(_LAYERS, (
     ("post_norm_attention.scale", "post_attention_layernorm.weight", "d -> d"),
@@ -113,7 +131,7 @@ POST_NORMS = _of_layers(_LAYERS, (
 # Of a model that has none of what only some have; a family's own keys come on top.
 PLAIN = {"bias": False, "qkv_bias": False, "qk_norm": False, "post_norms": False, "embed_scale": 1.0,
          "attention_scale": 0.0, "attention_softcap": 0.0, "logits_softcap": 0.0, "rope_local_theta": 0.0,
-         "global_every": 0}
+         "global_every": 0, "attention_kind": "gqa", "experts": 0}
 LLAMA = {**PLAIN, "norm": "rmsnorm", "position": "rope"}
 LLAMA_FIELDS = {
     "d_model": Field("hidden_size"), "n_layers": Field("num_hidden_layers"), "n_heads": Field("num_attention_heads"),
@@ -123,6 +141,9 @@ LLAMA_FIELDS = {
     "tie_embeddings": Field("tie_word_embeddings", False), "init_std": Field("initializer_range", 0.02)}
 QWEN_FIELDS = {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 32, "n_heads"),
                "max_seq_len": Field("max_position_embeddings", 32768)}
+# Of a mixture of experts: what no family has, or all have alike.
+MIXTURE = {**LLAMA, "router": "softmax", "router_scale": 1.0, "router_bias": False, "router_groups": 1,
+           "router_top_groups": 1, "shared_experts": 0}
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
 # The first files say "gelu" in one key and mean what the other says.
 GELU = ("hidden_activation|hidden_act", {"gelu_pytorch_tanh": "geglu"})
@@ -194,6 +215,25 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", "model.", {**LLAMA_ROWS, **QK_NORMS}, {**QWEN_FIELDS, "d_head": Field("head_dim", 128)},
         SILU, {**LLAMA, "qk_norm": True}, needs=NO_BIAS, ignored=BUFFERS, window="last layers"),
+    "mixtral": Family(
+        "MixtralForCausalLM", "model.",
+        {**{ours: row for ours, row in LLAMA_ROWS.items() if ".mlp." not in ours},
+         **_experts("block_sparse_moe", ("w1", "w3", "w2"))},
+        {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 8, "n_heads"),
+         "max_seq_len": Field("max_position_embeddings", 131072), "norm_eps": Field("rms_norm_eps", 1e-5),
+         "d_expert": Field("intermediate_size"), "experts": Field("num_local_experts|num_experts", 8),
+         "experts_per_token": Field("num_experts_per_tok", 2)},
+        SILU, {**MIXTURE, "router_renormalize": True}, needs={"router_jitter_noise": (0.0, 0)}, ignored=BUFFERS,
+        window="all, if given", rope="one, of 1e6", routed="all"),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", "model.",
+        {**LLAMA_ROWS, **QK_NORMS, **_experts("mlp", ("gate_proj", "up_proj", "down_proj"))},
+        {**LLAMA_FIELDS, "n_kv_heads": Field("num_key_value_heads", 4, "n_heads"),
+         "max_seq_len": Field("max_position_embeddings", 32768), "d_expert": Field("moe_intermediate_size", 768),
+         "experts": Field("num_experts|num_local_experts", 128), "experts_per_token": Field("num_experts_per_tok", 8),
+         "router_renormalize": Field("norm_topk_prob", False)},
+        SILU, {**MIXTURE, "qk_norm": True}, needs={"attention_bias": (False,)}, ignored=BUFFERS, window="all, if used",
+        routed="by step"),
     "gemma": Family("GemmaForCausalLM", "model.", LLAMA_ROWS, GEMMA_FIELDS, GELU, GEMMA, needs=ONE_WAY,
                     ignored=BUFFERS),
     "gemma2": Family(

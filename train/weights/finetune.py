@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.train.errors import UserError
+from bytescope.train.weights.expert_keys import same_model
 from bytescope.train.weights.folder import CONFIG, read_config
 from bytescope.train.weights.hf_config import describe
 
@@ -45,6 +46,8 @@ def config_of(folder: str, given: Collection[str] = ()) -> ConfigDict:
     for group, values in SETTINGS.items():
         config[group].update(values)
     config.model.update(described.keys)
+    if described.balance is not None:
+        config.loss.balance = described.balance
     config.init.folder = path
     config.data.seq_len = min(LONGEST, config.model.max_seq_len)
     if os.path.lexists(tokenizer := os.path.join(path, TOKENIZER)) or config.model.vocab_size != 256:
@@ -65,7 +68,7 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
         may = key in MAY_DIFFER and f"model.{key}" in given
         if key == "max_seq_len" and config.model.position == "rope":  # no parameter has it
             may = True
-        if ours == theirs or may or key in OWN:
+        if ours == theirs or may or key in OWN or same_model(key, config.model, described.keys):
             continue
         value = ",".join(map(str, theirs)) if isinstance(theirs, tuple) else theirs
         remedy = (f"leave --config.model.{key} out" if f"model.{key}" in given else

@@ -13,6 +13,7 @@ from typing import Any
 from bytescope.memory.errors import remedy_for
 from bytescope.memory.report_json import one_line
 from bytescope.train.errors import UserError
+from bytescope.train.weights.expert_keys import expressed
 from bytescope.train.weights.families import FAMILIES, REQUIRED, Family, Field
 
 # No published model comes near; whatever is larger is a mistake, and not worth the arithmetic.
@@ -21,16 +22,16 @@ LARGEST, MOST_LAYERS = 2**28, 2**12
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-# Keys whose presence asks for something else than a dense decoder: (key, what it asks for).
+# Keys whose presence asks for something that a family does not have: (key, what it asks for).
 OTHERS = (
     ("quantization_config", "quantized weights: give the folder of the bf16 weights"),
     ("auto_map", "code of its own, which is not run: give a folder of a model that transformers itself has"),
     ("text_config", "several modalities: give the folder of its text model alone"),
     ("vision_config", "several modalities: give the folder of its text model alone"),
-    ("num_local_experts", "experts, which our model does not have"),
-    ("num_experts", "experts, which our model does not have"),
-    ("n_routed_experts", "experts, which our model does not have"),
-    ("kv_lora_rank", "latent attention, which our model does not have"),
+    ("num_local_experts", "experts, which are read of Mixtral and Qwen3-MoE alone"),
+    ("num_experts", "experts, which are read of Mixtral and Qwen3-MoE alone"),
+    ("n_routed_experts", "experts, which are read of Mixtral and Qwen3-MoE alone"),
+    ("kv_lora_rank", "latent attention, which is read of no family"),
     ("alibi", "ALiBi positions, which our model does not have"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
@@ -39,19 +40,22 @@ OTHERS = (
 @dataclasses.dataclass(frozen=True)
 class Described:
     """A config.json as our model: `keys` of `config.model`; `window`: positions that a sliding window has, None where
-    every layer sees all."""
+    every layer sees all; `balance`: `loss.balance` of a mixture."""
 
     family: Family
     keys: Mapping[str, Any]
     window: int | None = None
+    balance: float | None = None
 
 
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json. Raises UserError for one that is not in the table; `where` names the file."""
-    for key, why in OTHERS:
-        if raw.get(key):
-            raise UserError(f"{where}: {key} asks for {why}")
     name = raw.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    known = {key for field in family.fields.values() for key in field.key.split("|")} if family else ()
+    for key, why in OTHERS:
+        if raw.get(key) and key not in known:
+            raise UserError(f"{where}: {key} asks for {why}")
     if not isinstance(name, str) or name not in FAMILIES:
         remedy = remedy_for(name if isinstance(name, str) else "", FAMILIES)
         raise UserError(f"{where}: model_type={_shown(name)} is not a family that can be read: {remedy}")
@@ -78,10 +82,11 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
     keys["dropout"] = 0.0 if "model.dropout" in given else reader.dropout(family)
     if family.fixed["position"] == "rope":
         keys |= ROPES[family.rope](reader)
+    keys |= ROUTED[family.routed](reader, keys)
     window = WINDOWS[family.window](reader, keys)
     if window is not None:
         keys["max_seq_len"] = min(keys["max_seq_len"], window)
-    return Described(family, keys, window)
+    return Described(family, keys, window, _balance(reader, keys) if keys["experts"] else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,20 +116,21 @@ class _Reader:
 
     def field(self, ours: str, field: Field, keys: Mapping[str, Any]) -> Any:
         """The value of one of our keys; a formula takes those before it."""
-        value, default = self.raw.get(field.key), field.default
+        key = next((key for key in field.key.split("|") if self.raw.get(key) is not None), field.written)
+        value, default = self.raw.get(key), field.default
         if value is None:
-            if field.key in self.raw and field.null is not REQUIRED:
+            if key in self.raw and field.null is not REQUIRED:
                 default = field.null
             if default is REQUIRED:
-                raise UserError(f"{self.where}: key {field.key} is missing: it is needed for model.{ours}")
+                raise UserError(f"{self.where}: key {key} is missing: it is needed for model.{ours}")
             value = FORMULAS[default](keys) if isinstance(default, str) else default
         elif isinstance(default, bool):
             if not isinstance(value, bool):
-                raise self.wrong(field.key, "true or false expected")
+                raise self.wrong(key, "true or false expected")
         elif isinstance(default, float):
-            value = self.number(field.key, value)
+            value = self.number(key, value)
         else:
-            value = self.count(field.key, value)
+            value = self.count(key, value)
         return TRANSFORMS[ours](value) if ours in TRANSFORMS else value
 
     def count(self, key: str, value: Any) -> int:
@@ -166,10 +172,10 @@ class _Reader:
         return theta, tuple(self.number(name, found.get(name), 1e-6) for name in SCALINGS[kind])
 
 
-def _rope(reader: _Reader) -> dict[str, Any]:
-    """One base for all layers."""
+def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
+    """One base for all layers; `absent`: the one of files that do not say it."""
     raw = reader.raw
-    theta = 10_000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
+    theta = absent if raw.get("rope_theta") is None else raw["rope_theta"]
     theta, scaling = reader.rope(raw.get("rope_parameters") or raw.get("rope_scaling"), theta)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -188,7 +194,34 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
 
 
 # How a family says what its rotary positions are.
-ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {"one": _rope, "two": _ropes}
+ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
+    "one": _rope, "one, of 1e6": lambda reader: _rope(reader, 1e6), "two": _ropes}
+
+
+def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
+    """Qwen3-MoE: each n-th layer has experts, but those of a list."""
+    step, dense = reader.raw.get("decoder_sparse_step"), reader.raw.get("mlp_only_layers")
+    step = 1 if step is None else reader.count("decoder_sparse_step", step)
+    if not isinstance(dense, list | None) or any(type(layer) is not int for layer in dense or ()):
+        raise reader.wrong("mlp_only_layers", "a list of numbers of layers expected")
+    found = expressed([(layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(keys["n_layers"])])
+    if found is None:
+        raise reader.wrong("mlp_only_layers" if dense else "decoder_sparse_step",
+                           "our model has dense layers first, and then experts in each n-th layer")
+    return found
+
+
+def _balance(reader: _Reader, keys: Mapping[str, Any]) -> float:
+    """Their load-balance loss adds up what a token's k choices add, k where all experts have equal loads, and ours is
+    their mean, 1 there: the same gradient has k times the coefficient."""
+    value = reader.raw.get("router_aux_loss_coef")
+    return keys["experts_per_token"] * reader.number("router_aux_loss_coef", 0.001 if value is None else value)
+
+
+# Which layers of a family have experts, as keys of ours.
+ROUTED: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, int]]] = {
+    "none": lambda reader, keys: {}, "all": lambda reader, keys: {"dense_layers": 0, "moe_every": 1},
+    "by step": _by_step}
 
 FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "n_heads": lambda keys: keys["n_heads"],
@@ -217,6 +250,12 @@ def _some(reader: _Reader, default: Callable[[int], bool]) -> int | None:
     return None if window is None or not any(_layer_types(reader, default)) else reader.count("sliding_window", window)
 
 
+def _if_used(reader: _Reader) -> int | None:
+    """Qwen3-MoE: all layers, where use_sliding_window says so."""
+    reader.need("use_sliding_window", (False, True))
+    return _some(reader, lambda layer: True) if reader.raw.get("use_sliding_window") else None
+
+
 def _last_layers(reader: _Reader) -> int | None:
     """Qwen: the layers from max_window_layers on, where use_sliding_window says so."""
     reader.need("use_sliding_window", (False, True))
@@ -243,6 +282,8 @@ def _global_every(reader: _Reader) -> int:
 WINDOWS: Mapping[str, Callable[[_Reader, Mapping[str, Any]], int | None]] = {
     "none": lambda reader, keys: None,
     "all": lambda reader, keys: _some(reader, lambda layer: True),
+    "all, if given": lambda reader, keys: _some(reader, lambda layer: True) if "sliding_window" in reader.raw else None,
+    "all, if used": lambda reader, keys: _if_used(reader),
     "last layers": lambda reader, keys: _last_layers(reader),
     "every second": lambda reader, keys: _some(reader, lambda layer: layer % 2 == 0),
     "but each n-th": lambda reader, keys: _some(reader, lambda layer: (layer + 1) % keys["global_every"] != 0),

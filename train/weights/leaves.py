@@ -15,20 +15,24 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train.errors import UserError
-from bytescope.train.weights.families import LAYER, Family, Row
+from bytescope.train.weights.families import EXPERT, LAYER, Family, Row
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.header import Tensor
 from bytescope.train.weights.hf_config import family_of
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of, spans_of
+from bytescope.train.weights.stacks import PER_EXPERT
 
 # The format's name of a dtype that parameters may have -> NumPy's.
 READABLE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+FUSED = ".experts.gate_up_proj"  # what transformers 5 has in memory, and saves with save_original_format=False
+FIRST = "blocks.0."  # before the parameters of the only layer of a model
 COMPARED = 2**24  # elements of two tensors that are compared at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter of one layer in our layout: `shape`, `dtype` as on disk; the padding of the vocabulary is zeros.
+    """One parameter of one layer, or of one expert, in our layout: `shape`, `dtype` as on disk; the padding of the
+    vocabulary is zeros.
 
     before: where it begins along the axis on disk that it shares with others, which is number `axis`.
     """
@@ -82,8 +86,8 @@ class Leaf:
 
 
 def checkpoint_leaves(folder: Folder, model: ModelConfig) -> dict[str, Leaf]:
-    """Our dotted path of each parameter, with the number of its layer and without stacking, such as
-    `blocks.3.attention.w_q` -> where it is.
+    """Our dotted path of each parameter, with the numbers of its layer and expert and without stacking, such as
+    `blocks.3.attention.w_q` or `blocks.3.experts.w_up.7` -> where it is.
 
     Raises:
       UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
@@ -97,35 +101,49 @@ def checkpoint_leaves(folder: Folder, model: ModelConfig) -> dict[str, Leaf]:
 
 
 def rows_by_path(family: Family, paths: Iterable[str]) -> dict[str, tuple[Row, str]]:
-    """Our dotted path -> its row of a family, and the tensor's name with the number of the layer.
+    """Our dotted path -> its row of a family, and the tensor's name with the numbers of layer and expert.
 
     Raises:
       UserError: the family has no tensor for one of them.
     """
     found = {}
     for path in paths:
-        row = family.rows.get(re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path))
+        row = family.rows.get(re.sub(r"\.\d+$", f".{EXPERT}", re.sub(r"^blocks\.\d+\.", f"blocks.{LAYER}.", path)))
         if row is None:
             raise UserError(f"{family.architecture} has no tensor for our parameter {path}: set the key of "
                             "config.model that adds it as that family has it")
-        found[path] = (row, row.tensor.replace(LAYER, path.split(".")[1]) if path.startswith("blocks.") else row.tensor)
+        found[path] = (row, _numbered(row.tensor, path))
     return found
+
+
+def _numbered(tensor: str, path: str) -> str:
+    """The name of a tensor with the numbers of layer and expert that our path has."""
+    parts = path.split(".")
+    return tensor.replace(LAYER, parts[1]).replace(EXPERT, parts[-1]) if parts[0] == "blocks" else tensor
 
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Our dotted path, as `checkpoint_leaves` has it -> shape without stacking, the vocabulary padded."""
-    one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1)
-    abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
-    found: dict[str, tuple[int, ...]] = {}
-    for path, variable in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
-        first, *rest = map(str, path)
-        if first != "blocks":
-            found[".".join((first, *rest))] = variable.shape
-            continue
-        for layer in range(model.n_layers):
-            found[".".join((first, str(layer), *rest[1:]))] = variable.shape
+    kinds = {routed: _one_layer(model, routed) for routed in {model.has_experts(n) for n in range(model.n_layers)}}
+    found = {path: shape for path, shape in next(iter(kinds.values())).items() if not path.startswith(FIRST)}
+    for layer in range(model.n_layers):
+        for path, shape in kinds[model.has_experts(layer)].items():
+            name = path.removeprefix(FIRST)
+            if name in PER_EXPERT:
+                found |= {f"blocks.{layer}.{name}.{expert}": shape[1:] for expert in range(model.experts)}
+            elif name != path:
+                found[f"blocks.{layer}.{name}"] = shape
     return MappingProxyType(found)
+
+
+def _one_layer(model: ModelConfig, routed: bool) -> dict[str, tuple[int, ...]]:
+    """Dotted path -> shape of a model with one layer, which has experts or not."""
+    experts = model.experts if routed else 0
+    one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, experts=experts, dense_layers=0, moe_every=1)
+    abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), rngs=nnx.Rngs(params=0)))
+    return {".".join(map(str, path)): variable.shape
+            for path, variable in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
 
 
 def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
@@ -141,6 +159,9 @@ def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
 def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...]) -> Leaf:
     tensor = folder.tensors.get(name)
     if tensor is None:
+        if ".experts." in name and (fused := next((one for one in folder.tensors if one.endswith(FUSED)), "")):
+            raise UserError(f"{folder.path} has the experts of a layer in one tensor, {fused}: load it in transformers "
+                            "and save it with save_pretrained, which gives each expert its own")
         raise UserError(f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
                         "config.model as its config.json says")
     pattern = Pattern.of(row.pattern)

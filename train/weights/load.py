@@ -25,6 +25,7 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
 from bytescope.train.weights.quantized import QuantizedJob
+from bytescope.train.weights.stacks import by_array
 
 PIECE = 4 * 2**20  # bytes on disk that are read at once
 TRIMMED = 64 * 2**20  # bytes read after which freed memory goes back to the system
@@ -44,22 +45,24 @@ def load_params(folder: Folder, model: ModelConfig, shapes: Any,
     Raises:
       UserError: as `checkpoint_leaves`; or a file that changes while it is read.
     """
-    return load_leaves(checkpoint_leaves(folder, model), shapes, tell, quantized)
+    return load_leaves(checkpoint_leaves(folder, model), model, shapes, tell, quantized)
 
 
-def load_leaves(leaves: dict[str, Leaf], shapes: Any, tell: Callable[[int, int], None] = lambda done, total: None,
+def load_leaves(leaves: Mapping[str, Leaf], model: ModelConfig, shapes: Any,
+                tell: Callable[[int, int], None] = lambda done, total: None,
                 quantized: Mapping[str, tuple[str, Matrix]] = {}) -> Any:
-    """The same of what is where already, by our dotted path with the number of the layer."""
+    """The same of what is where already, by our dotted path with the numbers of layer and expert."""
+    held = by_array(model, leaves)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {_dotted(path): _Target(like) for path, like in flat}
     parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
     jobs: list[_Job | QuantizedJob] = [job for path, _ in flat if (name := _dotted(path)) not in parts
-                                       for job in _jobs(targets[name], path, leaves)]
+                                       for job in _jobs(targets[name], _held(name, held))]
     for name, (base, matrix) in quantized.items():
         own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
-        layers = next(iter(own.values())).like.shape[0]
-        jobs += [QuantizedJob(leaf, base, matrix, {part: target.shards for part, target in own.items()}, layer)
-                 for layer, leaf in _layers(name, layers, leaves).items()]
+        jobs += [QuantizedJob(leaf, base, matrix, {part: target.shards for part, target in own.items()},
+                              next(iter(index), None))
+                 for index, leaf in _held(name, held).items()]
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -138,15 +141,15 @@ def _written(whole: jax.Array, piece: jax.Array, starts: jax.Array, order: tuple
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A leaf of one layer (None: not of a stack) that belongs into one shard."""
+    """A leaf that belongs into one shard; `index`: where in the array's leading axes, its layer and its expert."""
 
     leaf: Leaf
     shard: _Shard
-    layer: int | None
+    index: tuple[int, ...]
 
     @property
     def _spans(self) -> Sequence[Span]:
-        return self.shard.spans if self.layer is None else self.shard.spans[1:]
+        return self.shard.spans[len(self.index):]
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +158,7 @@ class _Job:
 
     def write(self) -> Iterator[int]:
         """Reads and writes it; yields the bytes of each piece."""
-        first = [] if self.layer is None else [self.layer - self.shard.spans[0][0]]
+        first = [number - start for number, (start, _) in zip(self.index, self.shard.spans)]
         for spans in pieces(self._spans, PIECE // self.leaf.dtype.itemsize, self.leaf.outer):
             piece = self.leaf.read([slice(*span) for span in spans])
             begins = [start - base for (start, _), (base, _) in zip(spans, self._spans)]
@@ -181,19 +184,15 @@ def _dotted(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
-def _jobs(target: _Target, path: Sequence[Any], leaves: dict[str, Leaf]) -> list[_Job]:
-    """What fills one array. path: that of jax to it in the tree of parameters."""
-    layers = _layers(_dotted(path), target.like.shape[0], leaves)
-    return [_Job(leaf, shard, layer) for shard in target.shards for layer, leaf in layers.items()
-            if layer is None or shard.spans[0][0] <= layer < shard.spans[0][1]]
+def _jobs(target: _Target, held: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
+    """What fills one array. held: its parameters by their index in its leading axes."""
+    return [_Job(leaf, shard, index) for shard in target.shards for index, leaf in held.items()
+            if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans))]
 
 
-def _layers(name: str, count: int, leaves: dict[str, Leaf]) -> dict[int | None, Leaf]:
-    """The leaf of a parameter, of None, or of a stack those of its `count` layers."""
-    if name in leaves:
-        return {None: leaves[name]}
-    first, _, rest = name.partition(".")
-    layers = {layer: leaves.get(f"{first}.{layer}.{rest}") for layer in range(count)}
-    if missing := next((f"{first}.{layer}.{rest}" for layer, leaf in layers.items() if leaf is None), ""):
-        raise ValueError(f"parameter {missing} has no tensor in the folder: ask for parameters of the model alone")
-    return layers
+def _held(name: str, held: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
+    """What fills the array of this name."""
+    if name not in held:
+        raise ValueError(f"parameter {name} has no tensor, or not all, in the folder: ask for parameters of the model "
+                         "alone")
+    return held[name]

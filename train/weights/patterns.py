@@ -1,8 +1,9 @@
 """How a tensor of a checkpoint lies in our layout, as one line: `(h k) d -> d h k`.
 
 Left of the arrow are the axes on disk, right of it ours; a group in parentheses is one axis on disk and several of
-ours. Letters: d d_model, h n_heads, g n_kv_heads, k d_head, f d_ff, v vocabulary, p positions. Nothing is computed: a
-slice of ours is a slice of theirs, seen in another order, so it can be read without the rest, and written back.
+ours. Letters: d d_model, h n_heads, g n_kv_heads, k d_head, f d_ff, v vocabulary, p positions, e experts, m the width
+of an expert. Nothing is computed: a slice of ours is a slice of theirs, seen in another order, so it can be read
+without the rest, and written back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Span = tuple[int, int]  # from the first to before the second
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """Letter -> size of that axis, as checkpoints have it: the vocabulary without padding."""
     return {"d": model.d_model, "h": model.n_heads, "g": model.n_kv_heads, "k": model.d_head, "f": model.d_ff,
-            "v": model.vocab_size, "p": model.max_seq_len}
+            "v": model.vocab_size, "p": model.max_seq_len, "e": model.experts, "m": model.expert_width}
 
 
 def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:

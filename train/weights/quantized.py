@@ -73,7 +73,7 @@ def matrices_of(model: ModelConfig, base: str) -> dict[str, Matrix]:
     """The weights of one layer that `lora.base` quantizes, by their path in it, such as `attention.w_q`."""
     if base == "bf16":
         return {}
-    one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1)
+    one = dataclasses.replace(model, n_layers=1, scan=False, unroll=1, dense_layers=0, moe_every=1)
     abstract = nnx.eval_shape(lambda: Transformer(one, Precision(), base=base, rngs=nnx.Rngs(params=0)))
     return {name.removeprefix("blocks.0."): matrix for name, (_, matrix) in quantized_weights(abstract).items()}
 

@@ -33,7 +33,7 @@ def fingerprint_of_adapter(program: Program) -> str:
 def initial_adapters(program: Program) -> Any:
     """The adapters that `init.adapter` holds, in their shardings and dtypes; None without one."""
     leaves = _adapter_leaves(program)
-    return load_leaves(leaves, program.state.params) if leaves else None
+    return load_leaves(leaves, program.model, program.state.params) if leaves else None
 
 
 def _adapter_leaves(program: Program) -> dict[str, Leaf]:

@@ -24,6 +24,11 @@ FAMILIES = {
     "mistral": ("MistralConfig", {**SIZES, "sliding_window": None}),
     "qwen2": ("Qwen2Config", {key: value for key, value in SIZES.items() if key != "head_dim"}),
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 4, "sliding_window": None}),
+    # The first layer is dense: of both kinds there is a stack.
+    "qwen3_moe": ("Qwen3MoeConfig", {**SIZES, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6,
+                                     "num_experts_per_tok": 3, "num_hidden_layers": 3, "mlp_only_layers": [0],
+                                     "norm_topk_prob": True}),
     "gemma": ("GemmaConfig", {**SIZES, "head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2Config", {**SIZES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.0,
                                 "final_logit_softcapping": 3.0}),

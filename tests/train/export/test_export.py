@@ -88,7 +88,7 @@ PRESETS = {"float32": "fp32", "bfloat16": "bf16_params"}
 
 
 @pytest.fixture(scope="module", params=[*((name, "float32") for name in checkpoints.FAMILIES), ("llama3", "bfloat16"),
-                                        ("gpt2", "bfloat16")], ids="-".join)
+                                        ("gpt2", "bfloat16"), ("mixtral", "bfloat16")], ids="-".join)
 def run(request, tmp_path_factory):
     """(folder of a family and dtype, what `loaded` says of it, a run that began from it)."""
     name, dtype = request.param

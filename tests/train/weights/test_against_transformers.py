@@ -24,9 +24,10 @@ ROWS, LENGTH, RATE = 2, 24, 1e-2
 SETTINGS = {"precision.preset": "fp32", "remat.policy": "none", "model.attention": "naive", "data.seq_len": LENGTH,
             "batch.micro": ROWS, "batch.accumulation": 1, "loss.chunk": 16, "optimizer.learning_rate": RATE,
             "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.1, "optimizer.clip_norm": 0.0,
-            "optimizer.eps": 1e-4}
+            "optimizer.eps": 1e-4, "loss.balance": 0.0}
 PROMPT, MORE = [5, 17, 42, 8], 16
-GREEDY = ("llama", "gpt2")  # text follows from logits, which are compared of all: of rotated and of learned positions
+# Text follows from logits, which are compared of all: of rotated and of learned positions, and of experts.
+GREEDY = ("llama", "gpt2", "mixtral")
 
 
 def read(folder, program):

@@ -132,7 +132,7 @@ def test_both_spellings_of_rotary_positions():
 
 @pytest.mark.parametrize(("raw", "changes", "why"), [
     (SMOLLM2, {"model_type": "lama"}, "did you mean llama"), (SMOLLM2, {"model_type": None}, "model_type=None"),
-    (SMOLLM2, {"model_type": ["llama"]}, "model_type=['llama']"), (SMOLLM2, {"model_type": "mixtral"}, "not a family"),
+    (SMOLLM2, {"model_type": ["llama"]}, "model_type=['llama']"), (SMOLLM2, {"model_type": "olmoe"}, "not a family"),
     (SMOLLM2, {"num_local_experts": 8}, "experts"), (SMOLLM2, {"kv_lora_rank": 512}, "latent attention"),
     (SMOLLM2, {"quantization_config": {"bits": 4}}, "quantized weights"),
     (SMOLLM2, {"auto_map": {"AutoModel": "m.M"}}, "not run"), (SMOLLM2, {"vision_config": {"x": 1}}, "modalities"),

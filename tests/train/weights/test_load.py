@@ -162,9 +162,8 @@ def test_every_byte_is_read_once_and_none_for_other_devices(folder, monkeypatch)
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda self, shape: {
         device: index for device, index in self.devices_indices_map(shape).items() if device.id == 2})
     target = loading._Target(like)
-    leaves = checkpoint_leaves(opened, model)
-    path = tuple(jax.tree_util.DictKey(key) for key in ("blocks", "mlp", "w_up"))
-    for job in loading._jobs(target, path, leaves):
+    held = loading.by_array(model, checkpoint_leaves(opened, model))
+    for job in loading._jobs(target, held["blocks.mlp.w_up"]):
         list(job.write())
     assert sum(array.nbytes for array in read) == 2 * D * F  # 4 bytes of a quarter of them
 

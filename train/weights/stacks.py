@@ -1,0 +1,67 @@
+"""Where the parameter of one layer, or of one expert in it, lies among the arrays of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from bytescope.model import ModelConfig
+from bytescope.model.runs import BLOCKS, layers_of, stack_of
+
+# A matrix of one expert, its number behind the name as that of the layer is before it: checkpoints have each on its
+# own, and our arrays have all of a layer, [E, inputs, outputs].
+_OF_EXPERT = re.compile(r"(experts\.w_(?:gate|up|down))\.(\d+)")
+PER_EXPERT = ("experts.w_gate", "experts.w_up", "experts.w_down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A parameter within an array: `array`, its dotted path; `index` in its leading axes, which have `sizes`."""
+
+    array: str
+    index: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
+    """Where the parameter of a dotted path, such as `blocks.3.experts.w_up.7`, is: with layers on their own, and with
+    scanned ones."""
+    first, _, rest = path.partition(".")
+    if first != BLOCKS:
+        return (Place(path),)
+    number, _, rest = rest.partition(".")
+    index, sizes = (), ()
+    if of_expert := _OF_EXPERT.fullmatch(rest):
+        rest, index, sizes = of_expert[1], (int(of_expert[2]),), (model.experts,)
+    stack, place, count = _in_stack(model, int(number))
+    return (Place(f"{BLOCKS}.{number}.{rest}", index, sizes),
+            Place(f"{stack}.{rest}", (place, *index), (count, *sizes)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_stack(model: ModelConfig, layer: int) -> tuple[str, int, int]:
+    """(the stack of a layer, its place in it, layers of it)."""
+    stack = stack_of(model, layer)
+    layers = layers_of(model, stack)
+    return stack, layers.index(layer), len(layers)
+
+
+def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tuple[int, ...], Any]]:
+    """Arrays that are complete, by their dotted path -> index in their leading axes -> what there is of each
+    parameter."""
+    arrays: dict[str, dict[tuple[int, ...], Any]] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
+    for path, one in found.items():
+        for place in places_of(model, path):
+            arrays.setdefault(place.array, {})[place.index] = one
+            sizes[place.array] = place.sizes
+    return {array: parts for array, parts in arrays.items() if len(parts) == math.prod(sizes[array])}
+
+
+def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:
+    """The place of a parameter among these arrays; None where it has none."""
+    return next((place for place in places_of(model, path) if place.array in arrays), None)
