@@ -1,0 +1,203 @@
+"""Mixtures of experts from folders: published sizes, each expert where it belongs, read by the devices that hold it."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.train import config as configs
+from bytescope.train.errors import UserError
+from bytescope.train.export.config_json import config_json
+from bytescope.train.program import build
+from bytescope.train.weights.expert_keys import routed_layers
+from bytescope.train.weights.finetune import check_agreement
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.hf_config import describe
+from bytescope.train.weights.leaves import checkpoint_leaves
+from bytescope.train.weights.load import load_params
+from support.models import checkpoints, weights
+
+# config.json as published, without what says nothing of the model.
+MIXTRAL_8X7B = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+    "vocab_size": 151936}
+MATRICES = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
+
+
+@pytest.mark.parametrize(("raw", "parameters", "keys", "balance"), [
+    (MIXTRAL_8X7B, 46_702_792_704, {"experts": 8, "experts_per_token": 2, "router_renormalize": True}, 0.04),
+    (QWEN3_30B_A3B, 30_532_122_624, {"experts": 128, "experts_per_token": 8, "d_expert": 768, "d_ff": 6144,
+                                     "qk_norm": True, "router_renormalize": True}, 0.008)])
+def test_published_sizes(tmp_path, raw, parameters, keys, balance):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = configs.load(f"hf:{tmp_path}")
+    model = ModelConfig.from_dict(config.model)
+    assert {key: getattr(model, key) for key in keys} == keys
+    assert config.loss.balance == pytest.approx(balance)  # k times theirs
+    abstract = nnx.eval_shape(lambda: Transformer(model, Precision(), rngs=nnx.Rngs(params=0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param))) == parameters
+    assert config_json(config.model.to_dict(), raw) == raw
+    written = config_json(config.model.to_dict())  # of the keys alone
+    assert written.items() >= {key: raw[key] for key in written.keys() & raw.keys() if key != "rope_scaling"}.items()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (3, [2]), (1, [0, 1]), (2, [1]), (4, []), (7, []),
+                                             (1, [0, 2, 4, 6]), (2, [1, 3]), (1, [0, 1, 3, 5, 7])])
+def test_dense_layers_both_ways(step, dense):
+    raw = {**QWEN3_30B_A3B, "num_hidden_layers": 8, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    keys = describe(raw, "config.json").keys
+    assert routed_layers(keys) == [(layer + 1) % step == 0 and layer not in dense for layer in range(8)]
+    model = configs.load("tiny").model.to_dict() | dict(keys)
+    again = describe(config_json(model), "config.json").keys
+    assert routed_layers(again) == routed_layers(keys)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("raw", "changes", "why"), [
+    (QWEN3_30B_A3B, {"mlp_only_layers": [5]}, "mlp_only_layers=[5]: our model has dense layers first"),
+    (QWEN3_30B_A3B, {"mlp_only_layers": ["0"]}, "a list of numbers"), (QWEN3_30B_A3B, {"mlp_only_layers": 1}, "a list"),
+    (QWEN3_30B_A3B, {"decoder_sparse_step": 64}, "decoder_sparse_step=64: our model"),
+    (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': a whole number"),
+    (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
+    (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
+    (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model computes 0.0"),
+    (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
+    (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are read of Mixtral")])
+def test_what_is_refused_of_a_mixture(raw, changes, why):
+    with pytest.raises(UserError) as caught:
+        describe({**raw, **changes}, "config.json")
+    assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.quick
+def test_keys_that_files_leave_out_or_spell_otherwise():
+    absent = {key: value for key, value in MIXTRAL_8X7B.items() if key not in ("rope_theta", "sliding_window")}
+    assert describe(absent, "").keys == describe(MIXTRAL_8X7B, "").keys  # a base of 1e6, no window
+    assert describe({**absent, "sliding_window": 4096}, "").keys["max_seq_len"] == 4096
+    used = {**QWEN3_30B_A3B, "use_sliding_window": True}
+    assert describe({**used, "sliding_window": 4096}, "").window == 4096 and describe(used, "").window is None
+    five = {key: value for key, value in QWEN3_30B_A3B.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert describe(five, "").keys == describe(QWEN3_30B_A3B, "").keys
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"shared_experts": 1}, "model.shared_experts=1"), ({"router": "sigmoid"}, "model.router=sigmoid"),
+    ({"router_scale": 2.5}, "model.router_scale=2.5"),
+    ({"dense_layers": 1}, "model.qk_norm=False: the nearest is qwen3_moe")])
+def test_a_mixture_that_no_family_computes_is_named(changes, named):
+    model = configs.load("tiny").model.to_dict() | {"experts": 8, "d_expert": 64} | changes
+    with pytest.raises(UserError, match="no family of transformers computes .*" + named):
+        config_json(model)
+    raw = config_json(model | dict.fromkeys(changes, 0) | {"router": "softmax", "router_scale": 1.0})
+    assert (raw["model_type"], raw["intermediate_size"], raw["num_local_experts"]) == ("mixtral", 64, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3-MoE whose first layer is dense, of 8 experts."""
+    made = checkpoints.model("qwen3_moe", num_experts=8)
+    return checkpoints.save(made, tmp_path_factory.mktemp("mixture") / "m")
+
+
+def program_of(folder, devices, **keys):
+    config = configs.load(f"hf:{folder}")
+    for key, value in {"precision.preset": "fp32", "batch.accumulation": 1, **keys}.items():
+        configs.override(config, key, str(value))
+    return build(config, jax.devices()[:devices])
+
+
+def tensors_of(folder):
+    opened = Folder.open(folder)
+    return {name: np.asarray(opened.read(name, [(0, size) for size in tensor.shape]))
+            for name, tensor in opened.tensors.items()}
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("mesh", [{"mesh.expert": 4, "mesh.fsdp": 2}, {"mesh.expert": 2, "mesh.tensor": 2,
+                                                                       "mesh.fsdp": 2, "model.scan": "false"}])
+def test_experts_are_where_they_belong_and_read_by_the_devices_that_hold_them(folder, mesh, monkeypatch):
+    program, read = program_of(folder, 8, **mesh), []
+    real = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda self, name, spans: read.append((name, real(self, name, spans)))
+                        or read[-1][1])
+    found = load_params(Folder.open(folder), program.model, program.state.params)
+    monkeypatch.undo()
+    theirs = tensors_of(folder)
+    nbytes = sum(array.nbytes for name, array in read if ".experts." in name)
+    assert nbytes == sum(array.nbytes for name, array in theirs.items() if ".experts." in name)  # once
+    scanned = "model.scan" not in mesh
+
+    def block_of(layer):
+        if not scanned:
+            return found["blocks"][layer]
+        stack, place = (found["blocks"], layer - 1) if layer else (found["dense_blocks"], 0)
+        return jax.tree.map(lambda leaf: leaf[place], stack)
+
+    for layer in (1, 2):
+        block = block_of(layer)
+        before = f"model.layers.{layer}.mlp"
+        np.testing.assert_array_equal(block["experts"]["w_router"], theirs[f"{before}.gate.weight"].T)
+        for ours, name in MATRICES.items():
+            each = np.stack([theirs[f"{before}.experts.{expert}.{name}.weight"].T for expert in range(8)])
+            np.testing.assert_array_equal(block["experts"][ours], each)
+    np.testing.assert_array_equal(block_of(0)["mlp"]["w_up"], theirs["model.layers.0.mlp.up_proj.weight"].T)
+    up = (found["blocks"] if scanned else found["blocks"][1])["experts"]["w_up"]
+    assert up.addressable_shards[0].data.shape[-3] == 8 // mesh["mesh.expert"]
+    assert up.addressable_shards[0].data.size == up.size // 8
+
+
+@pytest.mark.oracle("transformers")
+def test_an_expert_that_is_missing_misshapen_or_too_many_is_named(folder, tmp_path):
+    theirs, config = tensors_of(folder), json.loads((folder / "config.json").read_text())
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    eighth = name.replace(".5.", ".8.")
+    fused = {"model.layers.1.mlp.experts.gate_up_proj": np.zeros((8, 48, 32), np.float32)}
+    without = {one: array for one, array in theirs.items() if one != name}
+    plain = {one: array for one, array in theirs.items() if ".experts." not in one}
+    for number, (tensors, why) in enumerate((
+            (without, f"has no tensor {name}"), ({**theirs, eighth: theirs[name]}, f"has tensor {eighth}, which"),
+            ({**theirs, name: theirs[name].T}, f"{name} has shape 32 x 24, and config.json asks for 24 x 32"),
+            ({**theirs, "model.layers.0.mlp.gate.weight": theirs["model.layers.1.mlp.gate.weight"]},
+             "has tensor model.layers.0.mlp.gate.weight, which"),
+            ({**plain, **fused}, "the experts of a layer in one tensor, model.layers.1.mlp.experts.gate_up_proj"))):
+        opened = Folder.open(weights.write(tmp_path / str(number), config, tensors))
+        model = ModelConfig.from_dict(configs.load(f"hf:{opened.path}").model)
+        with pytest.raises(UserError) as caught:
+            checkpoint_leaves(opened, model)
+        assert why in str(caught.value) and "\n" not in str(caught.value)
+    more = dataclasses.replace(model, experts=9)
+    with pytest.raises(UserError, match="has no tensor model.layers.1.mlp.experts.8."):
+        checkpoint_leaves(Folder.open(folder), more)
+
+
+@pytest.mark.quick
+def test_a_config_of_ones_own_with_their_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+    keys = describe(MIXTRAL_8X7B, "").keys
+    config = configs.load("tiny")
+    config.model.update(keys)
+    config.init.folder = str(tmp_path)
+    config.model.d_expert = 0  # d_ff, which is theirs
+    check_agreement(config, ())
+    config.model.experts_per_token = 1
+    with pytest.raises(UserError, match="model.experts_per_token=1, and .* has 2"):
+        check_agreement(config, ())
