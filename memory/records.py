@@ -7,12 +7,10 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `target`: what the program was compiled for (`name`, `platform`, memory sizes ...); {} when nobody said.
 - `config`: the configuration the caller passed; {} when there is none.
 - `subject`: what a trainer says of it (`Subject`): the config's name, its batch, its policy; empty for other programs.
-- `parameters`: of the program, over all devices: `total`, frozen ones among them, and `active`, which one token meets:
-  of a mixture of experts less than all; {} for a program without any.
+- `parameters`: over all devices: `total`, frozen ones too, and `active`, which a token meets; {} where there are none.
 - `program`: the name of the compiled module; `method`: how lifetimes were found (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
-- `peak_bytes`: the most that is live at once in main memory, as XProf's memory viewer has it.
-- `peak_index`: the point of `timeline` at which it is.
+- `peak_bytes`: the most that is live at once in main memory (XProf's), at the point `peak_index` of `timeline`.
 - `allocated_bytes`: what the runtime takes: arguments, outputs that alias nothing, constants, packed temporaries.
 - `unseen`: what the runtime takes and the compiler does not count (`RuntimeOverhead`; the table is in
   attribution/runtime_overheads.py), part of no figure above; `predicted_bytes`: allocated plus those of them that lie
@@ -41,8 +39,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `schedule`: what one device runs in a call, in order: kernels with their sizes, collectives and copies over the host
   link from start to wait, loops (report_records/schedule.py; lists, `to_json` there); [] where nothing is scheduled.
 - `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a config that tells the strategy.
-- `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: lists of records, field for field.
-- `notes`: sentences on what is not exact in this report.
+- `ledger`, `timeline`, `buffers` (report_records/buffers.py), `findings`: records; `notes`: what is not exact.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.records import ROWS, Report
 from bytescope.memory.seconds.ranking import TIE
+from bytescope.memory.text.layout import mixture
 from bytescope.memory.text.seconds.prediction import rounded, within
 from bytescope.memory.units import human
 
@@ -124,7 +125,7 @@ def program_facts(report: Report) -> list[str]:
     layers = " · ".join(filter(None, (f"policy: {of.policy}" if of.policy else "",
                                       f"program: {report.program}" if of.name and report.program else "")))
     found = (f"batch: {of.batch}" if of.batch else "", layers,
-             f"with {' '.join(of.changes)}" if of.changes else "")
+             mixture(report.parameters), f"with {' '.join(of.changes)}" if of.changes else "")
     return [line for line in found if line]
 
 

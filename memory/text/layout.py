@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -174,3 +174,9 @@ def _lines(part: RenderableType, width: int, console: Console, options: ConsoleO
     """A block as the lines that it prints at a width."""
     rendered = console.render_lines(part, options.update(width=width), pad=False)
     return [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in rendered]
+
+
+def mixture(parameters: Mapping[str, int]) -> str:
+    """A report's `parameters` in words where it is of a mixture of experts; "" where a token meets all of them."""
+    total, active = parameters.get("total", 0), parameters.get("active", 0)
+    return f"{total:,} parameters, {active:,} of them active" if active < total else ""

@@ -7,6 +7,7 @@ from bytescope.memory.costs import flops
 from bytescope.memory.formulas import communication, reconcile
 from bytescope.memory.formulas.expert_exchange import DISPATCHES, chosen_dispatch, repeats, sent
 from bytescope.memory.formulas.experts import Experts
+from bytescope.memory.pages import report as report_page
 from bytescope.model.experts.exchange import DISPATCHES as TRAINED
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
@@ -86,7 +87,9 @@ def test_the_formulas_meet_the_report(step):
     formula, report, counted = step
     assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.1)
     inactive = 2 * 6 * 3 * 32 * 32
-    assert report.parameters["total"] - report.parameters["active"] == inactive
+    total, active = report.parameters["total"], report.parameters["active"]
+    assert total - active == inactive
+    assert f"{total:,} parameters, {active:,} of them active" in report_page.render(report)
     assert formula.model_flops < counted.model_flops
     if "all-to-all" in {item.kind for item in report.collectives if item.axes == ("expert",)}:
         assert report.residuals_by_name["dispatched"] > 0, "kept as a collective brought it"
