@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from bytescope.memory.formulas import experts, transformer
-from bytescope.memory.formulas.adapters import TARGETS, adapted
+from bytescope.memory.formulas.adapters import TARGETS, adapted, matrices
 from bytescope.memory.formulas.transformer import Model, Tensor
 
 # Checkpoint name -> what it holds. Names outside the layers (embed, final_norm) are left out: no policy moves them.
@@ -63,7 +63,7 @@ CORES = {
         "probs": MadeFrom(("q_rot", "k_rot"), "scores"),
         "probs_mask": MadeFrom(),
         "probs_dropped": MadeFrom(("probs", "probs_mask")),
-        "context": MadeFrom(("probs", "probs_dropped", "v"), "scores"),
+        "context": MadeFrom(("probs", "probs_dropped", "v"), "weighted"),
     },
     "flash": {
         "kernel": MadeFrom(("q_rot", "k_rot", "v"), "core"),
@@ -73,19 +73,19 @@ CORES = {
 }
 LAYER = {
     "attn_norm": MadeFrom(("block_in",)),
-    "q": MadeFrom(("attn_norm",), "queries"),
-    "k": MadeFrom(("attn_norm",), "keys"),
-    "v": MadeFrom(("attn_norm",), "keys"),
+    "q": MadeFrom(("attn_norm",), "q"),
+    "k": MadeFrom(("attn_norm",), "k"),
+    "v": MadeFrom(("attn_norm",), "v"),
     "q_rot": MadeFrom(("q",)),
     "k_rot": MadeFrom(("k",)),
-    "attn_out": MadeFrom(("context",), "queries"),
+    "attn_out": MadeFrom(("context",), "o"),
     "attn_out_mask": MadeFrom(),
     "mid": MadeFrom(("block_in", "attn_out", "attn_out_mask")),
     "mlp_norm": MadeFrom(("mid",)),
-    "gate": MadeFrom(("mlp_norm",), "mlp"),
-    "up": MadeFrom(("mlp_norm",), "mlp"),
+    "gate": MadeFrom(("mlp_norm",), "gate"),
+    "up": MadeFrom(("mlp_norm",), "up"),
     "act": MadeFrom(("gate", "up")),
-    "mlp_out": MadeFrom(("act",), "mlp"),
+    "mlp_out": MadeFrom(("act",), "down"),
     "mlp_out_mask": MadeFrom(),
     "router_logits": MadeFrom(("mlp_norm",), "router"),
     "dispatched": MadeFrom(("mlp_norm", "router_logits")),
@@ -96,6 +96,14 @@ LAYER = {
     **{f"lora_{target}": MadeFrom((name,)) for targets, name in (
         (("q", "k", "v"), "attn_norm"), (("o",), "context"), (("gate", "up"), "mlp_norm"), (("down",), "act"))
        for target in targets},
+}
+# Latent attention in the place of the same names. The latents are read by their norms and by products.
+LATENT = {
+    "q_latent": MadeFrom(("attn_norm",), "q_down"),
+    "kv_latent": MadeFrom(("attn_norm",), "kv_down"),
+    "q": MadeFrom(("q_latent",), "q_up"),
+    "k": MadeFrom(("kv_latent",), "k_up"),
+    "v": MadeFrom(("kv_latent",), "v_up"),
 }
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
 # reads its input: tensor -> the Model field with which it is normed.
@@ -136,7 +144,7 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
 
     The input of the block is always kept: the loop over the layers hands it on.
     """
-    made = {name: row for name, row in {**LAYER, **CORES[attention]}.items() if _exists(name, model)}
+    made = {name: row for name, row in _table(model, attention).items() if _exists(name, model)}
     # Without dropout the context is made from the probabilities, with it from what is left of them.
     skip = {"probs"} if model.dropout else set()
     kept, recomputed, todo = set(), set(), ["block_in", *(name for name in made if _is_read(name, model))]
@@ -150,6 +158,16 @@ def walk(model: Model, attention: str, save: Collection[str]) -> Walk:
     return Walk(frozenset(kept), frozenset(recomputed))
 
 
+def _table(model: Model, attention: str) -> dict[str, MadeFrom]:
+    """How each tensor of a layer is made."""
+    latents: dict[str, MadeFrom] = {}
+    if model.latent:
+        latents = dict(LATENT)
+        if not model.latent.query_rank:
+            latents = {name: row for name, row in LATENT.items() if name not in ("q_latent", "q")}
+    return {**LAYER, **latents, **CORES[attention]}
+
+
 def _is_read(name: str, model: Model) -> bool:
     """Whether some gradient reads a tensor."""
     if name in UNREAD:
@@ -158,21 +176,20 @@ def _is_read(name: str, model: Model) -> bool:
 
 
 def product_flops(model: Model, sequence: int) -> dict[str, float]:
-    """FLOPs per token by kind of product: `core` is both products of attention, `scores` one of them."""
-    scores = 2.0 * model.heads * model.head_width * sequence
-    found, routed = model.experts, 0
-    if found:
-        routed = found.per_token * found.width
-    return {"queries": 2.0 * model.width * model.heads * model.head_width, "core": 2 * scores, "scores": scores,
-            "keys": 2.0 * model.width * model.kv_heads * model.head_width,
-            "mlp": 2.0 * model.width * experts.mlp_width(model), "router": 2.0 * experts.router_size(model),
-            "experts": 2.0 * model.width * routed, "": 0.0}
+    """FLOPs per token by product: those with a matrix by its name, `core` is both products of attention, `scores` and
+    `weighted` are one each, `experts` one of the products of k experts."""
+    scores, weighted = (2.0 * model.heads * width * sequence for width in (model.score_width, model.value_width))
+    found = model.experts
+    routed = found.per_token * found.width if found else 0
+    return {**{name: 2.0 * rows * columns for name, (rows, columns) in matrices(model).items()},
+            "core": scores + weighted, "scores": scores, "weighted": weighted,
+            "router": 2.0 * experts.router_size(model), "experts": 2.0 * model.width * routed}
 
 
 def recomputed_flops(model: Model, attention: str, names: Collection[str], sequence: int) -> float:
     """FLOPs per token and layer of computing these names once more."""
-    table, flops = {**LAYER, **CORES[attention]}, product_flops(model, sequence)
-    return sum(flops[table[name].product] for name in names)
+    table, flops = _table(model, attention), product_flops(model, sequence)
+    return sum(flops.get(table[name].product, 0.0) for name in names)
 
 
 def tiles_flops(model: Model, sequence: int) -> float:
@@ -183,7 +200,7 @@ def tiles_flops(model: Model, sequence: int) -> float:
 
 def forward_flops(model: Model, attention: str, sequence: int) -> float:
     """FLOPs per token and layer in the forward pass."""
-    names = [name for name in (*LAYER, *CORES[attention]) if _exists(name, model)]
+    names = [name for name in _table(model, attention) if _exists(name, model)]
     return recomputed_flops(model, attention, names, sequence)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.costs.flops import count
-from bytescope.memory.formulas import experts, flops, reconcile, training_state, transformer
+from bytescope.memory.formulas import experts, flops, reconcile, rematerialized, training_state, transformer
 from bytescope.memory.formulas.config import question_of
 from bytescope.memory.formulas.estimate import Question, estimate
 from bytescope.memory.formulas.experts import Experts
@@ -113,6 +113,23 @@ def test_latent_attention_by_hand():
     tokens, core = 4096, 6 * 61 * 4096 * 128 * (192 + 128)
     matrices = transformer.active_count(DEEPSEEK) - 129280 * 7168
     assert flops.model_flops(DEEPSEEK, 4096, 1) == (6 * matrices + core) * tokens
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK, MIXED], ids=["mixtral", "deepseek", "mixed"])
+def test_a_layer_computes_its_active_matrices_and_recomputes_all_but_its_last_products(model):
+    """2 FLOPs a parameter that a token meets, and the core; nothing reads what the down projections give."""
+    for kind in experts.by_kind(model):
+        core = 2 * kind.heads * (kind.score_width + kind.value_width) * 4096
+        active = transformer.layer_count(kind) - experts.idle_count(kind) // kind.layers
+        forward = rematerialized.forward_flops(kind, "flash", 4096)
+        assert forward == 2 * active + core
+        again = rematerialized.walk(kind, "flash", ()).recomputed
+        down = kind.width * experts.mlp_width(kind)
+        if kind.experts:
+            down += kind.width * kind.experts.width * kind.experts.per_token
+        assert rematerialized.recomputed_flops(kind, "flash", again, 4096) == forward - 2 * down
+        kept = rematerialized.walk(kind, "flash", rematerialized.SAVED["selective"]).recomputed
+        assert not kept & {"dispatched", "expert_gate", "expert_up", "expert_act", "router_logits"}
 
 
 @pytest.mark.parametrize("layout, dense, routed", [
