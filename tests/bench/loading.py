@@ -22,12 +22,15 @@ from pathlib import Path
 import numpy as np
 
 MOST = 1.2
-# config.json of models by name; `2gib`: 16 layers of Llama's shape.
+# config.json of models by name; `2gib`: 16 layers of Llama's shape; `mixture`: half of the experts of two of Mixtral's.
 MODELS = {
     "2gib": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16,
              "num_key_value_heads": 8, "vocab_size": 16384, "max_position_embeddings": 2048},
     "llama_8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192},
+    "mixture": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 8192,
+                "max_position_embeddings": 8192, "num_local_experts": 4},
 }
 
 
@@ -43,7 +46,7 @@ def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = ModelConfig.from_dict(load(f"hf:{folder}").model)
     sizes, found = sizes_of(model), {}
-    for row, name in rows_by_path(FAMILIES["llama"], parameters_of(model)).values():
+    for row, name in rows_by_path(FAMILIES[config["model_type"]], parameters_of(model)).values():
         found[name] = Pattern.of(row.pattern).their_shape(sizes)
     return found
 
@@ -121,13 +124,14 @@ def main() -> int:
     flags.add_argument("--shard", type=int, default=2**29, help="bytes of a file (default %(default)s)")
     flags.add_argument("--param", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     flags.add_argument("--strategy", default="zero3", help="mesh.strategy (default %(default)s)")
+    flags.add_argument("--expert", type=int, default=1, help="mesh.expert (default %(default)s)")
     flags.add_argument("--devices", type=int, default=8, help="default %(default)s")
     flags.add_argument("--sparse", action="store_true", help="tensors of zeros without bytes on disk")
     flags.add_argument("--folder", help="where the checkpoint is written, new (default: the system's, then removed)")
     flags.add_argument("--assert", dest="check", action="store_true", help=f"exit 1 above {MOST}x")
     flags.add_argument("--measure", help=argparse.SUPPRESS)
     asked = flags.parse_args()
-    keys = [f"precision.param={asked.param}", f"mesh.strategy={asked.strategy}"]
+    keys = [f"precision.param={asked.param}", f"mesh.strategy={asked.strategy}", f"mesh.expert={asked.expert}"]
     if asked.param == "bfloat16":
         keys.append("precision.preset=bf16_params")
     if asked.measure:

@@ -59,7 +59,8 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
     """Writes the adapters of a run as peft names them; returns lines that say what they are.
 
     Raises:
-      UserError: a matrix that shares a tensor with others in this family.
+      UserError: a matrix that shares a tensor with others in this family; or one of a dense MLP of a mixture, since
+        peft takes each target that ends as those of experts do for these.
     """
     planned, values, adapted, others, inputs_first = [], {}, set(), set(), False
     for path, (row, name) in rows_by_path(family, parameters_of(model)).items():
@@ -69,6 +70,9 @@ def write_adapters(run: SavedRun, out: Path, model: ModelConfig, family: Family,
         if row.parts:
             raise UserError(f"{family.architecture} has one tensor, {name}, for {path} and others, so an adapter "
                             "would be of all of them: export with --merge")
+        if model.experts and ".mlp." in path:
+            raise UserError(f"peft has no name for the adapter of {path}, a dense MLP beside layers with experts: "
+                            "export with --merge, or train with --config.lora.targets=q,k,v,o")
         adapted.add(name.rpartition(".")[0])
         inputs_first = Pattern.of(row.pattern).theirs[0][0] == Pattern.of(row.pattern).ours[0]  # GPT-2's Conv1D
         for letter, half in zip("ab", own):

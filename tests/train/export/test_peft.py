@@ -17,7 +17,7 @@ from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
-from bytescope.train.weights.start import fingerprint_of_adapter
+from bytescope.train.weights.start import fingerprint_of_adapter, initial_adapters
 from support.models import checkpoints
 
 pytestmark = [pytest.mark.oracle("peft"),
@@ -100,6 +100,34 @@ def test_gpt2_adapters_are_of_the_modules_that_have_one_and_of_no_namesake(tmp_p
     np.testing.assert_allclose(loss_of(model).item(), loss, rtol=1e-5)
     both = ["h.0.attn.c_proj", "h.0.mlp.c_proj"]
     assert module_ends(both, ["h.0.mlp.c_fc"]) == ["c_proj"] and module_ends(both[1:], both[:1]) == ["mlp.c_proj"]
+
+
+def test_adapters_of_a_mixture_are_of_its_attention(tmp_path):
+    """Both ways, over a layer that is dense and two that have experts."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, run, (loss, _) = run_over("qwen3_moe", tmp_path, **{"loss.balance": 0.0, "lora.targets": "q,o"})
+    assert cli.main(["export", str(run), str(tmp_path / "adapters")]) == 0
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapters")
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 3 * 2
+    np.testing.assert_allclose(loss_of(model).item(), loss, rtol=1e-5)
+    program = build(load(f"hf:{folder}", [("init.adapter", str(tmp_path / "adapters"))]), jax.devices()[:1])
+    ours, theirs = initial_adapters(program), Folder.open_adapter(tmp_path / "adapters")
+    for layer, stack in enumerate((("dense_blocks", 0), ("blocks", 0), ("blocks", 1))):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
+        np.testing.assert_array_equal(ours[stack[0]]["attention"]["w_q_a"][stack[1]], theirs.read(name, []).T)
+
+
+def test_adapters_of_dense_layers_beside_experts_are_merged(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    _, run, (loss, _) = run_over("qwen3_moe", tmp_path, **{"loss.balance": 0.0})
+    assert cli.main(["export", str(run), str(tmp_path / "adapters")]) == 2
+    assert "blocks.0.mlp.w_down, a dense MLP beside layers with experts: export with --merge" in capsys.readouterr().err
+    assert cli.main(["export", str(run), str(tmp_path / "whole"), "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    np.testing.assert_allclose(loss_of(merged).item(), loss, rtol=1e-5)
 
 
 def test_what_peft_saves_is_what_a_run_begins_from(lora, tmp_path):
