@@ -9,6 +9,8 @@ from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
+from support import oracles
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -27,12 +29,11 @@ os.environ.pop("COLUMNS", None)
 # Compiled for this machine's own processor each time; nothing from an older run is trusted, and nothing is left there.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bytescope-tests-")
+os.environ.update(oracles.without_assembler(Path(os.environ["XDG_CACHE_HOME"], "cuda")))
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-
-from support import oracles
 
 # A suite that is started in the background, or by nohup, would hand its ignored signals on to all that it starts.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -91,6 +92,14 @@ def no_compilation_cache():
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", name="assembler")
+def real_assembler():
+    """GPU programs to the machine code of their kernels; without it none is made (support/oracles.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(oracles.ASSEMBLE, "1")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,7 @@ from bytescope.train.program import build
 from support.described import SMALL_GPU
 from support.toy import small_config
 
-pytestmark = pytest.mark.oracle("cuda")
-
+pytestmark = [pytest.mark.oracle("cuda"), pytest.mark.usefixtures("assembler")]
 
 
 def compiled(overrides, target="h200"):
@@ -79,7 +78,7 @@ from bytescope import memory
 report = memory.analyze(lambda x: x @ x, jax.ShapeDtypeStruct((256, 256), jnp.float32), target="h200")
 print(report.target["name"], report.peak_bytes > 0, jax.devices()[0].platform)
 """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "CUDA_"))}
     done = subprocess.run([sys.executable, "-c", script], env={**environment, "CUDA_VISIBLE_DEVICES": ""},
                           capture_output=True, text=True)
     assert done.stdout == "h200 True cpu\n", done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PINNED = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+PINNED = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_ROOT")
 PINNED_FLAG = "--xla_backend_optimization_level=0"
 GIB = 2**30
 # A prediction is right within this; see `verdict`.

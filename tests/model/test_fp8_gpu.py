@@ -17,7 +17,8 @@ from support.toy import fp8_expected, small_config
 GPU = {"model.d_model": 256, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64, "model.d_ff": 512,
        "model.n_layers": 4, "model.vocab_size": 640, "model.max_seq_len": 1024, "data.seq_len": 1024, "batch.micro": 2}
 # jax announces from 0.11 on that Pallas will drop the backend of model/fp8/kernel.py; it works still.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+              pytest.mark.usefixtures("assembler")]
 
 
 @functools.cache

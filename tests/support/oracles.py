@@ -6,6 +6,7 @@ failure.
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -84,3 +85,41 @@ def _missing(name: str, remedy: str) -> NoReturn:
     if name in required:
         pytest.fail(f"{remedy} (--require-oracles={name})", pytrace=False)
     pytest.skip(remedy)
+
+
+# ---- GPU programs without machine code: nothing that a report reads lies behind the buffer assignment. XLA starts
+# NVIDIA's assembler once a kernel, a hundred times and more for a training step: half of the processor time of
+# a compile for a GPU that is not here, whose code nobody runs. In tests a script stands in its place, which answers with an empty
+# file; tests of our own kernels, and of compiling itself, ask for the fixture `assembler` and get NVIDIA's.
+
+# Set while the script hands on to NVIDIA's assembler.
+ASSEMBLE = "BYTESCOPE_TESTS_ASSEMBLE"
+_SCRIPT = """#!/bin/sh
+case "${%s-}$*" in 1*|*--version*) exec '%s' "$@";; esac
+[ "$2" = -o ] || exec '%s' "$@"
+echo none > "$3"
+"""
+
+
+def without_assembler(folder: Path) -> dict[str, str]:
+    """Makes a CUDA in `folder` whose assembler is the script. Returns the variable by which jax finds it when it is
+    imported; nothing where there is none to stand in for, or where somebody chose one."""
+    cuda = next(filter(None, map(_root, ("nvidia.cu13", "nvidia.cuda_nvcc"))), None)
+    if cuda is None or "CUDA_ROOT" in os.environ or not (cuda / "bin" / "ptxas").exists():
+        return {}
+    (folder / "bin").mkdir(parents=True)
+    for found in [*cuda.glob("*"), *cuda.glob("bin/*")]:
+        if found.name not in ("bin", "ptxas"):
+            (folder / found.relative_to(cuda)).symlink_to(found)
+    script = folder / "bin" / "ptxas"
+    script.write_text(_SCRIPT % (ASSEMBLE, cuda / "bin" / "ptxas", cuda / "bin" / "ptxas"))
+    script.chmod(0o755)
+    return {"CUDA_ROOT": str(folder)}
+
+
+def _root(module: str) -> Path | None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return Path(next(iter(found.submodule_search_locations))) if found else None
