@@ -28,6 +28,7 @@ FLOPS, OVERHEAD = 5e13, 0.25
 # A product that reaches what the device can.
 LARGE = (1, 8192, 8192, 8192)
 FLAT = {"model.n_heads": 8, "model.n_kv_heads": 8, "data.seq_len": SEQ, "batch.micro": 1, "batch.tokens": 0,
+        "model.experts": 0, "mesh.expert": 1,
         "batch.accumulation": 8, "batch.accumulation_schedule": (), "batch.mode": "scan", "precision.preset": "bf16",
         "optimizer.name": "adamw", "lora.rank": 0, "lora.base": "bf16", "model.max_seq_len": 8 * SEQ,
         "optimizer.fused_backward": "false", "optimizer.clip": "global",

@@ -20,10 +20,12 @@ from bytescope.memory.config_keys import (
     MESH,
     MESH_CONTEXT,
     MESH_DATA,
+    MESH_EXPERT,
     MESH_FSDP,
     MESH_SEQUENCE_PARALLEL,
     MESH_STRATEGY,
     MESH_TENSOR,
+    MODEL_EXPERTS,
     MODEL_N_HEADS,
     MODEL_N_KV_HEADS,
     OFFLOAD,
@@ -36,6 +38,7 @@ from bytescope.memory.config_keys import (
     REMAT,
 )
 from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.formulas.communication import BATCH_AXES
 
 Keys = dict[str, str]
 
@@ -53,7 +56,8 @@ LEVERS: Mapping[str, str] = {
 # Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
 HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
 
-ONE_AXIS = {MESH_DATA: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1", MESH_SEQUENCE_PARALLEL: "false"}
+AXES = (*BATCH_AXES, "context", "tensor")
+ONE_AXIS = {MESH_DATA: "1", MESH_EXPERT: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1", MESH_SEQUENCE_PARALLEL: "false"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +134,8 @@ class Space:
 
     def meshes(self) -> list[Keys]:
         """The meshes to try, as keys, the config's own ({}) first: ZeRO-3 over all devices, hosts as replicas, the
-        other strategies, and tensor parallelism within a host. Those that cannot have the batch are left out."""
+        other strategies, experts shared by all devices, by those of a host or half of them, and tensor parallelism
+        within a host. Those that cannot have the batch are left out."""
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, [{}]
@@ -139,6 +144,9 @@ class Space:
             found.append({**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_DATA: str(hosts),
                           MESH_FSDP: str(self.per_host)})
         found += [{**ONE_AXIS, MESH_STRATEGY: name, MESH_FSDP: "-1"} for name in ("zero2", "zero1", "ddp")]
+        experts, sizes = self.flat[MODEL_EXPERTS], (self.n_devices, self.per_host, self.per_host // 2)
+        found += [{**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_EXPERT: str(size)}
+                  for size in sizes if experts and size > 1 and experts % size == 0]
         heads = math.gcd(self.flat[MODEL_N_HEADS], self.flat[MODEL_N_KV_HEADS])
         found += [{**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_TENSOR: str(size),
                    MESH_SEQUENCE_PARALLEL: "true"}
@@ -154,17 +162,17 @@ class Space:
             text = keys.get(MESH + name)
             return self.flat[MESH + name] if text is None else text
 
-        sizes = {axis: int(value(axis)) for axis in ("data", "fsdp", "context", "tensor")}
+        sizes = {axis: int(value(axis)) for axis in AXES}
         rest = math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: size if size > 0 else max(self.n_devices // rest, 1) for axis, size in sizes.items()}
-        shared = sizes["fsdp"] * sizes["context"] > 1
+        shared = sizes["fsdp"] * sizes["expert"] * sizes["context"] > 1
         return {**sizes, "strategy": value("strategy") if shared else "ddp",
                 "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false"}
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
         """Data-parallel ranks of a mesh, given as keys."""
         axes = self._axes(mesh)
-        return axes["data"] * axes["fsdp"]
+        return math.prod(axes[axis] for axis in BATCH_AXES)
 
     def micros(self, mesh: Mapping[str, str]) -> list[int]:
         """Micro-batches that divide the update on a mesh, smallest first; [] for a mesh that cannot have the batch."""
@@ -263,8 +271,8 @@ def _indivisible(space: Space) -> str:
 def words(keys: Mapping[str, str], space: Space) -> str:
     """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
     axes = space._axes(keys)
-    mesh = " x ".join(f"{axis} {axes[axis]}" for axis in ("data", "fsdp", "context", "tensor") if axes[axis] > 1)
-    if axes["data"] * axes["fsdp"] * axes["context"] > 1:
+    mesh = " x ".join(f"{axis} {axes[axis]}" for axis in AXES if axes[axis] > 1)
+    if any(axes[axis] > 1 for axis in AXES if axis != "tensor"):
         mesh = f"{axes['strategy']} {mesh}"
     parts = [mesh or "one device",
              f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}"]

@@ -23,7 +23,7 @@ def space(n_devices=8, per_host=8, sequences=16, levers=ALL, given=(), **flat):
 
 def names(one):
     """Each mesh of a space as its strategy and the sizes of its axes."""
-    return [" ".join([axes["strategy"], *(f"{axis[0]}{axes[axis]}" for axis in ("data", "fsdp", "tensor")
+    return [" ".join([axes["strategy"], *(f"{axis[0]}{axes[axis]}" for axis in ("data", "fsdp", "expert", "tensor")
                                           if axes[axis] > 1)]) for axes in map(one._axes, one.meshes())]
 
 
@@ -37,7 +37,20 @@ def test_meshes_of_one_host_and_of_two():
         "zero3 f16", "zero3 d2 f8", "zero2 f16", "zero1 f16", "ddp f16", "zero3 f8 t2", "zero3 f4 t4", "zero3 f2 t8"]
     assert space().meshes()[0] == {}, "the config's own comes first, untouched"
     for mesh in space().meshes()[1:]:
-        assert math.prod(int(mesh[f"mesh.{axis}"]) for axis in ("data", "context")) == 1
+        assert math.prod(int(mesh[f"mesh.{axis}"]) for axis in ("data", "expert", "context")) == 1
+
+
+def test_experts_are_shared_by_a_host_or_half_of_it():
+    """Beside the meshes of any model; of more devices than experts no mesh shares them all."""
+    def shared(one):
+        return [name for name in names(one) if "e" in name.split(" ", 1)[1]]
+
+    assert shared(space(model_experts=8)) == ["zero3 e8", "zero3 f2 e4"]
+    assert shared(space(16, 8, 32, model_experts=128)) == ["zero3 e16", "zero3 f2 e8", "zero3 f4 e4"]
+    assert shared(space(16, 8, 32, model_experts=8)) == ["zero3 f2 e8", "zero3 f4 e4"]
+    own = space(model_experts=8, mesh_expert=8, mesh_fsdp=1)
+    assert names(own)[0] == "zero3 e8" and own.ranks({}) == 8 and names(own).count("zero3 e8") == 1
+    assert fit_space.words({"mesh.expert": "4", "mesh.fsdp": "-1"}, own).startswith("zero3 fsdp 2 x expert 4")
 
 
 def test_the_configs_own_mesh_stays_first_and_comes_once():
