@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from bytescope.memory.errors import remedy_for
-from bytescope.model import Precision, Transformer
+from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.adapters import TARGETS, Lora
 from bytescope.model.layers import MLPS
 from bytescope.model.quantized.table import check_blocks
@@ -65,6 +65,10 @@ def adapters_of(config: ConfigDict, layout: Layout) -> Lora | None:
     if not MLPS[config.model.mlp][0] and set(lora.targets) == {"gate"}:
         raise ValueError(f"lora.targets=gate with model.mlp={config.model.mlp}, which has no gate: choose others of "
                          f"{', '.join(TARGETS)}")
+    dense = config.model.shared_experts or ModelConfig.from_dict(config.model).expert_layers < config.model.n_layers
+    if not dense and set(lora.targets) <= {"gate", "up", "down"}:
+        raise ValueError(f"lora.targets={','.join(lora.targets)} of a model whose every MLP is a mixture: routed "
+                         "experts have no adapters; choose some of q, k, v, o")
     for key, what in (("model.mlp_chunk", config.model.mlp_chunk), ("mesh.context", config.mesh.context - 1)):
         if lora.dropout and what > 0:
             raise ValueError(f"lora.dropout={lora.dropout} with {key}: its masks are drawn for whole sequences on one "

@@ -189,6 +189,12 @@ def test_an_expert_that_is_missing_misshapen_or_too_many_is_named(folder, tmp_pa
         checkpoint_leaves(Folder.open(folder), more)
 
 
+def test_adapters_of_nothing_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+    with pytest.raises(ValueError, match="lora.targets=gate,up of a model whose every MLP is a mixture"):
+        program_of(tmp_path, 1, **{"lora.rank": 2, "lora.targets": "gate,up"})
+
+
 @pytest.mark.quick
 def test_a_config_of_ones_own_with_their_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
