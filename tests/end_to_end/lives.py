@@ -240,7 +240,7 @@ class Life:
         """The environment of a start; threads are its own choice."""
         mine = {key: value for key, value in os.environ.items() if key != THREADS_VARIABLE}
         return {**mine, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices), "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+                "XLA_FLAGS": mine.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
 
     def saved(self) -> list[int]:
         """Steps with a finished checkpoint."""

@@ -88,8 +88,8 @@ def _missing(name: str, remedy: str) -> NoReturn:
 
 
 # ---- GPU programs without machine code: nothing that a report reads lies behind the buffer assignment. XLA starts
-# NVIDIA's assembler once a kernel, a hundred times and more for a training step: half of the processor time of
-# a compile for a GPU that is not here, whose code nobody runs. In tests a script stands in its place, which answers with an empty
+# NVIDIA's assembler once a kernel, a hundred times and more for a training step: half of the time of a compile
+# for a GPU that is not here, whose code nobody runs. In tests a script stands in its place, which answers with an empty
 # file; tests of our own kernels, and of compiling itself, ask for the fixture `assembler` and get NVIDIA's.
 
 # Set while the script hands on to NVIDIA's assembler.
