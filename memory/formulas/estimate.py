@@ -47,7 +47,8 @@ class Question:
     @property
     def active(self) -> float:
         """Parameters that one token meets."""
-        return self.parameters * transformer.active_count(self.model) / transformer.parameter_count(self.model)
+        total, active = transformer.parameter_count(self.model), transformer.active_count(self.model)
+        return active if self.parameters == total else self.parameters * active / total
 
     @property
     def routed(self) -> float:
