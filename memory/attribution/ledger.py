@@ -19,6 +19,7 @@ from typing import Any
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.config_keys import MESH, PRECISION_PRESET
 from bytescope.memory.formulas.communication import plan_of
+from bytescope.memory.formulas.config import routed_share
 from bytescope.memory.formulas.training_state import PRECISIONS, STRATEGIES, state_bytes_per_parameter
 from bytescope.memory.hlo.mesh import Layout
 from bytescope.memory.records import Buffer, LedgerRow, Report, ZeroRow
@@ -145,6 +146,7 @@ class State:
         gradients: bytes per parameter of gradients by the paper, sums in float32 included.
         replicated: path -> bytes of the parameters and optimizer leaves that each device of the group holds in full,
             although the strategy shards them.
+        routed: the share of routed experts in the parameters, which `expert` devices share whatever the strategy.
     """
 
     parameters: int = 0
@@ -153,10 +155,15 @@ class State:
     tensor: int = 1
     gradients: float = CLASSIC["gradients"]
     replicated: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    routed: float = 0.0
+    expert: int = 1
 
-    def shards(self, role: str) -> int:
-        """Devices over which the strategy shards a role, 1 where it does not."""
-        return self.degree if role in _sharded(self.strategy) else 1
+    def shards(self, role: str) -> float:
+        """Devices over which a role is sharded, 1 where it is not; of a mixture a mean."""
+        degree = self.degree if role in _sharded(self.strategy) else 1
+        if degree >= self.expert:
+            return degree
+        return 1 / ((1 - self.routed) / degree + self.routed / self.expert)
 
 
 def _sharded(strategy: str) -> tuple[str, ...]:
@@ -180,16 +187,17 @@ def state_of(report: Report, program: PlacedProgram, roles: Mapping[int, str], c
     else:
         held = sum(row.elements for row in report.ledger if row.role == "params")
         count = held * (degree if "params" in _sharded(strategy) else 1)
+    share = routed_share(config) if plan and plan.expert > 1 else 0.0
     gradients = SUMMED.get(str(config.get(PRECISION_PRESET, "")), CLASSIC["gradients"])
     return State(count, strategy, degree, tensor, gradients,
-                 _replicated(program, roles, plan.shard if plan else {}, strategy))
+                 _replicated(program, roles, plan.shard if plan else {}, strategy), share, plan.expert if plan else 1)
 
 
 def parameters_held(report: Report, program: PlacedProgram, roles: Mapping[int, str], state: State) -> int:
     """Parameters of the whole program, frozen ones among them, as they are stored; 0 when unknown."""
     found = [layout.elements for number, layout in program.layouts.items() if roles.get(number) in ("params", "frozen")]
     frozen = sum(row.elements for row in report.ledger if row.role == "frozen")
-    return sum(found) or state.parameters * state.tensor + frozen * state.shards("params")
+    return sum(found) or state.parameters * state.tensor + round(frozen * state.shards("params"))
 
 
 def _replicated(program: PlacedProgram, roles: Mapping[int, str], shard: Mapping[str, int],

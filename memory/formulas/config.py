@@ -36,7 +36,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
 from bytescope.memory.formulas.estimate import Question
-from bytescope.memory.formulas.experts import Experts, idle_count
+from bytescope.memory.formulas.experts import Experts, idle_count, routed_count
 from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.formulas.transformer import Layout, Model
 
@@ -98,6 +98,14 @@ def parameters_of(config: Mapping[str, Any], total: int) -> dict[str, int]:
         return {}
     idle = idle_count(model_of(config)) if config.get(MODEL_EXPERTS) and MODEL_MOE_EVERY in config else 0
     return {"total": total, "active": total - idle}
+
+
+def routed_share(config: Mapping[str, Any]) -> float:
+    """The share of routed experts in the parameters of a trainer's config (dotted keys), 0 for any other."""
+    if not config.get(MODEL_EXPERTS) or MODEL_MOE_EVERY not in config:
+        return 0.0
+    model = model_of(config)
+    return routed_count(model) / transformer.parameter_count(model)
 
 
 def question_of(config: Mapping[str, Any]) -> Question:

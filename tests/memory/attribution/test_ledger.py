@@ -22,6 +22,13 @@ def test_zero_of_the_ledger(strategy, total):
     assert rows["params"].held == 0.5 and rows["params"].reason
 
 
+@pytest.mark.parametrize("strategy, degree, shards", [("ddp", 1, 2.5), ("zero1", 8, 2.5), ("zero3", 8, 8)])
+def test_experts_are_sharded_whatever_the_strategy(strategy, degree, shards):
+    """Four fifths of the parameters over four devices: 1/5 + 4/5/4 of them on each."""
+    state = ledger.State(100, strategy, degree, routed=0.8, expert=4)
+    assert state.shards("params") == pytest.approx(shards)
+
+
 def test_agreement_needs_no_reason():
     report = Report(100, 100, dict.fromkeys(ROWS, 0) | {"params": 200, "optimizer": 1200, "gradients": 200})
     rows = ledger.zero_rows(report, ledger.State(100, "ddp"))
