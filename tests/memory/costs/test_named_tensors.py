@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.__main__ import main
 from bytescope.memory.costs.named_tensors import named_tensors
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import ADAPTERS, QUANTIZED
+from bytescope.model.remat.policies import ADAPTERS, EXPERTS, QUANTIZED
 from support.toy import small_program
 
 
@@ -19,7 +19,8 @@ def table(**overrides):
 @pytest.mark.parametrize("scan", [True, False])
 def test_every_name_with_its_copies_bytes_and_cost(scan):
     _, found = table(**{"model.scan": scan, "remat.policy": "full"})
-    absent = {name for name in NAMES if name.endswith("mask")} | {"probs_dropped", "lse", *QUANTIZED, *ADAPTERS}
+    absent = {name for name in NAMES if name.endswith("mask")} | {
+        "probs_dropped", "lse", *QUANTIZED, *ADAPTERS, *EXPERTS}
     assert set(found) == set(NAMES) - absent
     tokens, D, F, H, K, S = 8 * 32, 32, 48, 4, 8, 32
     assert found["up"].shape == (8, 32, F) and found["up"].copies == 3 and found["embed"].copies == 1
@@ -28,6 +29,15 @@ def test_every_name_with_its_copies_bytes_and_cost(scan):
              "probs": 2 * tokens * H * K * S, "context": 2 * tokens * H * K * S, "act": 0, "attn_norm": 0,
              "final_norm": 0}
     assert {name: found[name].flops for name in costs} == costs
+
+
+def test_experts_have_their_names():
+    """Rows of 2 of 4 experts a token, which fill tiles of 128; the layer before them has the names of an MLP."""
+    found = table(**{"model.experts": 4, "model.d_expert": 16, "model.dense_layers": 1})[1]
+    rows = 2 * 8 * 32 + 4 * 128
+    assert set(EXPERTS) <= set(found) and found["dispatched"].shape == (rows, 1, 32) and found["gate"].copies == 1
+    assert found["expert_act"].bytes == 2 * rows * 16 * 4 and found["expert_up"].flops == 2 * rows * 32 * 16
+    assert found["router_logits"].flops == 2 * 8 * 32 * 32 * 4
 
 
 def test_dropout_masks_and_the_chunked_kernel_have_their_names():
