@@ -77,7 +77,7 @@ def add_adapters(module: nnx.Module, lora: Lora, dtype: jnp.dtype, rngs: nnx.Rng
         for half, value, own in (("a", drawn, (*axes[:inputs], _rank(lora, axes[:inputs]))),
                                  ("b", jnp.zeros((lora.rank, *after), dtype), (_rank(lora, axes[inputs:]),
                                                                                *axes[inputs:]))):
-            setattr(module, f"w_{target}_{half}", nnx.Param(value, axes=own, contracted=True, frozen=False))
+            setattr(module, f"w_{target}_{half}", nnx.Param(value, axes=own, contracted=True, wide=False, frozen=False))
 
 
 def _rank(lora: Lora, others: Sequence[str]) -> str:

@@ -101,6 +101,11 @@ class ModelConfig:
         return sum(map(self.has_experts, range(self.n_layers)))
 
     @property
+    def routed(self) -> tuple[int, int] | None:
+        """(layers that have experts, experts of each); None without experts."""
+        return (self.expert_layers, self.experts) if self.experts else None
+
+    @property
     def expert_width(self) -> int:
         """Width of one expert."""
         return self.d_expert or self.d_ff

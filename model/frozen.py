@@ -1,7 +1,8 @@
 """Parameters that are read and never trained: which ones, how they are marked, and the two halves of a tree of them.
 
-A frozen parameter is stored in the compute dtype, since nothing is ever added to it. Its mark is metadata of the
-variable, so that a product with it (`model/layers.py`) computes no gradient of it and keeps no activation for one.
+A frozen parameter is stored in the compute dtype, since nothing is ever added to it; those of routers in float32. Its
+mark is metadata of the variable, so that a product with it (`model/layers.py`) computes no gradient of it and keeps no
+activation for one.
 """
 
 from collections.abc import Collection
@@ -11,6 +12,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from bytescope.model.transformer import Transformer
+
+# The last key of a parameter that no gradient trains: the step moves it after each update (train/step/routing.py).
+ROUTER_BIAS = "router_bias"
 
 
 def dotted(path: tuple[Any, ...]) -> str:
@@ -23,7 +27,8 @@ def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Tran
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param) and dotted(path) in names and not node.get_metadata()["frozen"]:
             node.set_metadata("frozen", True)
-            node.set_value(node[...].astype(dtype))
+            if not node.get_metadata()["wide"]:
+                node.set_value(node[...].astype(dtype))
     return model
 
 

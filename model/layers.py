@@ -20,12 +20,13 @@ from bytescope.model.remat.offload import here, stored_like
 
 def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike,
           *, std: float = 0.0, fill: float = 0.0, pad: tuple[int, ...] = (),
-          contracted: bool = False) -> nnx.Param:
+          contracted: bool = False, wide: bool = False) -> nnx.Param:
     """A parameter with its logical axes in the metadata: normal with `std` if there is a key, else constant `fill`.
 
     Args:
       pad: zeros to append to each dimension of `shape`.
       contracted: whether nothing but matrix products in the compute dtype reads it.
+      wide: whether it is float32 in every precision, frozen or not.
 
     Raises:
       ValueError: as many axes as dimensions are needed.
@@ -36,7 +37,7 @@ def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], 
     value = jnp.full(shape, fill, dtype) if key is None else (std * jax.random.normal(key, shape)).astype(dtype)
     if any(pad):
         value = jnp.pad(value, [(0, after) for after in pad])
-    return nnx.Param(value, axes=axes, contracted=contracted, frozen=False)
+    return nnx.Param(value, axes=axes, contracted=contracted, wide=wide, frozen=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

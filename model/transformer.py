@@ -296,6 +296,11 @@ def contracted(model: Transformer) -> dict:
     return _of_parameters(model, lambda variable: variable.get_metadata()["contracted"])
 
 
+def wide(model: Transformer) -> dict:
+    """Tree like the parameters: whether each is float32 in every precision."""
+    return _of_parameters(model, lambda variable: variable.get_metadata()["wide"])
+
+
 def _of_parameters(model: Transformer, read: Callable[[nnx.Variable], object]) -> dict:
     tree: dict = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):

@@ -29,7 +29,7 @@ from bytescope.train.optimizer.loss_scale import GREATEST
 from bytescope.train.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
 from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.parallel.layout import Layout
-from bytescope.train.step import ACCUMULATION
+from bytescope.train.step.modes import ACCUMULATION
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
 CHOICES = {
@@ -289,7 +289,7 @@ def check_traced(remat: RematPlan, loss: Callable[..., jax.Array], state: Any, b
     array = jax.ShapeDtypeStruct((batch.rows, batch.seq_len), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch.rows))
     # Some names exist only where a custom gradient keeps them, so the gradient is traced.
-    traced = jax.make_jaxpr(jax.grad(loss))(state.params, dict.fromkeys(names, array), keys, state.frozen)
+    traced = jax.make_jaxpr(jax.grad(loss, has_aux=True))(state.params, dict.fromkeys(names, array), keys, state.frozen)
     made = names_in(traced.jaxpr)
     if missing := asked - made:
         raise ValueError(f"checkpoint name {min(missing)!r} does not occur in this program: choose from "

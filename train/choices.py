@@ -13,7 +13,7 @@ from bytescope.model.adapters import Lora, is_adapter
 from bytescope.model.attention.kernels import choose_kernel, platform_of
 from bytescope.model.experts.kernels import choose_moe_kernel
 from bytescope.model.fp8.products import choose_matmul
-from bytescope.model.frozen import freeze, names_of
+from bytescope.model.frozen import ROUTER_BIAS, freeze, names_of
 from bytescope.model.remat.policies import AUTO
 from bytescope.train.batch import BatchAlgebra, batch_names
 from bytescope.train.checks import (
@@ -98,7 +98,7 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
     choices = Choices(config, layout, model, precision, kernel, matmul, moe_kernel, remat, batch, frozenset(),
                       adapters_of(config, layout))
-    if choices.lora or config.optimizer.freeze:
+    if choices.lora or config.optimizer.freeze or (model.experts and model.router_bias):
         choices = dataclasses.replace(choices, frozen=_frozen(choices))
     if config.lora.base != "bf16":
         check_quantized(choices.abstract(), layout, choices.frozen)
@@ -114,4 +114,4 @@ def _frozen(choices: Choices) -> frozenset[str]:
     else:
         found = frozen_names(names, tuple(config.optimizer.freeze), choices.model.scan)
     check_frozen(config, found, choices.precision)
-    return found
+    return found | {name for name in names if name.endswith(ROUTER_BIAS)}

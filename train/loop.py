@@ -38,7 +38,7 @@ from bytescope.train.run.signals import Stop
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import METRICS, Identity, claimed
 from bytescope.train.sample import sample_text
-from bytescope.train.step import Tally
+from bytescope.train.step.state import Tally
 from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 
 

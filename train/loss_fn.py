@@ -9,9 +9,11 @@ from ml_collections import ConfigDict
 
 from bytescope.model import Precision
 from bytescope.model.attention.ring import zigzag
+from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import joined
-from bytescope.train.losses import LOSSES, LossSettings
+from bytescope.train.losses import LOSSES, LossSettings, count_tokens
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.step.routing import auxiliary_loss
 
 
 def make_cross_entropy(config: ConfigDict, layout: Layout, precision: Precision, micro: int,
@@ -37,7 +39,10 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
 
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision, micro: int,
               frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
-    """The function loss(params, batch, dropout_key_B, frozen=None) -> float32 sum over counted tokens, in nats.
+    """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
+
+    What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
+    auxiliary losses. load: what their routers did (model/experts/layer.py), None without experts.
 
     `batch`: {"inputs", "targets"}, of packed rows "segments", int32 [B, L]; `dropout_key_B`: None for no dropout;
     `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
@@ -45,11 +50,14 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
     cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)
 
     def loss(params: Any, batch: dict[str, jax.Array], dropout_key_B: jax.Array | None,
-             frozen: Any = None) -> jax.Array:
+             frozen: Any = None) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
         transformer = nnx.merge(graph, joined(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
-        x_BLD = transformer.hidden(inputs_BL, dropout_key_B, batch.get("segments"))
+        x_BLD, load = transformer.hidden_and_load(inputs_BL, dropout_key_B, batch.get("segments"))
         with jax.named_scope("loss"):
-            return cross_entropy(x_BLD, transformer.head(), targets_BL)
+            total = cross_entropy(x_BLD, transformer.head(), targets_BL)
+            if load is None:
+                return total, (total, None)
+            return total + auxiliary_loss(load, count_tokens(targets_BL), config.loss), (total, load)
 
     return loss

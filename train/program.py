@@ -18,9 +18,9 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
-from bytescope.model.frozen import dotted, parted
+from bytescope.model.frozen import dotted, names_of, parted
 from bytescope.model.names import NAMES
-from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes
+from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes, wide
 from bytescope.train.batch import BatchAlgebra, batch_names
 from bytescope.train.checks import check_fused, check_traced
 from bytescope.train.choices import Choices, check
@@ -33,7 +33,10 @@ from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale
 from bytescope.train.optimizer.trainable import stored_frozen
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
-from bytescope.train.step import ACCUMULATION, StepParts, TrainState, Weights, eval_step, fused_step, zero_tally
+from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
+from bytescope.train.step.parts import StepParts
+from bytescope.train.step.state import TrainState, zero_tally
+from bytescope.train.step.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,8 @@ class Program(Choices):
         graph, _ = nnx.split(nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
         loss = make_loss(self.config, graph, self.layout, self.precision, self.batch.micro, self.frozen)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.batch.rows))
-        return jax.make_jaxpr(jax.grad(loss))(self.state.params, self.eval_shapes, keys, self.state.frozen)
+        gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))
+        return gradient(self.state.params, self.eval_shapes, keys, self.state.frozen)
 
     def init(self) -> TrainState:
         """The initial state, created on the devices in its shardings; its values are the same on every mesh."""
@@ -175,7 +179,7 @@ class Program(Choices):
 
         def rest() -> TrainState:
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state.params)
-            made = state_around(zeros, self.parts.optimizer, self.parts.scaling)
+            made = state_around(zeros, self.parts.optimizer, self.parts.scaling, routed=self.parts.routed)
             return dataclasses.replace(made, params=None, frozen=None)
 
         trained, frozen = parted(params, self.frozen)
@@ -201,13 +205,14 @@ def init_state(transformer: Transformer, optimizer: Any, scaling: Scaling | None
     `scaling`: the rule of the loss scale, if there is one; `frozen`: dotted paths of parameters that are not trained.
     """
     trained, rest = parted(nnx.to_pure_dict(nnx.state(transformer, nnx.Param)), frozen)
-    return state_around(trained, optimizer, scaling, rest)
+    return state_around(trained, optimizer, scaling, rest, routed=transformer.config.routed)
 
 
-def state_around(params: Any, optimizer: Any, scaling: Scaling | None = None, frozen: Any = None) -> TrainState:
+def state_around(params: Any, optimizer: Any, scaling: Scaling | None = None, frozen: Any = None,
+                 routed: tuple[int, int] | None = None) -> TrainState:
     """The state before the first step with these trained and frozen parameters; the optimizer's own depends on the
-    shapes of the former alone."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(),
+    shapes of the former alone. `routed`: layers with experts and experts of each."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), zero_tally(routed),
                       scaling and scaling.init(), frozen)
 
 
@@ -265,7 +270,8 @@ def assemble(choices: Choices) -> Program:
         scaling = Scaling.of(config.precision, batch.rows * batch.seq_len)
     state = hosted_state(describe_state(abstract, layout, optimizer, scaling, choices.frozen), config.offload)
     check_traced(choices.remat, loss, state, batch, batch_names(config))
-    trained = [parted(tree, choices.frozen)[0] for tree in (logical_axes(abstract), contracted(abstract))]
+    trained = [parted(tree, choices.frozen)[0]
+               for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))]
     weights = Weights(layout, *trained, precision)
     partwise = make_partwise(config, schedule, precision, every, state)
     fused, local_loss = None, None
@@ -277,8 +283,14 @@ def assemble(choices: Choices) -> Program:
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
         local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro, choices.frozen)
     parts = StepParts(loss, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
-                      partwise=partwise, fused=fused)
+                      partwise=partwise, fused=fused, routed=choices.model.routed, bias_rate=_bias_rate(choices))
     return Program(**vars(choices), parts=parts, state=state, graph=graph)
+
+
+def _bias_rate(choices: Choices) -> float:
+    """By how much an update moves the routers' biases; 0 where there are none, or their routers are frozen."""
+    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(choices.abstract()))
+    return choices.config.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 
 
 def _micro_steps(config: ConfigDict, batch: BatchAlgebra) -> int | Callable[[jax.Array], jax.Array]:

@@ -50,9 +50,9 @@ class Experts(nnx.Module):
         self.gated, self.activation = MLPS[config.mlp]
         E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
         wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
-        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std)
+        self.w_router = param(rngs.params(), (D, E), ("d_model", "router"), jnp.float32, std=std, wide=True)
         if config.router_bias:
-            self.router_bias = param(None, (E,), ("router",), jnp.float32)
+            self.router_bias = param(None, (E,), ("router",), jnp.float32, wide=True)
         if self.gated:
             self.w_gate = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)
         self.w_up = param(rngs.params(), (E, D, F), wide, dtype, std=std, contracted=True)

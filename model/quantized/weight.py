@@ -18,7 +18,7 @@ class Quantized(nnx.Module):
         self.base, self.matrix = base, matrix
         parts = BASES[base].parts(matrix)
         for name, array in quantize_on_device(base, matrix, w).items():
-            setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, frozen=True))
+            setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, wide=False, frozen=True))
 
     def arrays(self) -> dict[str, jax.Array]:
         """What is stored, by name."""

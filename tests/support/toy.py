@@ -12,7 +12,7 @@ from bytescope.train.batch import IGNORE
 from bytescope.train.config import as_text, flatten, load, override
 from bytescope.train.data.feed import calls
 from bytescope.train.program import Program, build
-from bytescope.train.step import TrainState
+from bytescope.train.step.state import TrainState
 
 SMALL = {
     "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 8,

@@ -50,7 +50,7 @@ def apply_update(param: jax.Array, update: jax.Array, precision: Precision, key:
     `key`: of this update; parameter `number` of the tree derives its own. `first` as in `random_bits`.
     """
     total = param.astype(jnp.float32) + update.astype(jnp.float32)
-    if precision.rounding == "stochastic":
+    if precision.rounding == "stochastic" and param.dtype == jnp.bfloat16:  # a router's are float32
         return round_stochastic(total, jax.random.fold_in(key, number), first)
     return total.astype(param.dtype)
 

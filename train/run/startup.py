@@ -24,6 +24,7 @@ from bytescope.memory.records import Report
 from bytescope.memory.text import report as report_text
 from bytescope.memory.text.console import put, safe
 from bytescope.memory.text.layout import Prose
+from bytescope.model.frozen import ROUTER_BIAS
 from bytescope.model.names import NAMES
 from bytescope.model.quantized.table import Matrix
 from bytescope.model.quantized.weight import quantized_weights
@@ -104,7 +105,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
 
 def _trained(program: Program) -> str:
     """How many of the parameters are trained, and how, where some are frozen."""
-    if not program.frozen:
+    if all(name.endswith(ROUTER_BIAS) for name in program.frozen):  # those an update moves, without a gradient
         return ""
     lora = program.lora
     number = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(program.state.params))

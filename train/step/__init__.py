@@ -1,0 +1,4 @@
+"""One training step: gradients of micro-batches, two ways to accumulate them, one update.
+
+`modes.py` has the step that the loop calls, `parts.py` what it is made of, `state.py` what persists between steps.
+"""

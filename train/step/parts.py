@@ -1,0 +1,158 @@
+"""The functions and settings of a step: gradients of micro-batches, and the update."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from bytescope.model import Precision
+from bytescope.train.losses import count_tokens
+from bytescope.train.optimizer.loss_scale import LossScale, Scaling, guard
+from bytescope.train.optimizer.rounding import apply_updates
+from bytescope.train.optimizer.rules import grad_norm
+from bytescope.train.parallel.axes import BATCH
+from bytescope.train.step.routing import Routed, moved_biases, routing_metrics, weighed
+from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
+from bytescope.train.step.weights import Weights
+
+ROUNDING = 0x726E64  # folded into the keys of rounding, so that they differ from those of dropout
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """The functions and settings of a step.
+
+    loss: (params, batch, dropout_key_B, frozen) -> (what is differentiated, (float32 sum in nats, what the routers of
+      experts did)). optimizer: optax' transformation, or MultiSteps
+      of it. schedule: number of the update -> learning rate. seed: of dropout and rounding.
+    local_loss: `loss` of one data-parallel rank's sequences, where gradients are reduced once per update, else None.
+    scaling: the rule of the loss scale, if there is one.
+    partwise: the optimizer's update layer by layer, where it is asked for (train/optimizer/partwise.py).
+    routed: layers with experts and experts of each, None without. bias_rate: step of the routers' biases per update, 0
+      for biases that stay as they are.
+    fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> loss, new parameters and optimizer state,
+      updated inside the backward pass (train/optimizer/fused_backward.py).
+    """
+
+    loss: Callable[..., jax.Array]
+    optimizer: Any
+    schedule: Callable[[jax.Array], jax.Array]
+    seed: int
+    weights: Weights
+    local_loss: Callable[..., jax.Array] | None = None
+    scaling: Scaling | None = None
+    partwise: Callable[..., tuple[Any, Any]] | None = None
+    fused: Callable[..., tuple[jax.Array, Any, Any]] | None = None
+    routed: Routed = None
+    bias_rate: float = 0.0
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes by role."""
+        return self.weights.precision
+
+    def rounding_key(self, state: TrainState) -> jax.Array:
+        """The key of this update's rounding of parameters."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)
+
+    def dropout_keys(self, step: jax.Array, first_row: jax.Array | int, rows: int) -> jax.Array:
+        """A key per sequence [rows], from the step and the place of the sequence in the global batch alone."""
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        return jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(rows))
+
+    def factor(self, state: TrainState) -> jax.Array | None:
+        """What the loss is multiplied by before the backward pass, float32; None without a loss scale."""
+        return None if self.scaling is None else self.scaling.factor(state.loss_scale)
+
+    def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
+        """Sums over the A micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
+        weights, factor = self.weights.copy(state.params), self.factor(state)
+        if self.local_loss is not None:
+            return _sums_by_rank(self, weights, batch, key_AB, factor, state.frozen)
+        tally, grads = _sums(self, weights, batch, key_AB, factor, state.frozen)
+        return tally, self.weights.totals(grads)
+
+    def update(self, state: TrainState, tally: Tally, grads: Any) -> tuple[Any, Any, LossScale | None]:
+        """(parameters, optimizer state, loss scale) after the update, or after one micro-step of it."""
+        with jax.named_scope("optimizer"):
+            if isinstance(state.opt_state, optax.MultiStepsState):  # it would narrow its sum to the gradients' dtype
+                grads = jax.tree.map(lambda grad, total: grad.astype(total.dtype), grads, state.opt_state.acc_grads)
+            key = self.rounding_key(state)
+            if self.partwise:
+                return *self.partwise(state.params, grads, state.opt_state, tally.tokens, key), None
+            extra = {} if self.scaling is None else {"factor": self.factor(state)}
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, tokens=tally.tokens,
+                                                       **extra)
+            params = apply_updates(state.params, updates, self.precision, key)
+            if self.scaling is None:
+                return params, opt_state, None
+            return guard(self.scaling, state.loss_scale, (params, opt_state), (state.params, state.opt_state))
+
+    def move_biases(self, frozen: Any, tally: Tally, done: jax.Array | bool = True) -> Any:
+        """The frozen parameters after an update: the routers' biases moved toward balance; only if `done`."""
+        if not self.bias_rate:
+            return frozen
+        with jax.named_scope("router_bias"):
+            return moved_biases(frozen, tally.routing.counts, jnp.where(done, self.bias_rate, 0.0))
+
+    def metrics(self, state: TrainState, tally: Tally, opt_state: Any,
+                loss_scale: LossScale | None) -> dict[str, jax.Array]:
+        """What a step reports: mean loss in nats per token, counted tokens, gradient norm before clipping, learning
+        rate and, with a loss scale, the scale and the updates skipped so far; with experts those of `routing_metrics`.
+        """
+        done, own = state.step, routing_metrics(tally.routing, tally.tokens)
+        if loss_scale is not None:
+            done = done - state.loss_scale.skipped
+            own |= {"loss_scale": loss_scale.scale, "skipped_steps": loss_scale.skipped}
+        return {"loss": tally.loss / jnp.maximum(tally.tokens, 1), "tokens": tally.tokens,
+                "grad_norm": grad_norm(opt_state), "lr": jnp.asarray(self.schedule(done), jnp.float32), **own}
+
+
+def _sums(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
+          frozen: Any, *, local: bool = False) -> tuple[Tally, Any]:
+    """Tally and gradients of all micro-batches; unless `local`, gradients are reduced over the ranks as they are made.
+
+    The gradients are those of the loss times `factor`; the tally is without it.
+    """
+    loss = parts.local_loss if local else parts.loss
+    keep = (lambda grads: grads) if local else parts.weights.gradients
+
+    def scaled(weights, micro_batch, key_B):
+        total, found = loss(weights, micro_batch, key_B, frozen)
+        return (total if factor is None else total * factor), found
+
+    def one(micro_batch, key_B):
+        (_, (total, load)), grads = jax.value_and_grad(scaled, has_aux=True)(weights, micro_batch, key_B)
+        tokens = count_tokens(micro_batch["targets"])
+        return Tally(total, tokens, weighed(load, tokens)), keep(grads)
+
+    if key_AB.shape[0] == 1:  # no accumulator
+        return one(jax.tree.map(lambda x: x[0], batch), key_AB[0])
+
+    def micro(carry, xs):
+        here, grads = one(*xs)
+        with jax.named_scope("accumulate"):
+            return (carry[0] + here, jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[1], grads)), None
+
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, parts.precision.accumulator), weights)
+    zeros = zeros if local else parts.weights.totals(zeros)
+    return jax.lax.scan(micro, (zero_tally(parts.routed), zeros), (batch, key_AB))[0]
+
+
+def _sums_by_rank(parts: StepParts, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
+                  frozen: Any) -> tuple[Tally, Any]:
+    """The same, with one reduction after the last micro-batch: until then every rank sums its own gradients."""
+    def ranks(weights, batch, key_AB, factor, frozen):
+        tally, grads = _sums(parts, weights, batch, key_AB, factor, frozen, local=True)
+        with jax.named_scope("reduce"):
+            return jax.tree.map(lambda x: jax.lax.psum(x, BATCH), tally), parts.weights.reduce(grads)
+
+    # Without the check of replication: with it a gradient of replicated weights would be reduced in every micro-step.
+    layout = parts.weights.layout
+    return jax.shard_map(ranks, mesh=layout.mesh, in_specs=(P(), P(None, BATCH), P(None, BATCH), P(), P()),
+                         out_specs=(P(), parts.weights.specs()), axis_names=set(layout.local.manual), check_vma=False)(
+        weights, batch, key_AB, factor, frozen)

@@ -1,0 +1,72 @@
+"""What the routers of experts did in an update: sums, auxiliary losses, metrics, and biases moved toward balance."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from bytescope.model.experts.layer import Load
+from bytescope.model.frozen import ROUTER_BIAS
+
+# Layers that have experts, and the experts of each; None without experts.
+Routed = tuple[int, int] | None
+
+
+def no_load(layers: int, experts: int) -> Load:
+    """The sums before the first micro-batch."""
+    by_layer = jnp.zeros(layers, jnp.float32)
+    return Load(jnp.zeros((layers, experts), jnp.float32), by_layer, by_layer, by_layer, by_layer)
+
+
+def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
+    """A micro-batch's load as it is summed: its means times the counted tokens."""
+    if load is None:
+        return None
+    means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}
+    return dataclasses.replace(load, **means)
+
+
+def auxiliary_loss(load: Load, tokens: jax.Array, loss: ConfigDict) -> jax.Array:
+    """float32: the auxiliary losses by their coefficients, each the mean over layers, times the counted tokens, since
+    the loss is a sum over these."""
+    return (loss.balance * load.balance.mean() + loss.router_z * load.router_z.mean()) * tokens
+
+
+def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Array]:
+    """What an update reports of its sums, float32; {} without experts.
+
+    load_max: choices of the busiest expert over the mean, of the worst layer; load_mean: the same, mean over layers.
+    idle_experts: those that no token chose, over all layers. dropped_share: choices that found no room.
+    router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers.
+    """
+    if routing is None:
+        return {}
+    counts_NE, counted = routing.counts, jnp.maximum(tokens, 1) * routing.counts.shape[0]
+    load_N = counts_NE.max(-1) / jnp.maximum(counts_NE.mean(-1), 1.0)
+    return {"load_max": load_N.max(), "load_mean": load_N.mean(),
+            "idle_experts": (counts_NE == 0).sum().astype(jnp.float32),
+            "dropped_share": routing.dropped.sum() / jnp.maximum(counts_NE.sum(), 1.0),
+            "router_entropy": routing.entropy.sum() / counted, "balance": routing.balance.sum() / counted,
+            "router_z": routing.router_z.sum() / counted}
+
+
+ROUTING_METRICS = ("load_max", "load_mean", "idle_experts", "dropped_share", "router_entropy", "balance", "router_z")
+
+
+def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:
+    """The frozen parameters with the routers' biases moved by `rate`: up where an expert was chosen less often than the
+    mean of its layer, down where more often (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    moves_NE = rate * jnp.sign(counts_NE.mean(-1, keepdims=True) - counts_NE)
+    blocks = frozen["blocks"]
+    if "experts" in blocks:
+        return {**frozen, "blocks": _moved(blocks, moves_NE)}
+    routed = [layer for layer in sorted(blocks) if "experts" in blocks[layer]]
+    return {**frozen, "blocks": {**blocks, **{layer: _moved(blocks[layer], move_E)
+                                              for layer, move_E in zip(routed, moves_NE)}}}
+
+
+def _moved(block: Any, move: jax.Array) -> Any:
+    experts = block["experts"]
+    return {**block, "experts": {**experts, ROUTER_BIAS: experts[ROUTER_BIAS] + move}}

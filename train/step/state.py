@@ -1,0 +1,58 @@
+"""What persists between steps, and the sums over the micro-batches of an update."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.model.experts.layer import Load
+from bytescope.model.frozen import joined
+from bytescope.train.optimizer.loss_scale import LossScale
+from bytescope.train.step.routing import Routed, no_load
+
+Batch = dict[str, jax.Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["loss", "tokens", "routing"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """Sums over the micro-batches of the current update: loss in nats (float32), counted tokens (int32), and what the
+    routers of experts did, None without experts."""
+
+    loss: jax.Array
+    tokens: jax.Array
+    routing: Load | None = None
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return jax.tree.map(jnp.add, self, other)
+
+
+def zero_tally(routed: Routed = None) -> Tally:
+    """The tally before the first micro-batch of an update; `routed`: layers with experts and experts of each."""
+    return Tally(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), routed and no_load(*routed))
+
+
+@partial(jax.tree_util.register_dataclass,
+         data_fields=["step", "params", "opt_state", "tally", "loss_scale", "frozen"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that persists between steps.
+
+    step: optimizer updates so far, int32, those that a loss scale skipped included. params: pure dict of what is
+    trained, in `precision.param`. opt_state: optax' state, of these alone. loss_scale: None unless the precision has
+    one. frozen: pure dict of the other parameters, in `precision.compute`, None where all are trained.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    tally: Tally
+    loss_scale: LossScale | None = None
+    frozen: Any = None
+
+    @property
+    def model_params(self) -> Any:
+        """All parameters of the model, as one pure dict."""
+        return joined(self.params, self.frozen)
