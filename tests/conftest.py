@@ -33,6 +33,7 @@ os.environ.update(oracles.without_assembler(Path(os.environ["XDG_CACHE_HOME"], "
 
 import jax
 import pytest
+from hypothesis import Phase, settings
 from jax.experimental.compilation_cache import compilation_cache
 
 # A suite that is started in the background, or by nohup, would hand its ignored signals on to all that it starts.
@@ -41,6 +42,10 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A failure is shown as it was found: looking for a smaller one compiles a hundred programs more.
+# `pytest --hypothesis-profile=default` looks for it.
+settings.register_profile("as found", phases=(Phase.explicit, Phase.reuse, Phase.generate))
+settings.load_profile("as found")
 # Tracing makes many objects, few of them garbage: the collector looks less often (a twentieth of the suite's time).
 gc.set_threshold(200_000, 50, 100)
 

@@ -15,7 +15,7 @@ from bytescope.memory.costs import flops
 from bytescope.model.fp8.kernel import scaled_product
 from bytescope.model.fp8.products import MAX, TILE, Linear, dequantize, emulated, linear, quantize, rows
 from bytescope.model.placement import HERE
-from bytescope.train.parallel.axes import make_mesh
+from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from support.crossing import INPUT, crossing, gradient
 from support.toy import FP8_INPUTS, fp8_expected, run_losses, small_program
@@ -138,7 +138,7 @@ def test_every_product_multiplies_quantized_rows():
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}])
 def test_shards_of_whole_tiles_give_the_same(sizes):
     """Products and gradients divided over devices, tiles within each: equal up to the order of float32 sums."""
-    layout = Layout(make_mesh({**dict.fromkeys(("data", "fsdp", "context", "tensor"), 1), **sizes},
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), **sizes},
                               jax.devices()[: math.prod(sizes.values())]))
     spec, axes = "blf,fd->bld", [("d_ff", "d_model")]
     x, w, dy = normal(0, 4, 256, 256), normal(1, 256, 128), normal(2, 4, 256, 128)

@@ -11,7 +11,7 @@ from scipy.stats import norm
 from bytescope.model.placement import HERE
 from bytescope.model.quantized import absmax, int8, nf4, table
 from bytescope.model.quantized.table import BASES, Matrix, parts_of
-from bytescope.train.parallel.axes import STRATEGIES, make_mesh
+from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 
 QUANTIZED = [base for base, row in BASES.items() if row]
@@ -140,7 +140,7 @@ def test_devices_quantize_as_the_host_does(base):
     matrix = MATRICES[0]
     w = jnp.asarray(weights(64, 128, seed=5).T).reshape(matrix.shape)
     expected = table.quantize(base, matrix, [np.asarray(w).reshape(matrix.sizes)])
-    mesh = make_mesh({"data": 1, "fsdp": 2, "context": 1, "tensor": 2}, jax.devices()[:4])
+    mesh = make_mesh({**dict.fromkeys(AXES, 1), "fsdp": 2, "tensor": 2}, jax.devices()[:4])
     layout = Layout(mesh, STRATEGIES["zero3"])
     sharded = jax.device_put(w, layout.stored(matrix.axes))
     for array in (w, sharded):

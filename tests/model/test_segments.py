@@ -136,7 +136,7 @@ def test_no_token_sees_another_example(attention):
         def outputs(x_BLD):
             merged = nnx.merge(graph, state)
             packed = merged.packed(jnp.asarray(ids()))
-            return merged.finish(merged._run_blocks(x_BLD, None, packed))
+            return merged.finish(merged._run_blocks(x_BLD, None, packed)[0])
         return jax.vjp(outputs, x_BLD)[1](cotangent_BLD)[0]
 
     for row, start, end in spans():
