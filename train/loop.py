@@ -1,6 +1,6 @@
 """The training run: claim the run directory, report the memory, then step, evaluate and save.
 
-`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step.py.
+`run` is one start of the command, `train` its loop; a step is a row of ACCUMULATION in train/step/modes.py.
 """
 
 import contextlib

@@ -116,7 +116,7 @@ def found(family, overrides, devices=1):
     program = small_program({**SHAPE, **FAMILIES[family], **overrides}, devices)
     params = values(family) if program.model.scan else by_layer(values(family))
     params = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), params, program.state.params)
-    return jax.jit(jax.value_and_grad(program.parts.loss))(params, batch_of(program), None)
+    return jax.jit(jax.value_and_grad(program.parts.objective))(params, batch_of(program), None)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,8 @@ def test_the_scale_of_an_embedding_is_rounded_to_the_dtype_that_is_computed_in()
 def test_no_sines_are_kept_of_every_layer():
     """Though they depend on the layer: the rotation back makes them again."""
     program = small_program({**SHAPE, **FAMILIES["gemma3"], "remat.policy": "none"})
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(program.parts.loss))(program.state.params, program.batch_shapes, None)
+    gradient = jax.value_and_grad(program.parts.objective)
+    jaxpr = jax.make_jaxpr(gradient)(program.state.params, program.batch_shapes, None)
     assert "f32[1,16,1,4]" in str(jaxpr) and "f32[3,4]" in str(jaxpr)  # angles of a layer, frequencies of all
     assert "f32[3,1,16,1,4]" not in str(jaxpr)
 

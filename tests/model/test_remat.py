@@ -35,7 +35,7 @@ def gradients(overrides, devices=1):
     host = next(fixed_batches(8, 32, 64, 1))
     batch = {name: jnp.asarray(array) for name, array in host.items()}
     keys = jax.random.split(jax.random.key(0), 8)
-    return jax.jit(jax.value_and_grad(program.parts.loss))(first_state(program).params, batch, keys)
+    return jax.jit(jax.value_and_grad(program.parts.objective))(first_state(program).params, batch, keys)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ INPUT = "(blocks input)"  # what a block starts from, by its name or without one
 
 def gradient(program):
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), program.batch.rows))
-    return jax.make_jaxpr(jax.value_and_grad(program.parts.loss))(program.state.params, program.eval_shapes, keys)
+    return jax.make_jaxpr(jax.value_and_grad(program.parts.objective))(program.state.params, program.eval_shapes, keys)
 
 
 def named(variable, makers):

@@ -43,7 +43,7 @@ def one_by_one():
 
 
 def loss_and_gradients(program, batch):
-    grads = jax.jit(jax.value_and_grad(program.parts.loss))
+    grads = jax.jit(jax.value_and_grad(program.parts.objective))
     loss, grads = jax.device_get(grads(first_state(program).params, batch, None))
     if not program.model.scan:
         grads["blocks"] = jax.tree.map(lambda *layers: np.stack(layers), *grads["blocks"].values())

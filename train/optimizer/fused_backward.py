@@ -64,7 +64,7 @@ class FusedBackward:
 
     Args:
       graph: of the Transformer. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
-      weights: `train.step.Weights`, for parameters on their way in and gradients on their way out.
+      weights: `train.step.weights.Weights`, for parameters on their way in and gradients on their way out.
       update: the update layer by layer. dropout: whether the keys are used.
     """
 

@@ -55,6 +55,10 @@ class StepParts:
         """Dtypes by role."""
         return self.weights.precision
 
+    def objective(self, params: Any, batch: Batch, dropout_key_B: jax.Array | None, frozen: Any = None) -> jax.Array:
+        """What is differentiated, the first of `loss`."""
+        return self.loss(params, batch, dropout_key_B, frozen)[0]
+
     def rounding_key(self, state: TrainState) -> jax.Array:
         """The key of this update's rounding of parameters."""
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), ROUNDING), state.step)

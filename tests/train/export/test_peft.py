@@ -42,7 +42,7 @@ def run_over(family, parent, **keys):
     (parent / "run" / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
     base = load_params(source, program.model, program.state.frozen)
     batch = {"inputs": jnp.asarray(TOKENS[:, :-1]), "targets": jnp.asarray(TOKENS[:, 1:])}
-    return folder, parent / "run", jax.jit(jax.value_and_grad(program.parts.loss))(adapters, batch, None, base)
+    return folder, parent / "run", jax.jit(jax.value_and_grad(program.parts.objective))(adapters, batch, None, base)
 
 
 @pytest.fixture(scope="module")

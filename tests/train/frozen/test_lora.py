@@ -46,7 +46,7 @@ def random():
 def truth(random, batch):
     """Loss of the merged model, and autodiff's gradient of the adapters through the merged weights."""
     full = small_program({"batch.micro": "8"})
-    return jax.jit(jax.value_and_grad(lambda params: full.parts.loss(merged(params, random[1]), batch, None)))(
+    return jax.jit(jax.value_and_grad(lambda params: full.parts.objective(merged(params, random[1]), batch, None)))(
         random[0])
 
 
@@ -55,7 +55,7 @@ def truth(random, batch):
     {}, {"remat.policy": "minimal"}, {"remat.policy": "full", "model.mlp_chunk": "16"}], ids=str)
 def test_loss_and_gradients_are_those_of_the_merged_weights(overrides, random, batch, truth):
     program = small_program({**LORA, **overrides})
-    loss, grads = jax.jit(jax.value_and_grad(program.parts.loss))(random[0], batch, None, random[1])
+    loss, grads = jax.jit(jax.value_and_grad(program.parts.objective))(random[0], batch, None, random[1])
     np.testing.assert_allclose(loss, truth[0], rtol=1e-6)
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(truth[1]), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))

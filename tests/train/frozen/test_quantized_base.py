@@ -70,7 +70,7 @@ def test_no_policy_keeps_what_is_dequantized(overrides):
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     batch = {"inputs": jax.ShapeDtypeStruct((1, 8), jnp.int32), "targets": jax.ShapeDtypeStruct((1, 8), jnp.int32)}
     kept = jax.eval_shape(lambda params, frozen, batch, keys: jax.vjp(
-        lambda params: made.parts.loss(params, batch, keys, frozen), params)[1],
+        lambda params: made.parts.objective(params, batch, keys, frozen), params)[1],
         made.state.params, made.state.frozen, batch, keys)
     floats = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     sizes = {matrix.sizes[0] * matrix.sizes[1] * layers for layers in (1, made.model.n_layers)
