@@ -7,6 +7,7 @@ Shape letters, the same in every file and einsum string:
     S  positions of the keys             R  query heads per G     N  layers
     D  model width                       K  width of one head
     r  rank of adapters                  E  experts
+    c  width of a latent of attention
     T  tokens of a device                X  rows of experts on a device: a token and one of its experts each
 
 Start with `block.py`, whose forward pass fits one screen; `transformer.py` puts N of them into the model.

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from bytescope.model.adapters import Lora, add_adapters
-from bytescope.model.attention.grouped_query import Attention
+from bytescope.model.attention.kinds import KINDS
 from bytescope.model.config import ModelConfig
 from bytescope.model.experts.layer import Experts, Load
 from bytescope.model.layers import dropout, fold
@@ -30,7 +30,7 @@ class Block(nnx.Module):
                  lora: Lora | None = None, rngs: nnx.Rngs):
         self.config, self.precision, self.place = config, precision, place
         self.norm_attention = Norm(config, precision, place)
-        self.attention = Attention(config, precision, place, rngs=rngs)
+        self.attention = KINDS[config.attention_kind](config, precision, place, rngs=rngs)
         self.norm_mlp = Norm(config, precision, place)
         self.routed = routed
         if routed:

@@ -96,6 +96,16 @@ class ModelConfig:
         return self.experts > 0 and routed >= 0 and (routed + 1) % self.moe_every == 0
 
     @property
+    def score_width(self) -> int:
+        """Width of a head's queries and keys as the attention core reads them."""
+        return self.d_head + (self.mla_d_rope if self.attention_kind == "mla" else 0)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values."""
+        return self.mla_d_value if self.attention_kind == "mla" else self.d_head
+
+    @property
     def expert_layers(self) -> int:
         """Layers that have experts."""
         return sum(map(self.has_experts, range(self.n_layers)))
@@ -124,6 +134,8 @@ class ModelConfig:
                 raise ValueError(f"model.{name}={getattr(self, name)}: give 0 or more")
         if self.experts:
             self._check_experts()
+        if self.attention_kind == "mla":
+            self._check_latent()
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}: "
@@ -135,7 +147,7 @@ class ModelConfig:
             raise ValueError(f"model.mlp_chunk={self.mlp_chunk}: give a number of positions, or 0 for no tiles")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout}: give a probability from 0 to below 1")
-        if self.position == "rope" and self.d_head % 2:
+        if self.position == "rope" and self.d_head % 2 and self.attention_kind != "mla":
             raise ValueError(f"model.d_head={self.d_head} is odd: rotary positions rotate pairs of dimensions, give an "
                              "even width")
         local = f"model.rope_local_theta={self.rope_local_theta} with"
@@ -151,6 +163,23 @@ class ModelConfig:
                 f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
                 "slows all pairs alike, or four positive numbers: "
                 "factor,low_frequency_factor,high_frequency_factor,original_positions")
+
+    def _check_latent(self) -> None:
+        """Raises ValueError for latent attention that cannot be built."""
+        kind = "model.attention_kind=mla"
+        for name in ("bias", "qkv_bias", "qk_norm"):
+            if getattr(self, name):
+                raise ValueError(f"model.{name}=true with {kind}: queries and keys come from normed latents, without "
+                                 f"biases; set model.{name}=false, or model.attention_kind=gqa")
+        if self.n_kv_heads != self.n_heads:
+            raise ValueError(f"model.n_kv_heads={self.n_kv_heads} with {kind}: the latent gives every head its own "
+                             f"keys; set model.n_kv_heads={self.n_heads}, as many as model.n_heads")
+        if self.position != "rope":
+            raise ValueError(f"model.position={self.position} with {kind}: a part of its heads carries the rotary "
+                             "position; set model.position=rope")
+        if self.mla_d_rope % 2:
+            raise ValueError(f"model.mla_d_rope={self.mla_d_rope} is odd: rotary positions rotate pairs of dimensions, "
+                             "give an even width")
 
     def _check_experts(self) -> None:
         """Raises ValueError for experts that cannot be built."""

@@ -65,17 +65,17 @@ class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the model width, in `precision.norm`.
 
     Args:
-      width: the field of `config` that is the last dimension. Over the width of a head it is RMSNorm always.
-      axes: the logical axes of what is normed.
+      width: the field of `config` that is the last dimension. Over any other than the model's it is RMSNorm always.
+      axes: the logical axes of what is normed. axis: that of its last dimension in the vectors, "" for `width`.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, width: str = "d_model",
-                 axes: Axes = STREAM):
+                 axes: Axes = STREAM, axis: str = ""):
         self.kind, self.eps, self.axes = NORMS[config.norm], config.norm_eps, axes
         self.center = self.kind.center and width == "d_model"
         self.precision, self.place = precision, place
         size = getattr(config, width)
-        self.scale = param(None, (size,), (width,), precision.param, fill=0.0 if self.kind.offset else 1.0)
+        self.scale = param(None, (size,), (axis or width,), precision.param, fill=0.0 if self.kind.offset else 1.0)
         self.bias = param(None, (size,), (width,), precision.param) if self.center and config.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

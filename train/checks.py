@@ -14,6 +14,7 @@ from bytescope.memory.remat.ilp import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.model import ModelConfig, Precision, RematPlan
 from bytescope.model.attention.kernels import KERNELS
+from bytescope.model.attention.kinds import KINDS
 from bytescope.model.layers import MLPS, POSITIONS
 from bytescope.model.names import NAMES, TILED, names_in
 from bytescope.model.norm import NORMS
@@ -42,7 +43,8 @@ CHOICES = {
 # The same for what tables of the model name; those of tuples name several, and those of roles may be left empty.
 OF_THE_MODEL = {
     "precision.preset": PRECISIONS, **{f"precision.{role}": table for role, table in ROLES.items()},
-    "model.attention": ("auto", *KERNELS), "remat.policy": (*POLICIES, AUTO), "remat.granularity": GRANULARITIES,
+    "model.attention": ("auto", *KERNELS), "model.attention_kind": KINDS,
+    "remat.policy": (*POLICIES, AUTO), "remat.granularity": GRANULARITIES,
     "remat.save": NAMES, "remat.offload": NAMES, "lora.base": BASES,
 }
 MAY_BE_EMPTY = tuple(f"precision.{role}" for role in ROLES)
@@ -166,6 +168,9 @@ def check_sequence(config: ConfigDict, layout: Layout) -> None:
     if context > 1 and config.model.attention not in ("auto", "chunked"):
         raise ValueError(f"model.attention={config.model.attention} with mesh.context={context}: ring attention "
                          "runs the chunked kernel only; set model.attention=auto")
+    if context > 1 and config.model.attention_kind != "gqa":
+        raise ValueError(f"model.attention_kind={config.model.attention_kind} with mesh.context={context}: ring "
+                         "attention has keys and values of one width; set mesh.context=1")
     parts, shown = 1, []
     if context > 1:
         parts = 2 * context

@@ -37,6 +37,7 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def token_sizes(model: Model) -> dict[str, int]:
-    """Elements per token of the latents, by `transformer.Tensor.size`."""
+    """Elements per token of the latents, and of the part of the keys that is rotated, by `transformer.Tensor.size`."""
     latent = model.latent
-    return {"query_latent": latent.query_rank, "latent": latent.rank} if latent else {"query_latent": 0, "latent": 0}
+    found = (latent.query_rank, latent.rank, latent.rotary) if latent else (0, 0, 0)
+    return dict(zip(("query_latent", "latent", "rotary"), found))

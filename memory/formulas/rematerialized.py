@@ -22,8 +22,11 @@ NAMED = {tensor.name: tensor for tensor in (
     Tensor("block_in", "width", "sequence"),
     Tensor("attn_norm", "width", "sequence", operand=True),
     Tensor("q", "queries", "tensor"),
-    Tensor("k", "keys", "tensor"),
+    Tensor("k", "unrotated", "tensor"),
     Tensor("v", "values", "tensor"),
+    Tensor("q_latent", "query_latent", "sequence", only="latent"),
+    Tensor("kv_latent", "latent", "sequence", only="latent"),
+    Tensor("k_rope", "rotary", "sequence", only="latent"),
     Tensor("q_rot", "queries", "tensor"),
     Tensor("k_rot", "keys", "tensor"),
     Tensor("probs", "scores", "tensor"),
@@ -97,23 +100,28 @@ LAYER = {
         (("q", "k", "v"), "attn_norm"), (("o",), "context"), (("gate", "up"), "mlp_norm"), (("down",), "act"))
        for target in targets},
 }
-# Latent attention in the place of the same names. The latents are read by their norms and by products.
+# Latent attention in the place of the same names. The latents are read by their norms and by products; `kv_down` is
+# the product that gives the latent of keys and values and the part of the keys that is rotated, no tensor of its own.
 LATENT = {
     "q_latent": MadeFrom(("attn_norm",), "q_down"),
-    "kv_latent": MadeFrom(("attn_norm",), "kv_down"),
+    "kv_down": MadeFrom(("attn_norm",), "kv_down"),
+    "kv_latent": MadeFrom(("kv_down",)),
+    "k_rope": MadeFrom(("kv_down",)),
     "q": MadeFrom(("q_latent",), "q_up"),
     "k": MadeFrom(("kv_latent",), "k_up"),
+    "k_rot": MadeFrom(("k", "k_rope")),
     "v": MadeFrom(("kv_latent",), "v_up"),
 }
 # Made on the way, but not read by any gradient: rotations, sums and the second half of dropout are linear. A norm
 # reads its input: tensor -> the Model field with which it is normed.
-UNREAD = frozenset(("q", "k", "attn_out", "mlp_out", "combined", "kernel"))
+UNREAD = frozenset(("q", "k", "kv_down", "k_rope", "attn_out", "mlp_out", "combined", "kernel"))
 NORMED = {"q": "qk_norm", "k": "qk_norm", "attn_out": "post_norms", "mlp_out": "post_norms",
           "combined": "post_norms"}
 # Kept for the gradients of these matrices alone, which frozen ones without an adapter do not have.
 OPERANDS = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up"), "act": ("down",)}
 # What jax.checkpoint's policies for products with weights keep.
-WEIGHT_PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
+LATENTS = ("q_latent", "kv_latent", "k_rope")
+WEIGHT_PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 EXPERT_PRODUCTS = ("expert_gate", "expert_up")
 # The first of an adapter's two products, which the gradient of the second reads.
 ADAPTERS = tuple(f"lora_{target}" for target in TARGETS)
@@ -121,9 +129,9 @@ ADAPTERS = tuple(f"lora_{target}" for target in TARGETS)
 SAVED = {
     "full": (),
     "selective": ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
-                  "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", "router_logits", "dispatched",
+                  "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *LATENTS, "router_logits", "dispatched",
                   *EXPERT_PRODUCTS, "expert_act", "combined", *ADAPTERS),
-    "minimal": ("q", "k", "v", "context", "lse", "attn_out", "gate", "up", "router_logits", *EXPERT_PRODUCTS,
+    "minimal": ("q", "k", "v", *LATENTS, "context", "lse", "attn_out", "gate", "up", "router_logits", *EXPERT_PRODUCTS,
                 *ADAPTERS),
 }
 # Names inside an MLP in tiles: none of them is kept.

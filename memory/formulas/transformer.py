@@ -187,8 +187,8 @@ ATTENTION = ("naive", "flash")
 def token_sizes(model: Model, sequence: int) -> dict[str, int]:
     """Elements per token by kind of tensor, the values of `Tensor.size`."""
     return {"width": model.width, "queries": model.heads * model.score_width,
-            "keys": model.kv_heads * model.score_width, "values": model.kv_heads * model.value_width,
-            "context": model.heads * model.value_width,
+            "keys": model.kv_heads * model.score_width, "unrotated": model.kv_heads * model.head_width,
+            "values": model.kv_heads * model.value_width, "context": model.heads * model.value_width,
             "scores": model.heads * sequence, "heads": model.heads, "mlp": experts.mlp_width(model),
             "vocabulary": model.vocabulary, **experts.token_sizes(model), **latent.token_sizes(model),
             "rank": model.adapters.rank if model.adapters else 0,

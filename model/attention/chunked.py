@@ -7,9 +7,10 @@ triangle are walked by one `lax.scan` of static length, so masked blocks cost no
 count, hence the FLOPs, can be read from the program.
 
 The walk itself (`start`, `add_pairs`, `finish`, `add_gradients`) takes any list of pairs: `model/attention/ring.py`
-calls it for each stretch of keys that passes by. Its shapes: query blocks [n, B, G, R, c, K], a block of keys
-or values [B, G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block numbers. Positions stand
-behind the heads, as every product of the walk wants them: transposed once, not for each pair.
+calls it for each stretch of keys that passes by. Its shapes: query blocks [n, B, G, R, c, K], a block of keys or values
+[B, G, c, K], row sums and maxima [n, B, G, R, c], pairs two int32 arrays of block numbers. Values may have another
+width than keys, and the context then has theirs. Positions stand behind the heads, as every product of the walk wants
+them: transposed once, not for each pair.
 
 Of packed rows a query counts the scores of its own segment alone. The pairs stay those of the triangle: which blocks
 see each other depends on the data, the trip count does not.
@@ -98,11 +99,11 @@ def _bound(q: jax.Array, pairs: Pairs, ids: Ids | None, sums: jax.Array) -> tupl
     return jax.lax.optimization_barrier((q, jax.tree.map(jnp.asarray, pairs), ids, tie))[:3]
 
 
-def start(q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sums before any keys, float32: weighted values [n, B, G, R, c, K]; largest score and denominator
+def start(q: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sums before any keys, float32: weighted values [n, B, G, R, c, width]; largest score and denominator
     [n, B, G, R, c]. `q`: blocks of queries."""
     rows = q.shape[:-1]
-    return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
 
 def add_pairs(sums, q: jax.Array, read: Read, pairs: Pairs, mask: Mask | None = None, ids: Ids | None = None,
@@ -177,17 +178,17 @@ def _forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring):
     G = k_BLGK.shape[2]
     q = blocks(q_BLHK.reshape(B, L, G, H // G, K), chunk)
     k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
-    sums = add_pairs(start(q), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk),
+    sums = add_pairs(start(q, v.shape[-1]), q, lambda j: (k[j], v[j]), triangle(q.shape[0]), causal(chunk),
                      _ids(segments_BL, chunk), scoring)
     context, lse = finish(sums, q_BLHK.dtype)
-    return positions(context, L).reshape(B, L, H, K), lse
+    return positions(context, L).reshape(B, L, H, -1), lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def chunked_attention(q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, segments_BL: jax.Array | None,
                       chunk: int, scoring: Scoring = PLAIN) -> jax.Array:
-    """Causal attention [B, L, H, K] in blocks of `chunk` positions, within segments where ids int32 are given; scores
-    and sums in float32.
+    """Causal attention [B, L, H, K of the values] in blocks of `chunk` positions, within segments where ids int32 are
+    given; scores and sums in float32.
 
     Residuals of the gradient: the arguments, the result and the log-denominators, named `context` and `lse`.
     """
@@ -202,9 +203,9 @@ def _attention_forward(q_BLHK, k_BLGK, v_BLGK, segments_BL, chunk, scoring):
 
 def _attention_backward(chunk, scoring, residuals, d_context_BLHK):
     q_BLHK, k_BLGK, v_BLGK, segments_BL, context_BLHK, lse = residuals
-    B, L, H, K = q_BLHK.shape
+    B, L, H = q_BLHK.shape[:3]
     G = k_BLGK.shape[2]
-    q, d_out = (blocks(x.reshape(B, L, G, H // G, K), chunk) for x in (q_BLHK, d_context_BLHK))
+    q, d_out = (blocks(x.reshape(B, L, G, H // G, -1), chunk) for x in (q_BLHK, d_context_BLHK))
     k, v = blocks(k_BLGK, chunk), blocks(v_BLGK, chunk)
     delta_BLGR = row_products(d_context_BLHK, context_BLHK).reshape(B, L, G, H // G)
     delta = blocks(delta_BLGR, chunk, axis=-1)

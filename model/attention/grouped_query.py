@@ -73,19 +73,19 @@ class Attention(nnx.Module):
                 q_BLHK, k_BLGK = self.norm_q(q_BLHK), self.norm_k(k_BLGK)
         if config.position == "rope":
             with jax.named_scope("rope"):
-                turn, frequency = self._rotation()
+                turn, frequency = self._rotation(config.d_head)
                 positions = self.place.positions(x_BLD.shape[1]) if packed is None else packed.positions_BL
                 q_BLHK = turn(q_BLHK, positions, frequency)
                 k_BLGK = turn(k_BLGK, positions, frequency)
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
-    def _rotation(self) -> tuple[Callable[..., jax.Array], jax.Array]:
-        """How this layer rotates, and the frequencies."""
+    def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
+        """How this layer rotates, and the frequencies of a head of `width`."""
         config = self.config
-        frequency = rope_frequencies(config.d_head, config.rope_theta, config.rope_scaling)
+        frequency = rope_frequencies(width, config.rope_theta, config.rope_scaling)
         if not config.rope_local_theta:
             return rotate, frequency
-        local = rope_frequencies(config.d_head, config.rope_local_theta, ())
+        local = rope_frequencies(width, config.rope_local_theta, ())
         return rotate_by_layer, jnp.where(config.is_global(self.layer), frequency, local)
 
     def core(self, q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, key_B: jax.Array | None,

@@ -84,7 +84,7 @@ def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
     if key_B is not None and config.dropout:
         probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
     context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)
-    return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, K), "context")
+    return tag(jnp.moveaxis(context_BGRLK, 3, 1).reshape(B, L, H, -1), "context")
 
 
 def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
@@ -95,14 +95,18 @@ def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, ke
 
 
 def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
+    """cuDNN's FlashAttention (Dao et al. 2022, arXiv 2205.14135). Narrower values are padded to the width of keys."""
     del key_B
+    width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
+    if pad:
+        v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, pad)])
     # Without a scale of the config none is given: 1/sqrt(K) is its own.
     scale = {"scale": config.attention_scale} if config.attention_scale else {}
     attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", **scale)
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
     if segments_BL is None:
-        return tag(place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK), "context")
+        context_BLHK = place.kernel(attend, (queries, keys, keys), queries)(q_BLHK, k_BSGK, v_BSGK)
+        return tag(context_BLHK[..., :width], "context")
     # A mask of all pairs, which becomes a bias of 16 bits and has a gradient of as many in jax 0.10. cuDNN's packed
     # layout (offsets and lengths) runs from Hopper on; jax has it outside its public functions, with a static number of
     # segments, each with softmax statistics of a whole row, and in 0.10 with wrong offsets for fewer heads of keys.
@@ -113,7 +117,7 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
         return attend(q_BLHK, k_BSGK, v_BSGK, mask=same_B1LS)
 
     attend_within = place.kernel(within, (queries, keys, keys, pairs), queries)
-    return tag(attend_within(q_BLHK, k_BSGK, v_BSGK, same_B1LS), "context")
+    return tag(attend_within(q_BLHK, k_BSGK, v_BSGK, same_B1LS)[..., :width], "context")
 
 
 def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
@@ -129,8 +133,14 @@ def _needs_cudnn(config: ModelConfig, precision: Precision, platform: str) -> st
     if np.dtype(precision.compute).itemsize != 2:
         return (f"it computes in 16-bit floats only, not in {np.dtype(precision.compute)}; set precision.preset=bf16 "
                 "or use chunked")
-    if config.d_head % 8 or config.d_head > 128:
-        return f"it needs a head width that is a multiple of 8 up to 128, not model.d_head={config.d_head}; use chunked"
+    if (width := config.score_width) % 8 or width > 128:
+        shown = f"model.d_head={config.d_head}"
+        if width > config.d_head:
+            shown = f"{width}, {shown} and model.mla_d_rope={config.mla_d_rope}"
+        return f"it needs a head width that is a multiple of 8 up to 128, not {shown}; use chunked"
+    if config.value_width > width:
+        return (f"it needs values as wide as keys at most, {width}, not model.mla_d_value={config.value_width}; use "
+                "chunked")
     if config.attention_softcap:
         return f"it has no cap of the scores (model.attention_softcap={config.attention_softcap}); use chunked"
     return _needs_no_dropout(config, precision, platform)
@@ -178,9 +188,10 @@ def _mask_bytes(seq_len: int) -> int:
 def _chunked_bytes(config: ModelConfig, seq_len: int, head_parts: int) -> int:
     """What chunked attention takes for a row of 16-bit queries: sums of the gradients in float32, the blocks of queries
     and three blocks of scores (within 4 % of what the compiler assigned for H100, 8B and 124M shapes; jax 0.10.2)."""
-    H, G, K = config.n_heads, config.n_kv_heads, config.d_head
+    H, G, K = config.n_heads, config.n_kv_heads, config.score_width
     block = min(config.attention_chunk, seq_len)
-    return (seq_len * K * (4 * (H + 2 * G) + 2 * H) + 3 * 4 * H * block ** 2) // head_parts
+    sums = 4 * (K * (H + G) + config.value_width * G)
+    return (seq_len * (sums + 2 * H * K) + 3 * 4 * H * block ** 2) // head_parts
 
 
 def _choose_for_packed(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
@@ -210,7 +221,8 @@ def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_
             raise ValueError(f"model.attention=cudnn cannot run here: for packed rows data.seq_len={seq_len} has to be "
                              "even; make it so, or use chunked")
         return config.attention, "as configured"
-    if KERNELS["cudnn"].refuses(config, precision, platform) is None:
+    refused = KERNELS["cudnn"].refuses(config, precision, platform)
+    if refused is None:
         if packed:
             return _choose_for_packed(config, seq_len, head_parts)
         return "cudnn", "auto: 16-bit compute on an NVIDIA GPU"
@@ -218,4 +230,6 @@ def choose_kernel(config: ModelConfig, precision: Precision, platform: str, seq_
         return "naive", f"auto: chunked cannot run here, {reason.split(';')[0]}"
     if seq_len <= NAIVE_UP_TO:
         return "naive", f"auto: {seq_len} positions; chunked is faster above {NAIVE_UP_TO}"
+    if config.score_width > config.d_head and platform in ("gpu", "cuda"):
+        return "chunked", f"auto: cudnn cannot run here, {refused.split(';')[0]}"
     return "chunked", f"auto: {seq_len} positions, more than {NAIVE_UP_TO}"

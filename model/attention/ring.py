@@ -175,7 +175,8 @@ def _forward_rank(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, ring, chunk, scoring):
         kv, sums = carry
         return (rank.send(kv), visit(sums, kv, hops)), None
 
-    sums = add_pairs(rank.varying(start(q)), q, lambda j: kv[:, j], *rank.own, rank.ids(segments_BL), scoring)
+    sums = rank.varying(start(q, q.shape[-1]))
+    sums = add_pairs(sums, q, lambda j: kv[:, j], *rank.own, rank.ids(segments_BL), scoring)
     if C > 1:
         # The last step stands outside the loop: its keys go nowhere, so C-1 hops in all.
         (kv, sums), _ = jax.lax.scan(step, (rank.send(kv), sums), jnp.arange(1, C - 1))

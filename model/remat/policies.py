@@ -21,20 +21,23 @@ ADAPTERS = tuple(f"lora_{target}" for target in ("q", "k", "v", "o", "gate", "up
 ADAPTER_MASKS = ("attn_norm_mask", "context_mask", "mlp_norm_mask", "act_mask")
 # What experts make (model/experts/layer.py).
 EXPERTS = ("router_logits", "dispatched", "expert_gate", "expert_up", "expert_act", "combined")
+# What latent attention makes besides (model/attention/latent.py).
+LATENTS = ("q_latent", "kv_latent", "k_rope")
 # Everything a block makes outside the attention core that its backward pass reads: with it saved, only the
 # core is recomputed. 34 sbh bytes for GPT shapes (Korthikanti et al. 2022, arXiv 2205.05198); `lse` is what
 # a flash kernel's own gradient needs, so that it is not run again. `q`, `k`, `attn_out` and
 # `mlp_out` are read by norms alone that only some models have.
 OUTSIDE_CORE = ("attn_norm", "q", "k", "q_rot", "k_rot", "v", "context", "lse", "attn_out", "attn_out_mask", "mid",
-                "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *EXPERTS, *ADAPTERS, *ADAPTER_MASKS)
+                "mlp_norm", "gate", "up", "act", "mlp_out", "mlp_out_mask", *LATENTS, *EXPERTS, *ADAPTERS,
+                *ADAPTER_MASKS)
 # The core's tensors too: softmax, dropout mask and result, 5 a s^2 b bytes. Only element-wise work is recomputed. Under
 # a flash kernel, which makes none of the three, the same as OUTSIDE_CORE.
 MEGATRON = (*OUTSIDE_CORE, "probs", "probs_mask", "probs_dropped")
 # What products in fp8 read instead of the wide tensors, which no gradient reads then.
 QUANTIZED = tuple(f"{name}_{part}" for name in ("attn_norm", "context", "mlp_norm", "act") for part in ("fp8", "scale"))
 # Matmul outputs and the attention context: norms, rotations, activations and the scores are recomputed.
-MATMULS = ("q", "k", "v", "context", "lse", "attn_out", "gate", "up", "router_logits", "expert_gate", "expert_up",
-           *ADAPTERS)
+MATMULS = ("q", "k", "v", *LATENTS, "context", "lse", "attn_out", "gate", "up", "router_logits", "expert_gate",
+           "expert_up", *ADAPTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,7 @@ POLICIES: Mapping[str, RematPolicy | None] = {
 
 # Results of a block's products with its weights. For products in fp8 a policy goes by these names: the product itself
 # is hidden in a kernel, or has twice the bytes of the result.
-PRODUCTS = ("q", "k", "v", "attn_out", "gate", "up", "mlp_out")
+PRODUCTS = ("q", "k", "v", *LATENTS, "attn_out", "gate", "up", "mlp_out")
 
 
 def _core_products(primitive: object, *inputs: object, **params: object) -> bool:

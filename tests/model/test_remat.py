@@ -18,6 +18,7 @@ from bytescope.model.remat.policies import (
     ADAPTER_MASKS,
     ADAPTERS,
     EXPERTS,
+    LATENTS,
     MATMULS,
     OUTSIDE_CORE,
     POLICIES,
@@ -77,7 +78,7 @@ def test_ranges_granularity_and_custom_equal_none(overrides, kept):
 
 
 NAME_SETS = st.sets(st.sampled_from(sorted(
-    {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS, *EXPERTS})),
+    {*OUTSIDE_CORE, *MATMULS, "probs", "block_in", "mlp_out"} - {*ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS})),
     min_size=1, max_size=6)
 
 

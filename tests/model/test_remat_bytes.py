@@ -12,7 +12,15 @@ from jax.ad_checkpoint import checkpoint_name
 from bytescope.memory.analyze import report_of
 from bytescope.memory.costs.named_tensors import named_tensors, too_wide
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import ADAPTER_MASKS, ADAPTERS, EXPERTS, MATMULS, OUTSIDE_CORE, QUANTIZED
+from bytescope.model.remat.policies import (
+    ADAPTER_MASKS,
+    ADAPTERS,
+    EXPERTS,
+    LATENTS,
+    MATMULS,
+    OUTSIDE_CORE,
+    QUANTIZED,
+)
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described
 from support.toy import small_program
@@ -25,7 +33,7 @@ UNREAD, BEHIND = {"mlp_out"}, {"q": "q_rot", "k": "k_rot", "attn_out": "mid"}
 
 def made(keys):
     """The names that a block of this config makes."""
-    absent = {"embed", "embed_mask", "final_norm", *QUANTIZED, *ADAPTERS, *ADAPTER_MASKS, *EXPERTS}
+    absent = {"embed", "embed_mask", "final_norm", *QUANTIZED, *ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS}
     absent |= {name for name in NAMES if "mask" in name or "dropped" in name} if not keys["model.dropout"] else set()
     absent |= {"gate"} if keys["model.mlp"] == "gelu" else set()
     absent |= {"lse"} if keys["model.attention"] == "naive" else {"probs", "probs_mask", "probs_dropped"}
@@ -34,7 +42,7 @@ def made(keys):
 
 def asked(names):
     """Those of a policy's names that its backward pass reads, the input of the block among them."""
-    others = {*UNREAD, *ADAPTERS, *ADAPTER_MASKS, *EXPERTS}
+    others = {*UNREAD, *ADAPTERS, *ADAPTER_MASKS, *EXPERTS, *LATENTS}
     return {INPUT} | {name for name in names if name != "block_in" and name not in others
                       and BEHIND.get(name) not in names}
 

@@ -166,7 +166,7 @@ def test_names_come_from_the_vocabulary():
     with pytest.raises(KeyError, match="atention"):
         tag(jnp.zeros(2), "atention")
     text = "".join(str(jax.make_jaxpr(lambda m=m: m.hidden(tokens()))()) for m in (
-        small(), small(attention="chunked"), ))
+        small(), small(attention_kind="mla", mla_q_rank=24, mla_kv_rank=16, mla_d_rope=4, n_kv_heads=4)))
     masks = {name for name in NAMES if name.endswith("mask") or name == "probs_dropped"}
     inside_gradients = {"probs", "lse"}
     for name in set(NAMES) - masks - inside_gradients - {*QUANTIZED, *ADAPTERS, *EXPERTS}:

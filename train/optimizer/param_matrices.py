@@ -32,6 +32,7 @@ class Matrix(NamedTuple):
 _PROJECTION, _UP, _DOWN = Matrix(1, 2, (-1, -2)), Matrix(1, 1, (-1,)), Matrix(1, 1, (-2,))
 MATRICES = {
     "w_q": _PROJECTION, "w_k": _PROJECTION, "w_v": _PROJECTION, "w_o": Matrix(2, 1, (-2, -3)),
+    "w_q_down": _UP, "w_kv_down": _UP, "w_q_up": _PROJECTION, "w_k_up": _PROJECTION, "w_v_up": _PROJECTION,
     "w_up": _UP, "w_gate": _UP, "w_down": _DOWN,
     "w_token": Matrix(1, 1, (-1,), hidden=False), "w_position": Matrix(1, 1, (-1,), hidden=False),
     "w_head": Matrix(1, 1, (-2,), hidden=False),

@@ -57,6 +57,9 @@ def adapters_of(config: ConfigDict, layout: Layout) -> Lora | None:
     if not group.rank:
         return None
     asked = f"lora.rank={group.rank}"
+    if config.model.attention_kind != "gqa":
+        raise ValueError(f"{asked} with model.attention_kind={config.model.attention_kind}: adapters are beside the "
+                         "matrices of gqa; set lora.rank=0")
     shards = math.prod(layout.mesh.shape[axis] for axis in SHARDS)
     lora = Lora(group.rank, group.alpha, tuple(group.targets), group.dropout, shared=group.rank % shards == 0)
     if config.optimizer.freeze:

@@ -41,6 +41,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # The rank of adapters, and that of those halves which have no model width.
     "adapter": (),
     "adapter_state": (),
+    # The rank of latents of attention, and that in matrices and norms which have no model width.
+    "latent": (),
+    "latent_state": (),
     # Where the token table stays sharded along the width, a device looks its rows up for all that share the table.
     "table_batch": BATCH,
     "table_length": ("context",),
@@ -48,10 +51,11 @@ RULES: Mapping[str, tuple[str, ...]] = {
 }
 SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
 # ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the width: every matrix, table and norm has it; of adapters
-# one half has, the other's rank is sharded. The devices
-# that share a sequence share state as well: to gradients they are data-parallel ranks.
+# one half has, the other's rank is sharded, and so is that of latents in matrices that make heads. The devices that
+# share a sequence share state as well: to gradients they are data-parallel ranks.
 SHARDS = ("fsdp", "expert", "context")
-STATE_SHARDED = {"d_model": SHARDS, "adapter_state": SHARDS, "expert_width": ("fsdp", "context")}
+STATE_SHARDED = {"d_model": SHARDS, "adapter_state": SHARDS, "latent_state": SHARDS,
+                 "expert_width": ("fsdp", "context")}
 TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
 
 
@@ -82,14 +86,14 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 # The letters of shape suffixes (model/__init__.py) as logical axes of activations. Activations that have the width of
-# the model are sharded as norms and the residual stream are.
+# the model, or of a latent of attention, are sharded as norms and the residual stream are.
 LETTERS = {"B": "batch", "L": "length", "H": "heads", "G": "kv_heads", "F": "d_ff", "V": "vocab", "X": "rows"}
 STREAM_LETTERS = {**LETTERS, "L": "stream"}
 
 
 def activation_axes(suffix: str) -> tuple[str | None, ...]:
     """Logical axes of an activation of a block, from the letters of its shape: BLD is (batch, stream, None)."""
-    letters = STREAM_LETTERS if "D" in suffix else LETTERS
+    letters = STREAM_LETTERS if {"D", "c"} & set(suffix) else LETTERS
     return tuple(letters.get(letter) for letter in suffix)
 
 

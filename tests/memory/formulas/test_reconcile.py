@@ -29,14 +29,16 @@ LLAMA = Model(32, 4096, 32, 8, 128, 14336, 128256, gated=True, tied=False)
 GPT = gpt(12, 768, 12, 50304)
 SIZES = {"BLD": "width", "BLHK": "queries", "BLGK": "keys", "BGRLS": "scores", "BGRL": "heads", "BLF": "mlp",
          "BLr": "rank", "BLE": "experts", "XD": "routed", "XF": "routed_mlp"}
-ASYMMETRIC = {"v": "values", "context": "context"}  # under latent attention values are narrower than keys
+# Under latent attention values are narrower than keys, of which a part is rotated, and the latents differ in width.
+ASYMMETRIC = {"v": "values", "context": "context", "k": "unrotated", "q_latent": "query_latent", "kv_latent": "latent",
+              "k_rope": "rotary"}
 MIB = 2**20
 
 
 def test_every_name_of_a_block_has_its_size():
     outside = {"embed", "embed_mask", "final_norm", *QUANTIZED, *ADAPTER_MASKS}
     inside = {name: suffix for name, (suffix, _) in NAMES.items() if name not in outside}
-    assert {name: ASYMMETRIC.get(name, SIZES[suffix]) for name, suffix in inside.items()} == {
+    assert {name: ASYMMETRIC.get(name) or SIZES[suffix] for name, suffix in inside.items()} == {
         name: tensor.size for name, tensor in rematerialized.NAMED.items()}
     assert {name for name, tensor in rematerialized.NAMED.items() if tensor.itemsize == 1} == {
         name for name in NAMES if name.endswith("mask")} - outside

@@ -1,0 +1,24 @@
+"""DeepSeek-V3 671B (DeepSeek-AI 2024, arXiv 2412.19437) at 4096 tokens: latent attention, 256 experts and a shared one.
+
+    bytescope train --config=deepseek_v3 --config.data.source=SHARDS
+    bytescope report deepseek_v3 h100:256x8
+"""
+
+from bytescope.configs import base
+
+
+def get_config():
+    config = base.get_config()
+    config.model.update(
+        d_model=7168, n_layers=61, n_heads=128, n_kv_heads=128, d_head=128, d_ff=18432, vocab_size=129280,
+        max_seq_len=4096, norm_eps=1e-6, init_std=0.006, attention_kind="mla", mla_q_rank=1536, mla_kv_rank=512,
+        mla_d_rope=64, mla_d_value=128, experts=256, experts_per_token=8, d_expert=2048, shared_experts=1,
+        dense_layers=3, router="sigmoid", router_bias=True, router_groups=8, router_top_groups=4, router_scale=2.5,
+        moe_kernel="capacity", capacity_factor=1.25)
+    config.loss.update(balance=1e-4)
+    config.data.update(seq_len=4096, dtype="uint32")
+    config.batch.update(micro=1)
+    config.optimizer.update(name="adamw_bf16", learning_rate=2.2e-4, warmup_steps=2000)
+    config.remat.update(policy="full")
+    config.mesh.update(data=4, fsdp=8, expert=64)
+    return config

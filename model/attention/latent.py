@@ -1,0 +1,93 @@
+"""Multi-head latent attention: keys and values from one narrow latent of a token, and so may queries be."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bytescope.model.attention.grouped_query import Attention
+from bytescope.model.config import ModelConfig
+from bytescope.model.layers import STREAM, WITHIN, enter, move, multiply, param
+from bytescope.model.names import tag
+from bytescope.model.norm import Norm
+from bytescope.model.placement import Placement
+from bytescope.model.precision import Precision
+from bytescope.model.segments import Packed
+
+_HEADS = ("batch", "length", "heads", None)
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+
+    A head's queries and keys are `d_head` wide and `mla_d_rope` besides, which alone is rotated; that part of the keys
+    is one for all heads, made from the input. Scores are scaled by the root of both widths. The latents are normed.
+    Under sequence parallelism they are sharded as the residual stream is. Products with the matrices of the latents are
+    in the compute dtype in every precision.
+
+    With mla_q_rank=0 queries are projected from the input.
+    """
+
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
+        self.config, self.precision, self.place, self.again, self.lora = config, precision, place, False, None
+        self.layer = None
+        D, H, K, V = config.d_model, config.n_heads, config.score_width, config.value_width
+        down, up = ("d_model", "latent"), ("latent_state", "heads", "d_head")
+
+        def matrix(shape: tuple[int, ...], axes: tuple[str, ...], std: float = config.init_std) -> nnx.Param:
+            return param(rngs.params(), shape, axes, precision.param, std=std, contracted=True)
+
+        if rank := config.mla_q_rank:
+            self.w_q_down, self.w_q_up = matrix((D, rank), down), matrix((rank, H, K), up)
+            self.norm_q_latent = Norm(config, precision, place, "mla_q_rank", STREAM, "latent_state")
+        else:
+            self.w_q = matrix((D, H, K), ("d_model", "heads", "d_head"))
+        rank = config.mla_kv_rank
+        self.w_kv_down = matrix((D, rank + config.mla_d_rope), down)
+        self.w_k_up, self.w_v_up = matrix((rank, H, config.d_head), up), matrix((rank, H, V), up)
+        self.norm_kv_latent = Norm(config, precision, place, "mla_kv_rank", STREAM, "latent_state")
+        self.w_o = matrix((H, V, D), ("heads", "d_head", "d_model"), config.init_std / math.sqrt(2 * config.n_layers))
+
+    def inputs(self, x_BLD: jax.Array, packed: Packed | None,
+               key_B: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys [B, L, H, d_head + mla_d_rope] and values [B, L, H, mla_d_value] for the attention core."""
+        del key_B  # there are no adapters, which alone have dropout here
+        K = self.config.d_head
+        with jax.named_scope("qkv"):
+            q_BLHK = self._queries(x_BLD)
+            kv_BLc, k_rope_BLc = jnp.split(self._down(x_BLD, "kv_down"), [self.config.mla_kv_rank], axis=-1)
+            k_rope_BLc = tag(self.place(k_rope_BLc, STREAM), "k_rope")
+            kv_BLc = self.norm_kv_latent(tag(self.place(kv_BLc, STREAM), "kv_latent"))
+            k_BLHK, v_BLHK = self._up(kv_BLc, "k_up", "v_up")
+            k_BLHK, v_BLHK = tag(k_BLHK, "k"), tag(v_BLHK, "v")
+        with jax.named_scope("rope"):
+            turn, frequency = self._rotation(self.config.mla_d_rope)
+            positions = self.place.positions(x_BLD.shape[1]) if packed is None else packed.positions_BL
+            q_rope_BLHK = turn(q_BLHK[..., K:], positions, frequency)
+            k_rope_BL1K = turn(move(k_rope_BLc, self.place, WITHIN, STREAM)[:, :, None], positions, frequency)
+            k_rope_BLHK = jnp.broadcast_to(k_rope_BL1K, q_rope_BLHK.shape)
+            q_BLHK = jnp.concatenate([q_BLHK[..., :K], q_rope_BLHK], axis=-1)
+            k_BLHK = jnp.concatenate([k_BLHK, k_rope_BLHK], axis=-1)
+        return tag(self.place(q_BLHK, _HEADS), "q_rot"), tag(self.place(k_BLHK, _HEADS), "k_rot"), v_BLHK
+
+    def _queries(self, x_BLD: jax.Array) -> jax.Array:
+        """Queries before rotation, [B, L, H, d_head + mla_d_rope]."""
+        if not self.config.mla_q_rank:
+            q_BLHK, = enter("bld,dhk->blhk", x_BLD, {"q": self.w_q}, self.place, again=self.again)
+            return tag(self.place(q_BLHK, _HEADS), "q")
+        q_BLc = self.norm_q_latent(tag(self._down(x_BLD, "q_down"), "q_latent"))
+        return tag(self._up(q_BLc, "q_up")[0], "q")
+
+    def _down(self, x_BLD: jax.Array, name: str) -> jax.Array:
+        """The product of the input with the matrix `w_<name>`, sharded as the stream: narrow enough to be gathered."""
+        with jax.named_scope(name):
+            y_BLc = multiply("bld,dc->blc", self.place(x_BLD, STREAM), getattr(self, f"w_{name}"), self.place,
+                             again=self.again, name=name)
+            return self.place(y_BLc, STREAM)
+
+    def _up(self, x_BLc: jax.Array, *names: str) -> list[jax.Array]:
+        """Heads [B, L, H, their width] by the matrices `w_<name>`."""
+        weights = {name: getattr(self, f"w_{name}") for name in names}
+        outs = enter("blc,chk->blhk", x_BLc, weights, self.place, again=self.again)
+        return [self.place(y_BLHK, _HEADS) for y_BLHK in outs]
