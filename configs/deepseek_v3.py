@@ -2,6 +2,28 @@
 
     bytescope train --config=deepseek_v3 --config.data.source=SHARDS
     bytescope report deepseek_v3 h100:256x8
+
+Hardware: 2048 H100 on 256 hosts (described; nothing measured on a card yet).
+Memory: peak 29.77 GiB, allocated 29.85 GiB, predicted in use 29.88 GiB per device, of 72.32 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Loss: not trained yet.
+
+Sizes, routing, optimizer settings and initial values are the paper's (its sections 4.2 and 2.1.2); its layout and
+precision (sections 3.2 and 3.3) beside those here:
+
+                 the paper                                            here
+    devices      2048 H800                                            2048 H100, described
+    pipeline     16 stages, DualPipe                                  none: every device has all 61 layers
+    experts      over 64 devices of 8 hosts                           over 64 devices
+    state        ZeRO-1 over data-parallel ranks                      ZeRO-3 over 512, 4 replicas
+    tensor       none                                                 none
+    recomputed   RMSNorms, up-projections of latent attention         the whole block
+    products     FP8, block-scaled                                    bfloat16
+    state in     masters and gradients float32, both moments bf16     the same, the second moment in float32
+    tokens       none dropped                                         of an expert over 1.25 times the mean, dropped
+
+Left out: multi-token prediction, YaRN (the first stage of training has none: it is 4096 tokens long), the schedules of
+batch size and learning rate, and experts of at most 4 hosts per token otherwise than by `router_groups`.
 """
 
 from bytescope.configs import base
@@ -20,5 +42,5 @@ def get_config():
     config.batch.update(micro=1)
     config.optimizer.update(name="adamw_bf16", learning_rate=2.2e-4, warmup_steps=2000)
     config.remat.update(policy="full")
-    config.mesh.update(data=4, fsdp=8, expert=64)
+    config.mesh.update(data=-1, fsdp=8, expert=64)
     return config

@@ -51,7 +51,11 @@ def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
     if chosen == groups:
         return scores_BLE
     grouped = scores_BLE.reshape(*scores_BLE.shape[:-1], groups, -1)
-    best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    # Not by top_k: sharded, XLA's GPU compiler gathers its results for the tokens of all devices.
+    best = grouped.max(-1)
+    if grouped.shape[-1] > 1:
+        is_best = jnp.arange(grouped.shape[-1]) == grouped.argmax(-1)[..., None]
+        best = best + jnp.where(is_best, -jnp.inf, grouped).max(-1)
     open_groups = jax.lax.top_k(best, chosen)[1]
     is_open = (open_groups[..., None] == jnp.arange(groups)).any(-2)
     return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(scores_BLE.shape)
