@@ -15,6 +15,9 @@ from bytescope.memory.units import parse_bytes
 from bytescope.model import ModelConfig, Precision, RematPlan
 from bytescope.model.attention.kernels import KERNELS
 from bytescope.model.attention.kinds import KINDS
+from bytescope.model.experts.exchange import DISPATCHES
+from bytescope.model.experts.kernels import MOE_KERNELS
+from bytescope.model.experts.routers import ROUTERS
 from bytescope.model.layers import MLPS, POSITIONS
 from bytescope.model.names import NAMES, TILED, names_in
 from bytescope.model.norm import NORMS
@@ -36,14 +39,15 @@ from bytescope.train.step.modes import ACCUMULATION
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
     "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
-    "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES,
+    "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES, "mesh.dispatch": DISPATCHES,
     **{f"data.{key}": table for key, table in settings.CHOICES.items()},
 }
 
 # The same for what tables of the model name; those of tuples name several, and those of roles may be left empty.
 OF_THE_MODEL = {
     "precision.preset": PRECISIONS, **{f"precision.{role}": table for role, table in ROLES.items()},
-    "model.attention": ("auto", *KERNELS), "model.attention_kind": KINDS,
+    "model.attention": ("auto", *KERNELS), "model.attention_kind": KINDS, "model.router": ROUTERS,
+    "model.moe_kernel": MOE_KERNELS,
     "remat.policy": (*POLICIES, AUTO), "remat.granularity": GRANULARITIES,
     "remat.save": NAMES, "remat.offload": NAMES, "lora.base": BASES,
 }
@@ -58,6 +62,7 @@ LEAST = {
     "model.logits_softcap": 0.0, "model.rope_local_theta": 0.0, "model.global_every": 0,
     "optimizer.learning_rate": 0.0, "optimizer.warmup_steps": 0, "optimizer.end_fraction": 0.0,
     "optimizer.eps": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip_norm": 0.0, "loss.chunk": 1,
+    "loss.balance": 0.0, "loss.router_z": 0.0, "optimizer.router_bias_rate": 0.0, "model.router_scale": 0.0,
     "mesh.prefetch": 0, "batch.tokens": 0, "optimizer.base_batch_tokens": 0,
     "lora.rank": 0,
     "precision.loss_scale_init": 2.0**-14, "precision.loss_scale_growth_every": 1,
@@ -263,6 +268,9 @@ def check_fused(config: ConfigDict, remat: RematPlan, batch: BatchAlgebra, train
     trained: the top of the tree of trained parameters.
     """
     asked = "optimizer.fused_backward=true"
+    if config.model.experts:
+        raise ValueError(f"{asked} with model.experts={config.model.experts}: their auxiliary losses are known only "
+                         "after all layers; set optimizer.fused_backward=false")
     if "blocks" not in trained:
         raise ValueError(f"{asked} with all blocks frozen (optimizer.freeze): no layer has an update; set "
                          "optimizer.fused_backward=false")

@@ -27,6 +27,7 @@ from bytescope.train.checks import (
 )
 from bytescope.train.optimizer.trainable import adapters_of, check_frozen, check_quantized, frozen_names
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
+from bytescope.train.parallel.expert_checks import check_experts
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
 
@@ -80,6 +81,7 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
                     dispatch=config.mesh.dispatch)
     check_sequence(config, layout)
     check_tiles(config, layout)
+    check_experts(config, layout)
     matmul = choose_matmul(precision, devices[0])
     precision = dataclasses.replace(precision, matmul=matmul[0])
     model = ModelConfig.from_dict(config.model)

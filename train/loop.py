@@ -38,6 +38,7 @@ from bytescope.train.run.signals import Stop
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import METRICS, Identity, claimed
 from bytescope.train.sample import sample_text
+from bytescope.train.step.routing import routing_row
 from bytescope.train.step.state import Tally
 from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 
@@ -114,7 +115,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record({
         "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
-        **scaling,
+        **scaling, **routing_row(values),
         "batch_tokens": batch.tokens_at(step - 1), "tokens_per_s": lap.tokens / lap.seconds,
         "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": memory})

@@ -144,7 +144,7 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
     start_PE = jnp.cumsum(all_PE, 1) - all_PE
     per_device = all_PE.sum(0).reshape(peers.size, shape.experts)
     first_E, tiles_E = (x.reshape(-1) for x in jax.vmap(lambda counts: rows.first_rows(counts, shape))(per_device))
-    place_PE = first_E + jnp.cumsum(all_PE, 0) - all_PE  # an expert's rows lie by sender
+    place_PE = first_E[None] + jnp.cumsum(all_PE, 0) - all_PE  # an expert's rows lie by sender
     size_PE = jnp.clip(shape.rows - place_PE, 0, all_PE)
 
     def own(x: jax.Array) -> jax.Array:

@@ -106,8 +106,8 @@ class Experts(nnx.Module):
     def _dense(self, x_BLD: jax.Array, choice: Choice) -> jax.Array:
         """Every expert over every token, [B, L, D]: E/k times the work."""
         act, dtype = ACTIVATIONS[self.activation], x_BLD.dtype
-        is_chosen = choice.expert_BLK[..., None] == jnp.arange(self.config.experts)
-        weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, is_chosen.astype(jnp.float32))
+        chosen_BLKE = jax.nn.one_hot(choice.expert_BLK, self.config.experts)
+        weight_BLE = jnp.einsum("blk,blke->ble", choice.weight_BLK, chosen_BLKE)
         with jax.named_scope("experts"):
             up = jnp.einsum("bld,edf->blef", x_BLD, read(self.w_up, dtype, self.place))
             hidden = act(up)

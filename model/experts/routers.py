@@ -33,7 +33,7 @@ def choose(logits_BLE: jax.Array, bias_E: jax.Array | None, config: ModelConfig)
     without, they are the scores themselves, of all experts together.
     """
     scores_BLE = ROUTERS[config.router](logits_BLE)
-    picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E)
+    picked_by_BLE = jax.lax.stop_gradient(scores_BLE if bias_E is None else scores_BLE + bias_E[None, None])
     _, expert_BLK = jax.lax.top_k(_open_groups(picked_by_BLE, config), config.experts_per_token)
     weight_BLK = jnp.take_along_axis(scores_BLE, expert_BLK, axis=-1)
     if config.router_renormalize:
@@ -57,5 +57,5 @@ def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
         is_best = jnp.arange(grouped.shape[-1]) == grouped.argmax(-1)[..., None]
         best = best + jnp.where(is_best, -jnp.inf, grouped).max(-1)
     open_groups = jax.lax.top_k(best, chosen)[1]
-    is_open = (open_groups[..., None] == jnp.arange(groups)).any(-2)
+    is_open = jax.nn.one_hot(open_groups, groups, dtype=bool).any(-2)
     return jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(scores_BLE.shape)

@@ -35,7 +35,7 @@ MATRICES = {
     "w_q_down": _UP, "w_kv_down": _UP, "w_q_up": _PROJECTION, "w_k_up": _PROJECTION, "w_v_up": _PROJECTION,
     "w_up": _UP, "w_gate": _UP, "w_down": _DOWN,
     "w_token": Matrix(1, 1, (-1,), hidden=False), "w_position": Matrix(1, 1, (-1,), hidden=False),
-    "w_head": Matrix(1, 1, (-2,), hidden=False),
+    "w_head": Matrix(1, 1, (-2,), hidden=False), "w_router": Matrix(1, 1, (-1, -2), hidden=False),
     # Adapters: inputs by rank, rank by outputs.
     **{f"w_{target}_a": Matrix(inputs, 1, (-1,)) for target, inputs in TARGETS.items()},
     **{f"w_{target}_b": _PROJECTION if target in ("q", "k", "v") else _UP for target in TARGETS},
@@ -69,11 +69,15 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
     """`function(*arrays)`, with results of the shapes of its arguments, layer by layer where the parameter is stacked.
 
     `path`: of the parameter, which must be a row of MATRICES. The loop works in place, so what `function` allocates
-    exists for one layer at a time.
+    exists for one layer at a time. The experts of a layer have their turn together: devices share them out, and a loop
+    over them would gather each.
     """
     matrix = matrix_of(path)
-    if arrays[0].ndim == matrix.inputs + matrix.outputs:
+    stacked = arrays[0].ndim - matrix.inputs - matrix.outputs
+    if not stacked:
         return function(*arrays)
+    if stacked == 1 and _of_experts(path):
+        return jax.vmap(function)(*arrays)
 
     def layer(index, stacks):
         old = [jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for stack in stacks]
@@ -81,6 +85,12 @@ def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) ->
         return tuple(jax.lax.dynamic_update_index_in_dim(stack, own, index, 0) for stack, own in zip(stacks, new))
 
     return jax.lax.fori_loop(0, arrays[0].shape[0], layer, arrays)
+
+
+def _of_experts(path: tuple) -> bool:
+    """Whether the parameter at `path` is a matrix of each expert."""
+    keys = [str(getattr(key, "key", "")) for key in path]
+    return "experts" in keys and keys[-1] != "w_router"
 
 
 def each_matrix(inner: Callable[[int], optax.GradientTransformation],

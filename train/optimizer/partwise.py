@@ -17,12 +17,14 @@ import optax
 from ml_collections import ConfigDict
 
 from bytescope.model import Precision
+from bytescope.model.runs import BLOCKS, DENSE
 from bytescope.train.checks import check_partwise
 from bytescope.train.optimizer.host_offload import fetch, is_hosted, stow
 from bytescope.train.optimizer.rounding import apply_update
 from bytescope.train.optimizer.rules import ROW_BY_ROW, ClipState, clip_scale, make_rule, squares
 
 Leaves = list[jax.Array]
+STACKS = (BLOCKS, DENSE)
 PIECE = 2**28  # bytes, about a layer's largest parameter
 HOLE = optax.MaskedNode()  # optax ignores it, and it has no leaves
 
@@ -71,7 +73,7 @@ def _rows_sharded(sharding: jax.sharding.NamedSharding) -> bool:
 def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list[Part], list[int]]:
     """(parts, indices of the state that belongs to no parameter) of abstract or concrete trees.
 
-    `stacked`: whether the first axis of the leaves of `blocks` is the layers; otherwise each entry of `blocks` is a
+    `stacked`: whether the first axis of the leaves of STACKS is the layers; otherwise each entry of `blocks` is a
     layer, and a part. `in_rows`: whether large tables may be updated some rows at a time.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -83,7 +85,7 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
     parts = []
     for name, places in named.items():
         path = paths[places[0]]
-        in_blocks = path[0].key == "blocks"
+        in_blocks = path[0].key in STACKS
         own = {paths[place] for place in places}
         state = [place for place, path in enumerate(owners) if path in own]
         hosted = any(map(is_hosted, [leaves[places[0]], *(kept_leaves[place] for place in state)]))
@@ -95,8 +97,8 @@ def parts_of(params: Any, kept: Any, stacked: bool, in_rows: bool) -> tuple[list
 
 
 def _part_path(path: tuple, stacked: bool) -> tuple:
-    """The path of the part to which the parameter at `path` belongs: all blocks if `stacked`, a block, or itself."""
-    if path[0].key != "blocks":
+    """The path of the part to which the parameter at `path` belongs: a stack if `stacked`, a block, or itself."""
+    if path[0].key not in STACKS:
         return path
     return path[:1] if stacked else path[:2]
 

@@ -15,12 +15,14 @@ from typing import Any
 
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
+from bytescope.train.step.routing import ROUTING_METRICS
 
 # Key of a row -> the tag of its curve; viewers show the tags before one slash together.
 TAGS = {
     "loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/learning_rate",
     "loss_scale": "train/loss_scale", "skipped_steps": "train/skipped_steps", "batch_tokens": "train/batch_tokens",
     "tokens_per_s": "speed/tokens_per_s", "step_time_s": "speed/step_time_s", "data_wait_s": "speed/data_wait_s",
+    **{name: f"experts/{name}" for name in ROUTING_METRICS},
     "mfu": "speed/mfu", "hfu": "speed/hfu", "eval_loss": "held-out/loss", "eval_tokens": "held-out/tokens",
 }
 HELD_OUT = TAGS["eval_loss"]

@@ -18,7 +18,7 @@ GIB = 2**30
 SHOWN_WAIT, TOLD_WAIT = 0.02, 0.1
 # Where a terminal is too narrow for a whole row, these are shortened or left out, the first first; metrics.jsonl has
 # them all.
-LEAST_WANTED = ("HFU", "in use", "short wait", "lr", "grad", "MFU", "peak")
+LEAST_WANTED = ("HFU", "in use", "short wait", "lr", "grad", "load", "MFU", "peak")
 
 
 def describe(row: Mapping[str, Any], width: int | None = None) -> str:
@@ -45,6 +45,10 @@ def _parts(row: Mapping[str, Any]) -> dict[str, str]:
     parts = {"loss": f"loss {row['loss']:.4f}", "lr": f"lr {row['lr']:.2e}", "grad": norm}
     if "loss_scale" in row:
         parts["scale"] = f"scale {row['loss_scale']:g} ({row['skipped_steps']} skipped)"
+    if "load_max" in row:
+        parts["load"] = f"load {row['load_max']:.2f}"
+        if row["dropped_share"]:
+            parts["dropped"] = f"dropped {100 * row['dropped_share']:.1f} %"
     parts["speed"] = f"{row['tokens_per_s']:,.0f} tok/s"
     if row["mfu"] is not None:
         parts["MFU"] = f"MFU {100 * row['mfu']:.1f} %"

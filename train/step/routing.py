@@ -1,6 +1,7 @@
 """What the routers of experts did in an update: sums, auxiliary losses, metrics, and biases moved toward balance."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -53,6 +54,11 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
 
 
 ROUTING_METRICS = ("load_max", "load_mean", "idle_experts", "dropped_share", "router_entropy", "balance", "router_z")
+
+
+def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of `routing_metrics` among the metrics of a step, as a row of metrics.jsonl has them."""
+    return {name: float(values[name]) for name in ROUTING_METRICS if name in values}
 
 
 def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:

@@ -1,0 +1,122 @@
+"""Training with experts: the losses of every mesh, auxiliary losses, biases toward balance, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bytescope.train.data.feed import put
+from bytescope.train.step.routing import ROUTING_METRICS, moved_biases
+from support.toy import first_state, fixed_batches, run_losses, small_program
+
+MIXTURE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 16, "model.dense_layers": 1,
+           "model.n_layers": 3, "model.shared_experts": 1, "loss.router_z": 1e-3}
+BIASED = {**MIXTURE, "model.router": "sigmoid", "model.router_bias": True, "optimizer.router_bias_rate": 0.01}
+
+
+def losses(overrides, devices=1):
+    return run_losses(small_program({**BIASED, **overrides}, devices), steps=3)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return losses({"batch.micro": 8})
+
+
+@pytest.mark.parametrize(("overrides", "devices"), [
+    ({"mesh.expert": 2, "mesh.fsdp": 1, "batch.micro": 4}, 2),
+    ({"mesh.expert": 4, "mesh.fsdp": 2, "batch.micro": 1, "mesh.dispatch": "ragged_all_to_all"}, 8),
+    ({"mesh.expert": 2, "mesh.tensor": 2, "mesh.fsdp": 1, "mesh.strategy": "ddp", "batch.micro": 4,
+      "mesh.sequence_parallel": True}, 4),
+    ({"mesh.expert": 2, "mesh.fsdp": 2, "mesh.strategy": "zero1", "batch.micro": 2, "model.moe_kernel": "capacity",
+      "model.capacity_factor": 8.0}, 4),
+    ({"model.scan": False, "remat.policy": "full", "batch.micro": 8}, 1),
+    ({"remat.policy": "custom", "remat.save": "router_logits,expert_gate,expert_up", "batch.micro": 8}, 1),
+    ({"remat.layers": "0-2:minimal,2-3:none", "remat.policy": "full", "batch.micro": 8}, 1)], ids=str)
+def test_every_layout_has_the_losses_of_one_device(overrides, devices, plain):
+    np.testing.assert_allclose(losses(overrides, devices), plain, rtol=1e-5)
+
+
+def test_micro_batches_in_a_loop_and_by_multisteps_agree():
+    both = [losses({"batch.micro": 4, "batch.accumulation": 2, "batch.mode": mode}) for mode in ("scan", "multisteps")]
+    np.testing.assert_allclose(*both, rtol=1e-6)
+
+
+def test_layers_of_both_kinds_may_alternate():
+    alternate = {"model.moe_every": 2, "model.dense_layers": 0, "model.n_layers": 4}
+    np.testing.assert_allclose(losses(alternate), losses({**alternate, "model.scan": False}), rtol=1e-5)
+
+
+def batch_of(program):
+    batch = next(fixed_batches(program.batch.rows, program.batch.seq_len, program.model.vocab_size, 1))
+    return {name: jnp.asarray(x) for name, x in batch.items()}
+
+
+def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens():
+    program = small_program({**MIXTURE, "loss.balance": 0.5})
+    batch, params = batch_of(program), first_state(program).params
+    objective, (loss, load) = jax.jit(program.parts.loss)(params, batch, None)
+    tokens = (batch["targets"] >= 0).sum()
+    wanted = loss + (0.5 * load.balance.mean() + 1e-3 * load.router_z.mean()) * tokens
+    np.testing.assert_allclose(objective, wanted, rtol=1e-6)
+    assert load.counts.shape == (2, 8) and objective > loss
+
+
+def test_a_step_moves_the_biases_and_tells_the_load():
+    program = small_program(BIASED)
+    state = first_state(program)
+    before = np.asarray(state.frozen["blocks"]["experts"]["router_bias"])
+    _, (_, load) = jax.jit(program.parts.loss)(state.params, batch_of(program), None, state.frozen)
+    counts = np.asarray(load.counts)
+    state, metrics = program.step(state, put(jax.device_get(batch_of(program)), program.batch_shapes))
+    moved = np.asarray(state.frozen["blocks"]["experts"]["router_bias"]) - before
+    np.testing.assert_allclose(moved, 0.01 * np.sign(counts.mean(-1, keepdims=True) - counts), atol=1e-7)
+    assert moved.dtype == np.float32 and set(ROUTING_METRICS) <= set(metrics)
+    np.testing.assert_allclose(metrics["load_max"], (counts.max(-1) / counts.mean(-1)).max(), rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_biases_of_unrolled_layers_move_layer_by_layer():
+    frozen = {"blocks": {1: {"experts": {"router_bias": jnp.zeros(2)}}, 3: {"experts": {"router_bias": jnp.ones(2)}}}}
+    moved = moved_biases(frozen, jnp.array([[1.0, 3.0], [2.0, 2.0]]), jnp.float32(0.5))["blocks"]
+    assert moved[1]["experts"]["router_bias"].tolist() == [0.5, -0.5]
+    assert moved[3]["experts"]["router_bias"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("precision", [{"precision.preset": "bf16_params"}, {"precision.cast": "step"}], ids=str)
+def test_routers_are_float32_in_every_precision(precision):
+    program = small_program({**BIASED, "precision.preset": "bf16", **precision})
+    assert program.state.params["blocks"]["experts"]["w_router"].dtype == jnp.float32
+    copy = jax.eval_shape(program.parts.weights.copy, program.state.params)
+    assert copy["blocks"]["experts"]["w_router"].dtype == jnp.float32
+    after = jax.eval_shape(program.step, program.state, program.batch_shapes)[0]
+    assert after.params["blocks"]["experts"]["w_router"].dtype == jnp.float32
+
+
+def test_no_device_gathers_the_experts_of_others_for_an_update():
+    text = small_program({**MIXTURE, "model.d_model": 64, "model.d_expert": 64, "optimizer.name": "adamw_8bit",
+                          "mesh.expert": 4, "mesh.fsdp": 1, "batch.micro": 2}, 4).compile().as_text()
+    lines = [line for line in text.splitlines() if " all-gather(" in line]
+    assert lines and not [line for line in lines if "optimizer" in line]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("overrides", "words"), [
+    ({"model.experts": 0, "mesh.expert": 2}, "mesh.expert=2 with model.experts=0"),
+    ({"mesh.expert": 3}, "model.experts=8 is not divisible by mesh.expert=3"),
+    ({"mesh.expert": 2, "mesh.dispatch": "all_to_all"}, "mesh.dispatch=all_to_all with model.moe_kernel=auto"),
+    ({"mesh.expert": 2, "mesh.dispatch": "allgather", "model.moe_kernel": "capacity"}, "set mesh.dispatch=all_to_all"),
+    ({"precision.preset": "fp8"}, "precision.preset=fp8 with model.experts=8"),
+    ({"lora.base": "nf4", "lora.rank": 4}, "lora.base=nf4 with model.experts=8"),
+    ({"optimizer.fused_backward": True, "optimizer.clip": "layer"}, "optimizer.fused_backward=true with model.experts"),
+    ({"model.router": "sofmax"}, "did you mean softmax"), ({"model.moe_kernel": "groupd"}, "did you mean grouped"),
+    ({"mesh.dispatch": "all2all"}, "mesh.dispatch='all2all'"), ({"loss.balance": -1.0}, "loss.balance=-1.0"),
+    ({"model.experts_per_token": 9}, "model.experts_per_token=9 of model.experts=8"),
+    ({"model.mlp_chunk": 8}, "model.mlp_chunk=8 with model.experts=8"),
+    ({"model.bias": True}, "model.bias=true with model.experts"),
+    ({"model.dense_layers": 3}, "none of model.n_layers=3 has experts")], ids=str)
+def test_what_experts_cannot_be_combined_with_is_refused_in_a_line(overrides, words):
+    count = overrides.get("mesh.expert", 1)
+    with pytest.raises(ValueError) as caught:
+        small_program({**MIXTURE, "mesh.fsdp": 1, **overrides}, count)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
