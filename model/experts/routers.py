@@ -54,7 +54,7 @@ def _open_groups(scores_BLE: jax.Array, config: ModelConfig) -> jax.Array:
     # Not by top_k: sharded, XLA's GPU compiler gathers its results for the tokens of all devices.
     best = grouped.max(-1)
     if grouped.shape[-1] > 1:
-        is_best = jnp.arange(grouped.shape[-1]) == grouped.argmax(-1)[..., None]
+        is_best = jax.nn.one_hot(grouped.argmax(-1), grouped.shape[-1], dtype=bool)
         best = best + jnp.where(is_best, -jnp.inf, grouped).max(-1)
     open_groups = jax.lax.top_k(best, chosen)[1]
     is_open = jax.nn.one_hot(open_groups, groups, dtype=bool).any(-2)

@@ -135,6 +135,18 @@ def test_shards_give_the_losses_of_one_device():
     np.testing.assert_allclose(run_losses(shared, 3), run_losses(one, 3), rtol=1e-5)
 
 
+def test_a_small_deepseek_on_its_mesh_has_the_losses_of_one_device():
+    """One dense layer, two of experts in groups with a shared one; none dropped."""
+    keys = {**KEYS, "model.n_layers": 3, "model.experts": 8, "model.experts_per_token": 3, "model.d_expert": 16,
+            "model.shared_experts": 1, "model.dense_layers": 1, "model.router": "sigmoid", "model.router_bias": True,
+            "model.router_groups": 4, "model.router_top_groups": 2, "model.router_scale": 2.5,
+            "model.moe_kernel": "capacity", "model.capacity_factor": 8.0, "remat.policy": "full"}
+    mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.expert": 2, "batch.micro": 1}
+    one, shared = small_program(keys), small_program({**keys, **mesh}, 8)
+    assert shared.state.params["blocks"]["experts"]["w_up"].sharding.shard_shape((2, 8, 32, 16)) == (2, 4, 16, 16)
+    np.testing.assert_allclose(run_losses(shared, 3), run_losses(one, 3), rtol=2e-5)
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"qk_norm": True}, "model.qk_norm=true with model.attention_kind=mla"), ({"mla_d_rope": 5}, "is odd"),
     ({"n_kv_heads": 2}, "set model.n_kv_heads=4"), ({"position": "learned"}, "set model.position=rope")], ids=str)

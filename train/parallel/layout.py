@@ -193,7 +193,13 @@ class Layout(Placement):
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
         """A parameter that is stored sharded, gathered along the width."""
         # Constrained as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
-        return self._constrain(self._constrain(w, self.spec(axes, state=True)), self.spec(axes))
+        stored = self.spec(axes, state=True)
+        w = self._constrain(w, stored)
+        if "experts" in axes and not self.manual and self._size(self.mesh_axes("expert_width", state=True)) > 1:
+            # XLA's GPU compiler gathers along the first dimension in memory. It would not transpose the narrow part of
+            # a layer to that end, but before the loop over layers the parameters of all of them, in the wide dtype.
+            w = jax.shard_map(row_major, mesh=self.mesh, in_specs=stored, out_specs=stored)(w)
+        return self._constrain(w, self.spec(axes))
 
     def held(self, w: jax.Array, axes: Axes) -> jax.Array:
         """A copy of a parameter, sharded as the parameter is stored."""
