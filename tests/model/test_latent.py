@@ -12,6 +12,7 @@ from bytescope.model.attention.kernels import choose_kernel
 from bytescope.model.attention.latent import LatentAttention
 from bytescope.model.frozen import ROUTER_BIAS, names_of
 from bytescope.model.placement import HERE
+from support.crossing import INPUT, crossing, custom, gradient
 from support.toy import first_state, fixed_batches, run_losses, small_program
 
 D, L, H, K, ROPE, VALUE, RANK = 32, 24, 4, 8, 6, 10, 16
@@ -124,6 +125,14 @@ def test_kernels_and_policies_give_the_same_gradients(changes, plain):
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6 * largest)
+
+
+def test_a_policy_may_keep_the_latents_alone():
+    """Two layers, rows of 32 tokens, float32: the width, the rank of the latent, the rotated part."""
+    kept = {"kv_latent": 16, "k_rope": ROPE}
+    program = small_program(custom({**KEYS, "model.attention": "chunked", "model.attention_chunk": 8}, kept))
+    tokens = 2 * program.batch.rows * 32
+    assert crossing(gradient(program)) == {name: tokens * width * 4 for name, width in {INPUT: 32, **kept}.items()}
 
 
 def test_shards_give_the_losses_of_one_device():
