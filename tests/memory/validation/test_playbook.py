@@ -16,7 +16,7 @@ from bytescope.memory.config_keys import (
 )
 from bytescope.memory.seconds.achieved import NETWORKS
 from bytescope.memory.validation import setups_playbook
-from bytescope.model.remat.policies import ADAPTERS, EXPERTS, POLICIES
+from bytescope.model.remat.policies import ADAPTERS, EXPERTS, LATENTS, POLICIES
 
 pytestmark = pytest.mark.quick
 
@@ -77,8 +77,8 @@ SAVED = {"attn_norm", "q_rot", "k_rot", "v", "context", "lse", "mid", "mlp_norm"
 
 def test_the_policy_keeps_what_nanotron_keeps():
     policy, = {row.overrides[REMAT_POLICY] for row in setups_playbook.rows() if row.overrides}
-    # What only norms of other families, adapters, experts, dropout and fp8 make is not in these programs, or not read.
-    other = {"q", "k", "attn_out", "mlp_out", *ADAPTERS, *EXPERTS}
+    # What only other families, adapters, experts, latents, dropout and fp8 make is not in these programs, or not read.
+    other = {"q", "k", "attn_out", "mlp_out", *ADAPTERS, *EXPERTS, *LATENTS}
     names = set(POLICIES[policy].names) - other
     assert {name for name in names if not name.endswith(("_mask", "_fp8", "_scale"))} == SAVED
 
