@@ -29,11 +29,12 @@ LLAMA_ATTENTION = ("--precision=bf16", "--heads=32", "--groups=8", "--width=128"
 ROWS: Mapping[str, tuple[str, ...]] = {
     "rates": (PYTHON, "-m", "bytescope.memory", "calibrate", "--out=OUT/rates.json"),
     "peak": (PYTHON, "tests/gpu/accuracy.py", "--grid=short", "--out=OUT/accuracy_short.jsonl"),
-    "kernels": (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_peak.py"),
+    "kernels": (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_experts.py", "tests/gpu/test_peak.py"),
     "sizes": (PYTHON, "tests/bench/sizes.py", "--out=OUT/sizes", "--peer-python=PEER", "--json=OUT/sizes.json"),
     "speed": (PYTHON, "tests/bench/speed.py", "--config=gpt2_small", "--keep", "--json=OUT/speed.json"),
     "attention": (PYTHON, "tests/bench/attention.py", *LLAMA_ATTENTION, "--lengths", "1024", "4096", "16384", "65536",
                   "--json=OUT/attention.json", "--assert"),
+    "experts": (PYTHON, "tests/bench/experts.py", "--layer=mixtral", "--json=OUT/experts.json", "--assert"),
     "loss": (PYTHON, "tests/bench/loss.py", "--tokens=32768", "--vocab=131072", "--d-model=4096", "--precision=bf16",
              "--chunks", "2048", "4096", "8192", "--json=OUT/loss.json", "--assert"),
     "remat": (PYTHON, "tests/bench/remat.py", "--config=gpt2_small", "--config.batch.micro=16",

@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.__main__ import main
 from bytescope.memory.costs.named_tensors import named_tensors
 from bytescope.model.names import NAMES
-from bytescope.model.remat.policies import ADAPTERS, EXPERTS, QUANTIZED
+from bytescope.model.remat.policies import ADAPTERS, EXPERTS, LATENTS, QUANTIZED
 from support.toy import small_program
 
 
@@ -20,7 +20,7 @@ def table(**overrides):
 def test_every_name_with_its_copies_bytes_and_cost(scan):
     _, found = table(**{"model.scan": scan, "remat.policy": "full"})
     absent = {name for name in NAMES if name.endswith("mask")} | {
-        "probs_dropped", "lse", *QUANTIZED, *ADAPTERS, *EXPERTS}
+        "probs_dropped", "lse", *QUANTIZED, *ADAPTERS, *EXPERTS, *LATENTS}
     assert set(found) == set(NAMES) - absent
     tokens, D, F, H, K, S = 8 * 32, 32, 48, 4, 8, 32
     assert found["up"].shape == (8, 32, F) and found["up"].copies == 3 and found["embed"].copies == 1
