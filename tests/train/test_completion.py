@@ -93,10 +93,10 @@ def test_bash(line, has, lacks, in_bash, folder):
 
 def test_bash_in_the_middle_of_a_line(folder):
     script = """source .script.bash
-        COMP_LINE='bytescope report ti h100' COMP_POINT=19; _bytescope; echo "${COMPREPLY[*]}"
-        COMP_WORDBREAKS=' '; COMP_LINE='bytescope report --config=ti' COMP_POINT=28; _bytescope; echo "${COMPREPLY[*]}"
+        COMP_LINE='bytescope report ch h100' COMP_POINT=19; _bytescope; echo "${COMPREPLY[*]}"
+        COMP_WORDBREAKS=' '; COMP_LINE='bytescope report --config=ch' COMP_POINT=28; _bytescope; echo "${COMPREPLY[*]}"
         """
-    assert offered(folder, "bash", "-c", script).splitlines() == ["tiny", "--config=tiny"]
+    assert offered(folder, "bash", "-c", script).splitlines() == ["char", "--config=char"]
 
 
 @pytest.mark.parametrize("shell", SHELLS)
