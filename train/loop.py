@@ -115,9 +115,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record({
         "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
-        **scaling, **routing_row(values),
-        "batch_tokens": batch.tokens_at(step - 1), "tokens_per_s": lap.tokens / lap.seconds,
-        "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
+        **scaling, **routing_row(values), "batch_tokens": batch.tokens_at(step - 1),
+        "tokens_per_s": lap.tokens / lap.seconds, "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
         "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": memory})
 
 
