@@ -13,6 +13,7 @@ from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.findings.activations import fragmentation, full_logits, wide_activations
 from bytescope.memory.findings.checkpointing import checkpoint_saves, xla_remat
 from bytescope.memory.findings.evidence import Found
+from bytescope.memory.findings.experts import empty_expert_rows
 from bytescope.memory.findings.host import host_memory, idle_offload
 from bytescope.memory.findings.remedies.config_flags import with_flags
 from bytescope.memory.findings.sharding import (
@@ -56,6 +57,7 @@ RULES: Mapping[Rule, str] = {
     unsharded_gradients: "pin it to the sharding of its parameter",
     spare_memory: "keep more for the backward pass",
     checkpoint_saves: "wrap it in jax.checkpoint",
+    empty_expert_rows: "give a device more tokens at once: the last tile of each expert is padded",
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",
     large_collective: "move less at once: compute in a scan over layers, or over parts of the batch",
 }

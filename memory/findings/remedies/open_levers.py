@@ -23,6 +23,7 @@ from bytescope.memory.config_keys import (
     MESH_FSDP,
     MESH_STRATEGY,
     MODEL_ATTENTION,
+    MODEL_CAPACITY_FACTOR,
     MODEL_MLP_CHUNK,
     MODEL_SCAN,
     OFFLOAD,
@@ -39,6 +40,7 @@ from bytescope.memory.config_keys import (
     REMAT_SAVE,
 )
 from bytescope.memory.findings.remedies.case import Case, Keys, case_of, schedule
+from bytescope.memory.findings.remedies.expert_room import room_of, smaller
 from bytescope.memory.formulas.adapters import BASES
 from bytescope.memory.formulas.training_state import STRATEGIES
 from bytescope.memory.records import Report
@@ -226,6 +228,17 @@ def _params_to_host(case: Case) -> Lever | None:
                  "parameters and moments cross the host link")
 
 
+def _expert_room(case: Case) -> Lever | None:
+    """Room for fewer rows of experts than could come."""
+    room, found = room_of(case), smaller(case)
+    if room is None or found is None:
+        return None
+    factor, less = found
+    return Lever({MODEL_CAPACITY_FACTOR: f"{factor:g}"},
+                 dict.fromkeys(("residuals", "workspace", "collectives"), 1 - less.rows / room.rows), False,
+                 f"rows of experts beyond {factor:g} times the mean are dropped")
+
+
 def _narrow_compute(case: Case) -> Lever | None:
     if case.flat[PRECISION_PRESET] != "fp32":
         return None
@@ -279,5 +292,5 @@ def _shorter(case: Case) -> Lever | None:
 # In the order of what they cost: first time, little of it, then much; then those that change the loss curve.
 LEVERS: tuple[Callable[[Case], Lever | None], ...] = (
     _chunked_loss, _flash_attention, _selective, _micro, _zero3, _replicas, _tiled_mlp, _full, _parts, _blocks_to_host,
-    _moments_to_host, _params_to_host, _narrow_compute, _narrow_base, _narrow_moments, _fused_update, _narrow_params,
-    _smaller_batch, _shorter)
+    _moments_to_host, _params_to_host, _expert_room, _narrow_compute, _narrow_base, _narrow_moments, _fused_update,
+    _narrow_params, _smaller_batch, _shorter)
