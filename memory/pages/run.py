@@ -164,7 +164,19 @@ def _figures(run: RunDirectory) -> list[Figure]:
         predicted = predicted_bytes(run)
         note = f"; predicted {human(predicted)}" if predicted is not None else ""
         found.append(Figure("measured memory", human(max(peaks)), of + note, f"{max(peaks):,.0f} bytes"))
-    return found
+    return found + _routing(run)
+
+
+def _routing(run: RunDirectory) -> list[Figure]:
+    """What the routers of a mixture last did with its tokens; [] for a run without experts."""
+    routed = [row for row in run.rows if "load_max" in row]
+    if not routed:
+        return []
+    last = routed[-1]
+    idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
+    return [Figure("busiest expert", f"{last['load_max']:.2f} x the mean", f"at step {int(last['step']):,}; "
+                   f"{f'{idle:,}' if idle else 'none'} idle, {f'{dropped:.2%} of the rows' if dropped else 'no row'} "
+                   "dropped")]
 
 
 def _memory(report: Report) -> list[Figure]:

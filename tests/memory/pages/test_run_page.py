@@ -81,6 +81,17 @@ def test_the_page_shows_the_run(folder):
     assert "▲" not in words and len(text) < 600_000
 
 
+@pytest.mark.parametrize("routed, said", [
+    ({"idle_experts": 3.0, "dropped_share": 0.0125}, "3 idle, 1.25% of the rows dropped"),
+    ({"idle_experts": 0.0, "dropped_share": 0.0}, "none idle, no row dropped")])
+def test_a_mixture_tells_what_its_routers_did(tmp_path, routed, said):
+    place = make_run(tmp_path / "run")
+    rows = [{**row(step), "load_max": 1.0 + step, **routed} for step in (1, 2)]
+    (place / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    words = words_of(run_page.render(run_directory.read(place)))
+    assert f"busiest expert 3.00 x the mean at step 2; {said}" in words
+
+
 def test_a_run_under_way_says_how_far_it_is(tmp_path):
     words = words_of(run_page.render(run_directory.read(make_run(tmp_path / "run", planned=2000))))
     assert "at step 4 of 2,000" in words and "✓" not in words
