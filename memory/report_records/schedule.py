@@ -14,10 +14,11 @@ from bytescope.memory.report_json import is_count
 from bytescope.memory.report_records.buffers import STEP_PHASES
 
 # Kinds of kernels: a matrix product, a flash attention kernel forward and backward, a convolution, a kernel whose work
-# nobody knows, a product of 8-bit operands with scales by tile in a kernel that is no library's, and all others, which
-# move memory.
-PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, MOVING = KERNELS = (
-    "product", "attention", "attention_backward", "convolution", "foreign", "tiled_product", "memory")
+# nobody knows, a product of 8-bit operands with scales by tile in a kernel that is no library's, products of rows with
+# the matrices of their experts in such a kernel, and all others, which move memory.
+PRODUCT, ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, FOREIGN, TILED, GROUPED, MOVING = KERNELS = (
+    "product", "attention", "attention_backward", "convolution", "foreign", "tiled_product", "grouped_product",
+    "memory")
 # Kinds of transfers over the host link, beside the kinds of collectives (costs.collectives.WIRE).
 TO_HOST, TO_DEVICE = "to-host", "to-device"
 

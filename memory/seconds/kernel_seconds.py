@@ -22,6 +22,7 @@ from bytescope.memory.seconds.schedule import (
     ATTENTION_BACKWARD,
     CONVOLUTION,
     FOREIGN,
+    GROUPED,
     MOVING,
     PRODUCT,
     TILED,
@@ -69,8 +70,8 @@ def _attention(kernel: Kernel, rates: Rates) -> float:
 
 
 _KINDS: Mapping[str, Callable[[Kernel, Rates], float]] = {
-    PRODUCT: _product, TILED: _tiled, CONVOLUTION: _product, FOREIGN: _product, MOVING: _memory, ATTENTION: _attention,
-    ATTENTION_BACKWARD: _attention}
+    **dict.fromkeys((PRODUCT, GROUPED, CONVOLUTION, FOREIGN), _product), TILED: _tiled, MOVING: _memory,
+    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), _attention)}
 
 
 def product_flops_per_s(kernel: Kernel, rates: Rates) -> float:

@@ -21,6 +21,7 @@ from bytescope.memory.seconds.schedule import (
     ATTENTION_BACKWARD,
     CONVOLUTION,
     FOREIGN,
+    GROUPED,
     PRODUCT,
     Kernel,
     Steps,
@@ -42,7 +43,8 @@ class Work(NamedTuple):
 def find(module: Module, instruction: Instruction) -> Work | None:
     """What a kernel multiplies, of a fusion all that is in it, with the kind, size and dtype of its largest; None for
     one without. A library's call whose settings do not tell its work is FOREIGN: with the product that its arrays look
-    like, which is for the caller to confirm, or with no FLOPs."""
+    like, which is for the caller to confirm, or with no FLOPs; of experts it is GROUPED, with the FLOPs of all rows
+    that there is room for."""
     if instruction.opcode == "fusion":
         works = [work for item in _inside(module, instruction) if (work := find(module, item))]
         if not works:
@@ -199,7 +201,7 @@ def _foreign(module: Module, instruction: Instruction) -> Work:
         return Work(FOREIGN, dtype=left.dtype if left else "")
     if (shapes := _grouped(left.dims, right.dims, result.dims)):
         m, n, k = shapes
-        return _work(FOREIGN, 2 * m * n * k, left, right, (1, m, n, k))
+        return _work(GROUPED, 2 * m * n * k, left, right, (1, m, n, k))
     if not left.dims[:-2] == right.dims[:-2] == result.dims[:-2]:
         return Work(FOREIGN, dtype=_dtype(left, right, False))
     sides = [shape.dims[-2:] for shape in (left, right, result)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 from bytescope.memory.attribution.rules import Attribution
 from bytescope.memory.costs import collectives, host_transfers, kernels
@@ -17,6 +18,7 @@ from bytescope.memory.records import STEP_PHASES
 from bytescope.memory.seconds import products
 from bytescope.memory.seconds.schedule import (
     FOREIGN,
+    GROUPED,
     MOVING,
     PRODUCT,
     TILED,
@@ -50,7 +52,8 @@ def read(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0, flops: 
     Kernels read and write what `costs.kernels` says. A loop without a known trip count runs once, a conditional is its
     dearest branch. What libraries compute that do not tell it (FOREIGN) is what `flops` counts in a phase beyond the
     module's other kernels: where the products that their arrays look like add up to that, they are such products,
-    TILED ones where their operands have 8 bits; else they share it in proportion to their bytes.
+    TILED ones where their operands have 8 bits; else they share it in proportion to their bytes. Products of experts
+    (GROUPED) have the share of their rows' FLOPs that `flops` counts, since tiles without rows cost nothing.
 
     Args:
         mesh: names and sizes of its axes (unused where the module lists groups). per_host: devices of a host, 0 for
@@ -259,39 +262,51 @@ def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, in
     for (phase, _), count in flops.by.items() if flops else ():
         left[phase] = left.get(phase, 0) + round(count / devices)
     for kernel, times in every_kernel(steps):
-        if kernel.kind != FOREIGN and kernel.phase in left:
+        if kernel.kind not in (FOREIGN, GROUPED) and kernel.phase in left:
             left[kernel.phase] -= times * (products.unmasked(kernel) if kernel.causal else kernel.flops)
     return {phase: max(count, 0) for phase, count in left.items()}
 
 
 def _settled(steps: Steps, beyond: Mapping[str, int]) -> Steps:
-    """The steps with foreign kernels as what they compute, of the FLOPs by phase that are left for them."""
-    sums: dict[str, list[int]] = {}
+    """The steps with foreign kernels and those of experts as what they compute, of the FLOPs by phase that are left for
+    them."""
+    sums: dict[str, Counter[str]] = {}
     for kernel, times in every_kernel(steps):
-        if kernel.kind == FOREIGN:
-            both = sums.setdefault(kernel.phase, [0, 0])
-            both[0] += times * kernel.bytes
-            both[1] += times * kernel.flops
+        if kernel.kind in (FOREIGN, GROUPED):
+            of = sums.setdefault(kernel.phase, Counter())
+            of[kernel.kind] += times * kernel.flops
+            of["bytes"] += times * kernel.bytes * (kernel.kind == FOREIGN)
     if not sums:
         return steps
-    products_in = {phase for phase, (_, looks) in sums.items()
-                   if looks and abs(beyond.get(phase, 0) - looks) * _ALIKE <= looks}
-    return _with_foreign(steps, products_in, {phase: (beyond.get(phase, 0), size) for phase, (size, _) in sums.items()})
+    # Tiles without rows cost nothing, and the jaxpr's count is without them.
+    filled = {phase: min(max(beyond[phase] - of[FOREIGN], 0) / of[GROUPED], 1.0)
+              for phase, of in sums.items() if of[GROUPED] and phase in beyond}
+    left = {phase: max(beyond.get(phase, 0) - round(filled.get(phase, 1.0) * of[GROUPED]), 0)
+            for phase, of in sums.items()}
+    products_in = {phase for phase, of in sums.items()
+                   if of[FOREIGN] and abs(left[phase] - of[FOREIGN]) * _ALIKE <= of[FOREIGN]}
+
+    def settled(kernel: Kernel) -> Kernel:
+        phase = kernel.phase
+        if kernel.kind == GROUPED:
+            return dataclasses.replace(kernel, flops=round(filled.get(phase, 1.0) * kernel.flops))
+        if kernel.kind != FOREIGN:
+            return kernel
+        if phase not in products_in:
+            share = left[phase] * kernel.bytes // max(sums[phase]["bytes"], 1)
+            return dataclasses.replace(kernel, flops=share, size=())
+        if kernel.flops:
+            return dataclasses.replace(kernel, kind=TILED if unit_of(kernel.dtype) == "fp8" else PRODUCT)
+        return dataclasses.replace(kernel, kind=MOVING, dtype="")  # nothing is left for it to compute
+
+    return _with_kernels(steps, settled)
 
 
-def _with_foreign(steps: Steps, products_in: Collection[str], shared: Mapping[str, tuple[int, int]]) -> Steps:
-    """Foreign kernels are products in some phases, elsewhere they share so many FLOPs over so many bytes."""
+def _with_kernels(steps: Steps, change: Callable[[Kernel], Kernel]) -> Steps:
+    """The steps with their kernels changed, those in loops too."""
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Loop):
-            step = Loop(step.trips, _with_foreign(step.steps, products_in, shared))
-        elif isinstance(step, Kernel) and step.kind == FOREIGN:
-            if step.phase in products_in and step.flops:
-                step = dataclasses.replace(step, kind=TILED if unit_of(step.dtype) == "fp8" else PRODUCT)
-            elif step.phase in products_in:
-                step = dataclasses.replace(step, kind=MOVING, dtype="")  # nothing is left for it to compute
-            else:
-                flops, size = shared[step.phase]
-                step = dataclasses.replace(step, flops=flops * step.bytes // size, size=())
-        out.append(step)
+            step = Loop(step.trips, _with_kernels(step.steps, change))
+        out.append(change(step) if isinstance(step, Kernel) else step)
     return merged(out)

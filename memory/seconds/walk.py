@@ -25,6 +25,7 @@ from bytescope.memory.seconds.schedule import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,
+    GROUPED,
     PRODUCT,
     TILED,
     TO_DEVICE,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 # What the seconds of a step are spent on. products: with convolutions; memory: kernels that move it, and those of
 # libraries; launch: the floor of a kernel, however small; collectives and host_link: compute waits for them.
 TERMS = ("products", "attention", "memory", "launch", "collectives", "host_link")
-_TERM = {PRODUCT: "products", TILED: "products", CONVOLUTION: "products", ATTENTION: "attention",
-         ATTENTION_BACKWARD: "attention"}
+_TERM = {**dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
+         **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), "attention")}
 _COLLECTIVES = "collectives"
 # Kind of a transfer -> its stream; all others are collectives.
 _STREAM = {TO_HOST: TO_HOST, TO_DEVICE: TO_DEVICE}

@@ -108,7 +108,7 @@ def test_a_foreign_kernel_of_experts(operands, result, size):
     tiles = (array(5, dtype="int32"),) * (1 if len(result) == 2 else 2)
     floats = tuple(array(*dims, dtype="bfloat16") for dims in operands)
     found = work("custom-call", (*tiles, *floats), array(*result, dtype="bfloat16"), target="__gpu$xla.gpu.triton")
-    assert found == Work("foreign", 2 * 640 * 64 * 96, "bfloat16", size)
+    assert found == Work("grouped_product", 2 * 640 * 64 * 96, "bfloat16", size)
     unlike = work("custom-call", (*tiles, *floats), array(7, 3, dtype="bfloat16"), target="__gpu$xla.gpu.triton")
     assert unlike == Work("foreign", 0, "bfloat16")
 

@@ -195,6 +195,19 @@ def test_what_foreign_kernels_compute(counted, expected):
     assert kinds[expected] == 2 + (expected[0] == "product") and sum(kinds.values()) == 3
 
 
+@pytest.mark.parametrize("counted, expected", [
+    (300, (150, 150, 0)), (400, (200, 200, 0)), (500, (200, 200, 100)), (0, (0, 0, 0))])
+def test_experts_compute_what_their_filled_rows_do(counted, expected):
+    """Two products of 200 for all rows that there is room for; what is left is that of a kernel that nobody knows."""
+    experts = Kernel("grouped_product", "forward", 10, 200, "bfloat16", (1, 10, 5, 2))
+    unknown = Kernel("foreign", "forward", 30, 0, "bfloat16")
+    found = reading._settled((Loop(1, (experts,)), experts, unknown), {"forward": counted})
+    assert tuple(kernel.flops for kernel, _ in schedule.kernels(found)) == expected
+    assert [kernel.kind for kernel, _ in schedule.kernels(found)][:2] == ["grouped_product"] * 2
+    alone, = reading._settled((experts,), {})
+    assert alone == experts, "nobody counted"
+
+
 def _look(data):
     from bytescope.memory.arguments import program_arguments
     from bytescope.memory.arguments.roles import checked_roles

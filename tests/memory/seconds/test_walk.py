@@ -10,6 +10,7 @@ from bytescope.memory.seconds.schedule import (
     ATTENTION_BACKWARD,
     CONVOLUTION,
     FOREIGN,
+    GROUPED,
     MOVING,
     PRODUCT,
     TILED,
@@ -65,7 +66,7 @@ def test_kernels_run_one_after_the_other_each_as_often_as_it_says():
 
 @pytest.mark.parametrize("kind, term", [
     (PRODUCT, "products"), (TILED, "products"), (CONVOLUTION, "products"), (ATTENTION, "attention"),
-    (ATTENTION_BACKWARD, "attention"), (FOREIGN, "memory"), (MOVING, "memory")])
+    (ATTENTION_BACKWARD, "attention"), (GROUPED, "products"), (FOREIGN, "memory"), (MOVING, "memory")])
 def test_every_kind_of_kernel_has_its_term_and_its_launch_is_told_apart(kind, term):
     found = took(compute(3, kind, times=4), rates=SimpleNamespace(floor_seconds=0.5))
     assert spent(found) == {term: 10, "launch": 2}
