@@ -68,6 +68,15 @@ def test_losses_equal_none_within_the_budget(overrides, devices, low, plain):
     np.testing.assert_allclose(run_losses(program, 3), plain, rtol=1e-5)
 
 
+def test_a_mixture_is_planned_within_its_budget():
+    """Rows of experts, multiplied tile by tile in a loop of their own."""
+    keys = {"model.n_layers": 2, "model.experts": 4, "model.d_expert": 32, "batch.micro": 32}
+    budget = round(1.15 * allocated({**keys, "remat.policy": "full"}))
+    config = small_config({**keys, "remat.policy": "auto", "remat.budget": str(budget), "remat.cost": "flops"})
+    report = report_of(settled_program(config, jax.devices()[:1]).compile_for_report())
+    assert report.allocated_bytes <= budget and report.work["recompute"]["flops"]
+
+
 def test_unrolled_layers_with_room_make_nothing_again(plain):
     """The graph is that of a loop over the layers; the program has none."""
     keys = {**KEYS, "model.scan": False, "remat.policy": "auto", "remat.cost": "flops"}
