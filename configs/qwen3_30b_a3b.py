@@ -25,6 +25,6 @@ def get_config():
     config.remat.policy = "full"
     config.data.seq_len = 4096
     config.batch.micro = 1
-    config.mesh.update(data=1, fsdp=1, expert=8)
+    config.mesh.update(data=1, fsdp=-1, expert=8)
     config.train.update(steps=100_000, eval_every=1000, eval_sequences=512, checkpoint_every=1000)
     return config
