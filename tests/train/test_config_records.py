@@ -16,7 +16,7 @@ from bytescope.train.config import find_file, flatten, load, shipped
 from bytescope.train.program import build
 
 NAMES = [path.stem for path in shipped()]
-TRAINED = ["char", "gpt2_small", "tiny"]  # what two cores can train for a while, the GPT-2 shrunk
+TRAINED = ["char", "gpt2_small", "tiny", "tiny_moe"]  # what two cores can train for a while, the GPT-2 shrunk
 SIZE, VERSION, DATE = r"([\d.]+ [KMG]iB)", r"(\d[\w.]*\w)", r"20\d\d-\d\d-\d\d\."
 MEMORY = re.compile(rf"Memory: peak {SIZE}, allocated {SIZE}, predicted in use {SIZE} per device"
                     rf"(?:, of {SIZE} available)?; (?:CPU, )?jax {VERSION}, jaxlib {VERSION}"
