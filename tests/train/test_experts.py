@@ -100,10 +100,18 @@ def test_no_device_gathers_the_experts_of_others_for_an_update():
     assert lines and not [line for line in lines if "optimizer" in line]
 
 
+def test_layers_of_both_stacks_are_updated_one_by_one(plain):
+    """Of the moments in host memory, a layer at a time on the device."""
+    program = small_program({**BIASED, "batch.micro": 8, "offload.optimizer": True})
+    assert sorted(part.turns for part in program.parts.partwise.parts[0] if part.stacked) == [1, 2]
+    np.testing.assert_allclose(run_losses(program, steps=3), plain, rtol=1e-6)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(("overrides", "words"), [
     ({"model.experts": 0, "mesh.expert": 2}, "mesh.expert=2 with model.experts=0"),
     ({"mesh.expert": 3}, "model.experts=8 is not divisible by mesh.expert=3"),
+    ({"mesh.expert": 6}, "set mesh.expert=2, and mesh.fsdp"),
     ({"mesh.expert": 2, "mesh.dispatch": "all_to_all"}, "mesh.dispatch=all_to_all with model.moe_kernel=auto"),
     ({"mesh.expert": 2, "mesh.dispatch": "allgather", "model.moe_kernel": "capacity"}, "set mesh.dispatch=all_to_all"),
     ({"precision.preset": "fp8"}, "precision.preset=fp8 with model.experts=8"),

@@ -56,13 +56,17 @@ def matrix_of(path: tuple) -> Matrix | None:
 
 
 def as_matrices(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter as a batch of matrices [N, rows, columns], or of vectors [N, size]."""
+    """The shape of a parameter as a batch of matrices [N, rows, columns], of experts [N, E, rows, columns], or of
+    vectors [N, size]. Experts keep an axis of their own: in one with the layers a device's would not lie together."""
     if (matrix := matrix_of(path)) is None:
         first = len(shape) - VECTORS.get(_name(path), 1)
         return (math.prod(shape[:first]), math.prod(shape[first:]))
     outputs = len(shape) - matrix.outputs
     inputs = outputs - matrix.inputs
-    return (math.prod(shape[:inputs]), math.prod(shape[inputs:outputs]), math.prod(shape[outputs:]))
+    matrix_shape = (math.prod(shape[inputs:outputs]), math.prod(shape[outputs:]))
+    if _of_experts(path):
+        return (math.prod(shape[:inputs - 1]), shape[inputs - 1], *matrix_shape)
+    return (math.prod(shape[:inputs]), *matrix_shape)
 
 
 def by_layer(function: Callable[..., tuple], path: tuple, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -96,7 +100,7 @@ def _of_experts(path: tuple) -> bool:
 def each_matrix(inner: Callable[[int], optax.GradientTransformation],
                 vocabulary: int | None = None) -> optax.GradientTransformation:
     """`inner(elements)` applied to every matrix and vector by itself; its state is a tree like the parameters, batched
-    on a first axis.
+    on a first axis, of experts on two (`as_matrices`).
 
     Args:
       inner: from the elements of a matrix, without the padding of a vocabulary, to the transformation of it.
@@ -104,15 +108,17 @@ def each_matrix(inner: Callable[[int], optax.GradientTransformation],
     """
     def rule(path, shape):
         batched = as_matrices(path, shape)
-        elements = math.prod(batched[1:])
+        batches = len(batched) - (2 if matrix_of(path) else 1)
+        elements = math.prod(batched[batches:])
         if vocabulary is not None and _name(path) in VOCABULARY:
             elements = elements // shape[VOCABULARY[_name(path)]] * vocabulary
-        return inner(elements), batched
+        return inner(elements), batched, batches
 
     def init(params):
         def one(path, leaf):
-            own, batched = rule(path, leaf.shape)
-            return jax.vmap(own.init)(jnp.zeros(batched, leaf.dtype))  # of zeros: parameters may be abstract here
+            own, batched, batches = rule(path, leaf.shape)
+            zeros = jnp.zeros(batched, leaf.dtype)  # parameters may be abstract here
+            return _batched(own.init, batches)(zeros)
 
         return jax.tree_util.tree_map_with_path(one, params)
 
@@ -120,8 +126,8 @@ def each_matrix(inner: Callable[[int], optax.GradientTransformation],
         def one(path, grad, own, param):
             if isinstance(grad, optax.MaskedNode):  # left out of this update
                 return grad, own
-            inner, batched = rule(path, grad.shape)
-            new, own = jax.vmap(inner.update)(grad.reshape(batched), own, param.reshape(batched))
+            inner, batched, batches = rule(path, grad.shape)
+            new, own = _batched(inner.update, batches)(grad.reshape(batched), own, param.reshape(batched))
             return new.reshape(grad.shape), own
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(
@@ -131,6 +137,11 @@ def each_matrix(inner: Callable[[int], optax.GradientTransformation],
         return tree.unflatten([new for new, _ in moved]), tree.unflatten([own for _, own in moved])
 
     return optax.GradientTransformation(init, update)
+
+
+def _batched(function: Callable, batches: int) -> Callable:
+    """`function` over that many leading axes of its arguments."""
+    return _batched(jax.vmap(function), batches - 1) if batches else function
 
 
 def _clip_rms(elements: int) -> optax.GradientTransformation:
@@ -181,7 +192,7 @@ def scale_by_muon(momentum: float) -> optax.GradientTransformation:
     2502.16982). All parameters must be rows of MATRICES. Layers take turns, so that devices gather one layer at a time.
     """
     def direction(path, mean):
-        shape = as_matrices(path, mean.shape)[1:]
+        shape = as_matrices(path, mean.shape)[-2:]
 
         def one(matrix):
             return (0.2 * max(shape) ** 0.5 * orthogonalized(matrix.reshape(shape))).reshape(matrix.shape),

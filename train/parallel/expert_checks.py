@@ -1,5 +1,7 @@
 """What experts need of a mesh, and what they cannot be combined with."""
 
+import math
+
 from ml_collections import ConfigDict
 
 from bytescope.train.parallel.layout import Layout
@@ -15,7 +17,9 @@ def check_experts(config: ConfigDict, layout: Layout) -> None:
                              "mesh.expert=1, and mesh.fsdp for these devices")
         return
     if model.experts % parts:
-        raise ValueError(f"{asked} is not divisible by mesh.expert={parts}: every device holds as many experts")
+        near = math.gcd(model.experts, parts)
+        raise ValueError(f"{asked} is not divisible by mesh.expert={parts}: every device holds as many experts; set "
+                         f"mesh.expert={near}, and mesh.fsdp for the other devices")
     slots, dispatch = model.moe_kernel == "capacity", config.mesh.dispatch
     if parts > 1 and dispatch != "auto" and slots != (dispatch == "all_to_all"):
         remedy = "mesh.dispatch=all_to_all" if slots else "model.moe_kernel=capacity"

@@ -1,5 +1,8 @@
 """Rules of matrices against optax, a matrix at a time; where eps stands in those of the table."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -74,6 +77,41 @@ def test_muon_is_optax_on_each_matrix():
         np.testing.assert_allclose(ours[name], 0.2 * 32**0.5 * theirs[name], rtol=1e-4, atol=1e-5)
     values = np.linalg.svd(np.asarray(ours["w_q"]).reshape(2, 16, 32), compute_uv=False) / (0.2 * 32**0.5)
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+# A number at the border of two 8-bit codes may take either, and an update is then a few thousandths off.
+@pytest.mark.parametrize(("name", "off"), [("adamw_8bit", 2e-2), ("adafactor", 1e-5), ("muon", 1e-5)])
+def test_experts_are_updated_each_on_its_own(name, off):
+    """Three experts of two layers, whose gradients' sizes differ by a hundred, against a matrix at a time."""
+    rng = np.random.default_rng(6)
+    sizes = np.float32([[1e-2, 1.0, 1e-1], [1.0, 1e-1, 1e-2]])[..., None, None]
+    grads = [jnp.asarray(rng.standard_normal((2, 3, 64, 96)), jnp.float32) * sizes for _ in range(3)]
+    rule = OPTIMIZERS[name](load("tiny", []).optimizer, None)
+
+    def updates(grads, path):
+        trees = [{"blocks": {path: {"w_up": grad}}} for grad in grads]
+        return [tree["blocks"][path]["w_up"] for tree in steps_of(rule, trees[0], trees)]
+
+    ours = updates(grads, "experts")
+    for layer, expert in np.ndindex(2, 3):
+        theirs = updates([grad[layer, expert] for grad in grads], "mlp")
+        for one, other in zip(ours, theirs):
+            np.testing.assert_allclose(one[layer, expert], other, rtol=1e-4, atol=off * float(jnp.abs(other).max()))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_an_update_gathers_no_experts(name, devices):
+    """Two layers of eight experts over four devices; layers may be gathered one at a time, experts never."""
+    mesh = jax.make_mesh((4,), ("expert",), devices=devices[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    shared, everywhere = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in ((None, "expert"), ()))
+    rule = OPTIMIZERS[name](load("tiny", []).optimizer, None)
+    weights = jax.ShapeDtypeStruct((2, 8, 64, 96), jnp.float32)
+    tree = {"blocks": {"experts": {"w_up": weights}}}
+    state = jax.eval_shape(rule.init, tree)
+    placed = jax.tree.map(lambda leaf: shared if leaf.shape == weights.shape else everywhere, (tree, state))
+    update = jax.jit(rule.update, in_shardings=(*placed, placed[0]), out_shardings=placed)
+    text = update.lower(tree, state, tree).compile().as_text()
+    assert not re.search(r"f32\[[\d,]*64,96\][^=]* all-gather\(", text)
 
 
 # ---- eps -----------------------------------------------------------------------------------------------------
