@@ -8,6 +8,7 @@ activation for one.
 from collections.abc import Collection
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -35,6 +36,12 @@ def freeze(model: Transformer, names: Collection[str], dtype: DTypeLike) -> Tran
 def names_of(model: Transformer) -> list[str]:
     """The dotted path of every parameter."""
     return [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+
+
+def router_biases(tree: Any) -> list[str]:
+    """The dotted paths of the routers' biases in a tree of parameters: what changes though it is frozen."""
+    paths = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [path for path in paths if path.endswith(ROUTER_BIAS)]
 
 
 def parted(tree: Any, names: Collection[str]) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ from bytescope.train.run.signals import Stop
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import METRICS, Identity, claimed
 from bytescope.train.sample import sample_text
-from bytescope.train.step.routing import routing_row
+from bytescope.train.step.routing import loads_by_layer, routing_row
 from bytescope.train.step.state import Tally
 from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 
@@ -75,10 +75,10 @@ class Run:
             self.agreed = [name for names in self.processes.gather(self.stop) for name in names]
         return bool(self.agreed)
 
-    def record(self, row: dict[str, Any]) -> None:
-        """Writes one row of metrics to disk, to the recorders and to the screen."""
+    def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
+        """Writes one row of metrics to disk, to the recorders and to the screen; `values`: all metrics of its step."""
         self.log.write(row)
-        self.recorders.write(row)
+        self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
         self.display.show(row)
 
 
@@ -117,7 +117,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         "step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None, "lr": float(values["lr"]),
         **scaling, **routing_row(values), "batch_tokens": batch.tokens_at(step - 1),
         "tokens_per_s": lap.tokens / lap.seconds, "step_time_s": lap.seconds, "data_wait_s": lap.data_wait,
-        "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": memory})
+        "mfu": mfu, "hfu": mfu and mfu * run.compiled.flops_ratio, "memory": memory}, values)
 
 
 def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:

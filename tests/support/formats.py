@@ -20,8 +20,8 @@ def _records(path: Path):
 
 
 def shown(folder: Path) -> dict[str, list]:
-    """Tag -> (step, value) of every summary that a viewer shows; the value of a scalar is its number, that of a text
-    its bytes, that of another plugin's the plugin's content."""
+    """Tag -> (step, value) of every summary that a viewer shows; the value of a scalar is its number, that of a
+    histogram its buckets, that of a text its bytes, that of another plugin's the plugin's content."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
         from tensorboardX.proto.event_pb2 import Event
@@ -39,6 +39,8 @@ def shown(folder: Path) -> dict[str, list]:
 def _value(value):
     if value.HasField("simple_value"):
         return value.simple_value
+    if value.HasField("histo"):
+        return list(value.histo.bucket)
     return value.tensor.string_val[0] if value.tensor.string_val else value.metadata.plugin_data.content
 
 

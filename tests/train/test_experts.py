@@ -1,13 +1,18 @@
 """Training with experts: the losses of every mesh, auxiliary losses, biases toward balance, and what is refused."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bytescope.train.data.feed import put
-from bytescope.train.step.routing import ROUTING_METRICS, moved_biases
-from support.toy import first_state, fixed_batches, run_losses, small_program
+from bytescope.train.run.checkpoint import Checkpoints, Position
+from bytescope.train.run.startup import start_state
+from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, moved_biases
+from support.toy import first_state, fixed_batches, made_state, run_losses, small_program
 
 MIXTURE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 16, "model.dense_layers": 1,
            "model.n_layers": 3, "model.shared_experts": 1, "loss.router_z": 1e-3}
@@ -62,8 +67,13 @@ def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens():
     assert load.counts.shape == (2, 8) and objective > loss
 
 
-def test_a_step_moves_the_biases_and_tells_the_load():
-    program = small_program(BIASED)
+@pytest.fixture(scope="module")
+def biased():
+    return small_program(BIASED)
+
+
+def test_a_step_moves_the_biases_and_tells_the_load(biased):
+    program = biased
     state = first_state(program)
     before = np.asarray(state.frozen["blocks"]["experts"]["router_bias"])
     _, (_, load) = jax.jit(program.parts.loss)(state.params, batch_of(program), None, state.frozen)
@@ -73,6 +83,45 @@ def test_a_step_moves_the_biases_and_tells_the_load():
     np.testing.assert_allclose(moved, 0.01 * np.sign(counts.mean(-1, keepdims=True) - counts), atol=1e-7)
     assert moved.dtype == np.float32 and set(ROUTING_METRICS) <= set(metrics)
     np.testing.assert_allclose(metrics["load_max"], (counts.max(-1) / counts.mean(-1)).max(), rtol=1e-6)
+    loads = loads_by_layer(jax.device_get(metrics), program.model)
+    assert list(loads) == [1, 2]
+    np.testing.assert_allclose(np.stack(list(loads.values())), counts / counts.mean(-1, keepdims=True), rtol=1e-6)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(biased, tmp_path):
+    """Parameters, moments, and biases, which are in the checkpoint though no gradient trains them."""
+    def go_on(state):
+        return biased.step(state, put(jax.device_get(batch_of(biased)), biased.batch_shapes))[0]
+
+    state = go_on(first_state(biased))
+    assert np.asarray(state.frozen["blocks"]["experts"]["router_bias"]).any()
+    with contextlib.closing(Checkpoints(tmp_path, 1)) as checkpoints:
+        checkpoints.save(state, Position(1, biased.batch.rows))
+        checkpoints.wait()
+        restored, _ = start_state(biased, checkpoints, Console(quiet=True))
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(go_on(each)) for each in (restored, state)))
+
+
+def test_biases_come_back_beside_what_else_is_frozen(tmp_path):
+    """The routers from the seed, their biases from the checkpoint."""
+    program = small_program({**BIASED, "model.scan": False, "optimizer.freeze": "*w_router"})
+    state = made_state(program)
+    for layer in (1, 2):
+        state.frozen["blocks"][layer]["experts"]["router_bias"] += layer
+    with contextlib.closing(Checkpoints(tmp_path, 1)) as checkpoints:
+        checkpoints.save(state, Position(1, program.batch.rows))
+        checkpoints.wait()
+        blocks = start_state(program, checkpoints, Console(quiet=True))[0].frozen["blocks"]
+    first = program.init_frozen()["blocks"]
+    for layer in (1, 2):
+        np.testing.assert_array_equal(blocks[layer]["experts"]["router_bias"], np.full(8, layer, np.float32))
+        np.testing.assert_array_equal(blocks[layer]["experts"]["w_router"], first[layer]["experts"]["w_router"])
+
+
+def test_biases_stay_where_adapters_alone_are_trained(biased):
+    parts = small_program({**BIASED, "lora.rank": 4}).parts
+    frozen = object()
+    assert parts.move_biases(frozen, None) is frozen and biased.parts.bias_rate > parts.bias_rate == 0
 
 
 @pytest.mark.quick
@@ -83,12 +132,13 @@ def test_biases_of_unrolled_layers_move_layer_by_layer():
     assert moved[3]["experts"]["router_bias"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("precision", [{"precision.preset": "bf16_params"}, {"precision.cast": "step"}], ids=str)
+@pytest.mark.parametrize("precision", [{"precision.preset": "bf16_params"}, {"precision.cast": "step"},
+                                       {"mesh.strategy": "zero1", "mesh.fsdp": 2, "batch.micro": 4}], ids=str)
 def test_routers_are_float32_in_every_precision(precision):
-    program = small_program({**BIASED, "precision.preset": "bf16", **precision})
+    program = small_program({**BIASED, "precision.preset": "bf16", **precision}, precision.get("mesh.fsdp", 1))
     assert program.state.params["blocks"]["experts"]["w_router"].dtype == jnp.float32
-    copy = jax.eval_shape(program.parts.weights.copy, program.state.params)
-    assert copy["blocks"]["experts"]["w_router"].dtype == jnp.float32
+    copy = jax.eval_shape(program.parts.weights.copy, program.state.params)["blocks"]["experts"]
+    assert copy["w_router"].dtype == jnp.float32 and copy["w_up"].dtype == jnp.bfloat16
     after = jax.eval_shape(program.step, program.state, program.batch_shapes)[0]
     assert after.params["blocks"]["experts"]["w_router"].dtype == jnp.float32
 

@@ -44,11 +44,13 @@ class Recorders:
             for recorder in self._recorders:
                 stack.callback(recorder.close, failed=kind is not None)
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Records a row of metrics or of an evaluation."""
+    def write(self, row: Mapping[str, Any], loads: Mapping[int, Any] = {}) -> None:
+        """Records a row of metrics or of an evaluation; `loads`: of experts by layer, which TensorBoard alone shows."""
         values = scalars(row)
         for recorder in self._recorders:
             recorder.write(row["step"], values)
+            if isinstance(recorder, Events):
+                recorder.write_loads(row["step"], loads)
 
     def finish(self, step: int, sample: str) -> None:
         """Records the sample of the finished run, "" for none."""

@@ -86,6 +86,17 @@ class Events:
         self._add(*(self._protos.scalar(tag, value) for tag, value in values.items()), step=step)
         self._file.flush()
 
+    def write_loads(self, step: int, loads: Mapping[int, Any]) -> None:
+        """Adds a histogram for each layer: over the numbers of its experts, what each took over the mean [E]."""
+        for layer, load_E in loads.items():
+            numbers = range(len(load_E))
+            # A bucket of nothing first, which says where that of the first expert begins.
+            self._add(self._protos.histogram_raw(
+                f"experts/load_layer_{layer:03}", -0.5, len(load_E) - 0.5, float(load_E.sum()),
+                float((load_E * numbers).sum()), float((load_E * numbers * numbers).sum()),
+                [-0.5, *(number + 0.5 for number in numbers)], [0.0, *map(float, load_E)]), step=step)
+        self._file.flush()
+
     def finish(self, step: int, sample: str) -> None:
         """Adds the sample of the finished run, and that it is finished."""
         if sample:

@@ -22,6 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.errors import UserError
 from bytescope.train.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.parallel.processes import ALONE, Processes
@@ -74,7 +75,8 @@ class Position:
          meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began."""
+    """What a checkpoint has of a TrainState: not the frozen parameters, which are read where the run began, but for the
+    biases of routers, which updates move; they stand among `params`."""
 
     step: jax.Array
     params: Any
@@ -90,13 +92,16 @@ def portable(state: Any) -> Saved:
     Between updates `optax.MultiSteps` holds a zero accumulator and counters that follow from the step.
     """
     multi = isinstance(state.opt_state, optax.MultiStepsState)
-    return Saved(state.step, state.params, state.opt_state.inner_opt_state if multi else state.opt_state, state.tally,
-                 state.loss_scale)
+    _, biases = parted(state.frozen, router_biases(state.frozen))
+    return Saved(state.step, joined(state.params, biases),
+                 state.opt_state.inner_opt_state if multi else state.opt_state, state.tally, state.loss_scale)
 
 
 def complete(saved: Saved, abstract: Any) -> Any:
-    """The inverse of `portable`, for a program whose abstract state is `abstract`; without frozen parameters."""
-    state = dataclasses.replace(abstract, **vars(saved), frozen=None)
+    """The inverse of `portable`, for a program whose abstract state is `abstract`; of frozen parameters
+    with the biases of routers alone, None without."""
+    params, biases = parted(saved.params, router_biases(saved.params))
+    state = dataclasses.replace(abstract, **{**vars(saved), "params": params, "frozen": biases})
     wrapped = abstract.opt_state
     if not isinstance(wrapped, optax.MultiStepsState):
         return state
@@ -187,8 +192,8 @@ class Checkpoints:
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
 
     def restore(self, abstract: Any, warn: Callable[[str], None]) -> tuple[Any, Position] | None:
-        """The newest undamaged checkpoint, sharded as `abstract` says, whatever mesh or accumulation wrote it; frozen
-        parameters are not in it.
+        """The newest undamaged checkpoint, sharded as `abstract` says, whatever mesh or accumulation wrote it; of
+        frozen parameters the biases of routers alone are in it.
 
         A damaged one is reported through `warn` and moved aside, never deleted; then the one before it is tried.
         None if there is no checkpoint.

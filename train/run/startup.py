@@ -24,7 +24,7 @@ from bytescope.memory.records import Report
 from bytescope.memory.text import report as report_text
 from bytescope.memory.text.console import put, safe
 from bytescope.memory.text.layout import Prose
-from bytescope.model.frozen import ROUTER_BIAS
+from bytescope.model.frozen import ROUTER_BIAS, joined, parted, router_biases
 from bytescope.model.names import NAMES
 from bytescope.model.quantized.table import Matrix
 from bytescope.model.quantized.weight import quantized_weights
@@ -209,7 +209,7 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[Any, Position]:
     """The state and the position of the newest good checkpoint; without one, the initial state, its parameters random
     or those of `init.folder`, its adapters those of `init.adapter`. Frozen parameters are in no checkpoint: they come
-    again from where they came at first."""
+    again from where they came at first, but for the biases of routers, which updates move."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True))
     if restored is None:
         params = initial_params(program, console)
@@ -219,7 +219,10 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
         return state, Position(0, 0)
     console.print(f"resumed at step {restored[1].step}")
     state, position = restored
-    return dataclasses.replace(state, frozen=frozen_params(program, console)), position
+    frozen = frozen_params(program, console)
+    if state.frozen is not None:
+        frozen = joined(parted(frozen, router_biases(frozen))[0], state.frozen)
+    return dataclasses.replace(state, frozen=frozen), position
 
 
 # Dtype -> the units that multiply it, the first that a device has: jax sends float32 products to TF32 units.

@@ -15,7 +15,7 @@ from bytescope.train.optimizer.loss_scale import LossScale, Scaling, guard
 from bytescope.train.optimizer.rounding import apply_updates
 from bytescope.train.optimizer.rules import grad_norm
 from bytescope.train.parallel.axes import BATCH
-from bytescope.train.step.routing import Routed, moved_biases, routing_metrics, weighed
+from bytescope.train.step.routing import EXPERT_LOAD, Routed, moved_biases, routing_metrics, weighed
 from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
 from bytescope.train.step.weights import Weights
 
@@ -109,6 +109,8 @@ class StepParts:
         rate and, with a loss scale, the scale and the updates skipped so far; with experts those of `routing_metrics`.
         """
         done, own = state.step, routing_metrics(tally.routing, tally.tokens)
+        if EXPERT_LOAD in own:  # every process reads it
+            own[EXPERT_LOAD] = self.weights.layout(own[EXPERT_LOAD], (None, None))
         if loss_scale is not None:
             done = done - state.loss_scale.skipped
             own |= {"loss_scale": loss_scale.scale, "skipped_steps": loss_scale.skipped}

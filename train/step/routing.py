@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from bytescope.model.config import ModelConfig
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import ROUTER_BIAS
 
@@ -36,17 +37,19 @@ def auxiliary_loss(load: Load, tokens: jax.Array, loss: ConfigDict) -> jax.Array
 
 
 def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What an update reports of its sums, float32; {} without experts.
+    """What an update reports of its sums, float32; {} without experts. All are scalars but EXPERT_LOAD.
 
     load_max: choices of the busiest expert over the mean, of the worst layer; load_mean: the same, mean over layers.
     idle_experts: those that no token chose, over all layers. dropped_share: choices that found no room.
     router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers.
+    expert_load: choices of each expert over the mean of its layer [layers that have experts, experts].
     """
     if routing is None:
         return {}
     counts_NE, counted = routing.counts, jnp.maximum(tokens, 1) * routing.counts.shape[0]
-    load_N = counts_NE.max(-1) / jnp.maximum(counts_NE.mean(-1), 1.0)
-    return {"load_max": load_N.max(), "load_mean": load_N.mean(),
+    load_NE = counts_NE / jnp.maximum(counts_NE.mean(-1, keepdims=True), 1.0)
+    load_N = load_NE.max(-1)
+    return {"load_max": load_N.max(), "load_mean": load_N.mean(), EXPERT_LOAD: load_NE,
             "idle_experts": (counts_NE == 0).sum().astype(jnp.float32),
             "dropped_share": routing.dropped.sum() / jnp.maximum(counts_NE.sum(), 1.0),
             "router_entropy": routing.entropy.sum() / counted, "balance": routing.balance.sum() / counted,
@@ -54,11 +57,18 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
 
 
 ROUTING_METRICS = ("load_max", "load_mean", "idle_experts", "dropped_share", "router_entropy", "balance", "router_z")
+EXPERT_LOAD = "expert_load"
 
 
 def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
     """Those of `routing_metrics` among the metrics of a step, as a row of metrics.jsonl has them."""
     return {name: float(values[name]) for name in ROUTING_METRICS if name in values}
+
+
+def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, Any]:
+    """Number of a layer that has experts -> what each took over the mean [E], of the metrics of a step; {} without."""
+    routed = [layer for layer in range(model.n_layers) if model.has_experts(layer)]
+    return dict(zip(routed, values[EXPERT_LOAD], strict=True)) if EXPERT_LOAD in values else {}
 
 
 def moved_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:

@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bytescope.memory.records import Report
@@ -67,6 +68,14 @@ def test_predicted_memory_config_and_sample_stand_beside_the_curves(tmp_path):
     assert b"optimizer.learning_rate" in found["_hparams_/session_start_info"][0][1]
     assert b"held-out/loss" in found["_hparams_/experiment"][0][1] and "_hparams_/session_end_info" in found
     assert b"train/loss" in found["custom_scalars__config__"][0][1]
+
+
+def test_what_experts_took_is_a_histogram_for_each_layer(tmp_path):
+    with Recorders(tmp_path, 0, small_config(), REPORT, True, print) as recorders:
+        recorders.write(row(1), {2: np.float32([0.5, 1.5]), 11: np.float32([2.0, 0.0])})
+    found = shown(tmp_path / "events")
+    assert found["experts/load_layer_002"] == [(1, [0.0, 0.5, 1.5])]
+    assert found["experts/load_layer_011"] == [(1, [0.0, 2.0, 0.0])]
 
 
 @pytest.mark.parametrize("resumed", [0, 2])
