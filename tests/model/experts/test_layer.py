@@ -175,3 +175,27 @@ def test_what_is_counted_of_the_routing(dense):
     np.testing.assert_allclose(load.balance, 8 * (counts / counts.sum() * scores.mean(0)).sum(), rtol=1e-5)
     np.testing.assert_allclose(load.router_z, (np.log(np.exp(logits).sum(-1)) ** 2).mean(), rtol=1e-5)
     assert 1 < load.balance < 8
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_gradients_of_the_auxiliary_losses_are_those_of_their_formulas(router):
+    """Into the router's weights and the tokens, by hand in float64; the counts of choices are constants."""
+    graph, state = made(config_of(router=router, moe_kernel="dense"), HERE)
+    pure = nnx.to_pure_dict(state)
+
+    def auxiliary(w_router, x_BLD):
+        load = nnx.merge(graph, {**pure, "w_router": w_router})(x_BLD)[1]
+        return 3 * load.balance + load.router_z
+
+    x_TD, w_DE = np.float64(inputs()).reshape(-1, D), np.float64(pure["w_router"])
+    logits = x_TD @ w_DE
+    counts = np.bincount(np.argsort(logits, -1)[:, -2:].reshape(-1), minlength=8)
+    sums = np.exp(logits).sum(-1, keepdims=True)
+    scores = np.exp(logits) if router == "softmax" else 1 / (1 + np.exp(-logits))
+    slopes = scores if router == "softmax" else scores * (1 - scores)
+    shares, total = scores / scores.sum(-1, keepdims=True), scores.sum(-1, keepdims=True)
+    busy = counts / counts.sum()
+    d_logits = 3 * 8 * slopes / total * (busy - shares @ busy[:, None]) + 2 * np.log(sums) * np.exp(logits) / sums
+    d_logits /= len(x_TD)
+    found = jax.jit(jax.grad(auxiliary, (0, 1)))(pure["w_router"], inputs())
+    assert_same(found, (x_TD.T @ d_logits, (d_logits @ w_DE.T).reshape(B, L, D)))
