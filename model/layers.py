@@ -41,12 +41,13 @@ def param(key: jax.Array | None, shape: tuple[int, ...], axes: tuple[str, ...], 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.Array:
+def gathered(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter's value with logical `axes` as a layer computes with it; its gradient as gradients are kept."""
     return place.weight(value, axes)
 
 
 def _gather_forward(value, place, axes):
-    return _gather(value, place, axes), None
+    return gathered(value, place, axes), None
 
 
 def _gather_backward(place, axes, residual, d_value):
@@ -56,14 +57,14 @@ def _gather_backward(place, axes, residual, d_value):
     return (place.gradient(d_value, axes).astype(d_value.dtype),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gathered.defvjp(_gather_forward, _gather_backward)
 
 
 def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Array:
     """The parameter in `dtype`, gathered for the computation: cast first, so that the gather moves the narrow dtype."""
     if isinstance(p, Quantized):
         return p.read(dtype, place)
-    return _gather(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
+    return gathered(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
 # The logical axes of the tokens whose rows of the table are looked up.
@@ -177,8 +178,8 @@ def _again(products: tuple[_Product, ...], place: Placement, moves: tuple[Axes, 
            weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Products of `x`, moved to the first layout of `moves` before and its gradient to the second after."""
     within = place(place(x, moves[1]), moves[0]) if moves else x
-    gathered = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
-    return _products([(one.name, one.spec) for one in products], within, gathered)
+    read_weights = [one.read(w, x.dtype, place) for one, w in zip(products, weights)]
+    return _products([(one.name, one.spec) for one in products], within, read_weights)
 
 
 def _again_forward(products, place, moves, x, weights):

@@ -13,10 +13,11 @@ from bytescope.model.experts import products
 from bytescope.model.experts.kernels import CAPACITY
 from bytescope.model.experts.products import How
 from bytescope.model.experts.routers import Choice, choose
-from bytescope.model.layers import ACTIVATIONS, MLPS, STREAM, WITHIN, move, param, read
+from bytescope.model.layers import ACTIVATIONS, MLPS, STREAM, WITHIN, gathered, move, param, read
 from bytescope.model.names import tag
-from bytescope.model.placement import Placement
+from bytescope.model.placement import Axes, Placement
 from bytescope.model.precision import Precision
+from bytescope.model.remat.offload import here
 
 
 @partial(jax.tree_util.register_dataclass, meta_fields=[],
@@ -62,10 +63,8 @@ class Experts(nnx.Module):
     def route(self, x_BLD: jax.Array) -> tuple[jax.Array, Choice]:
         """(logits [B, L, E] float32, the experts of each token)."""
         with jax.named_scope("router"):
-            w_router = read(self.w_router, jnp.float32, self.place)
-            # On tensor cores float32 would be TF32 otherwise.
-            logits_BLE = jnp.einsum("bld,de->ble", x_BLD.astype(jnp.float32), w_router,
-                                    precision=jax.lax.Precision.HIGHEST)
+            logits = _logits_again if self.again else _logits
+            logits_BLE = logits(self.place, self.w_router.get_metadata()["axes"], x_BLD, self.w_router[...])
             logits_BLE = tag(self.place(logits_BLE, ("batch", "length", None)), "router_logits")
             bias_E = None
             if self.config.router_bias:
@@ -115,6 +114,19 @@ class Experts(nnx.Module):
                 hidden = act(jnp.einsum("bld,edf->blef", x_BLD, read(self.w_gate, dtype, self.place))) * up
             hidden = hidden * weight_BLE[..., None].astype(dtype)
             return jnp.einsum("blef,efd->bld", hidden, read(self.w_down, dtype, self.place))
+
+
+def _logits(place: Placement, axes: Axes, x_BLD: jax.Array, w_DE: jax.Array) -> jax.Array:
+    """The float32 logits [B, L, E] of the experts."""
+    # On tensor cores float32 would be TF32 otherwise.
+    return jnp.einsum("bld,de->ble", x_BLD.astype(jnp.float32), gathered(here(w_DE), place, axes),
+                      precision=jax.lax.Precision.HIGHEST)
+
+
+# The same, its gradient from `x` and the parameter as they are stored; `again` as in `layers.enter`.
+_logits_again = jax.custom_vjp(_logits, nondiff_argnums=(0, 1))
+_logits_again.defvjp(lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BLD, w_DE), (x_BLD, w_DE)),
+                     lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE))
 
 
 def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array) -> Load:

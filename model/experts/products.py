@@ -161,27 +161,33 @@ def _multiply_backward(kernel, place, which, spec, residuals, d_outs):
     def run(x, weights, d_outs, tiles):
         d_outs = [_flat(d_out) for d_out in d_outs]
         d_x = sum(products.to_rows(d_out, w, tiles) for d_out, w in zip(d_outs, weights))
-        d_weights = [products.to_weights(_flat(x), d_out, tiles)[None]
+        d_weights = [products.to_weights(_flat(x), d_out, tiles)[None, None]
                      for d_out, train in zip(d_outs, trained) if train]
         return _shaped(d_x, spec[0]), [place.reduced(d_w) for d_w in d_weights]
 
     axes = tuple(one.axes for one in which)
     d_x, sums = place.own(run, (spec[0], axes, [spec[1]] * len(which), ("rows",)),
-                          (spec[0], [("partial", *one.axes) for one in which if not one.frozen]))(
+                          (spec[0], [("replicas", "sharers", *one.axes) for one in which if not one.frozen]))(
         x, computed, list(d_outs), tiles)
     parts, d_weights = iter(sums), []
     for one, w in zip(which, weights):
         if one.frozen:
             d_weights.append(None)
             continue
+        # Every device its own part of the sum. Summed first over those that share the state, of which each keeps its
+        # shard, the compiler reduces and scatters at once; the sum over replicas is then one of shards.
         part = next(parts)
-        # Every device its own part of the sum: the compiler then reduces and scatters at once.
-        d_w = jax.lax.reduce(part, jnp.zeros((), part.dtype), jax.lax.add, (0,))
-        d_weights.append(stored_like(place.gradient(d_w, one.axes).astype(w.dtype), w))
+        shard = place.gradient(_sum(part, 1), ("replicas", *one.axes))
+        d_weights.append(stored_like(place.gradient(_sum(shard, 0), one.axes).astype(w.dtype), w))
     return d_x, tuple(d_weights), None
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _sum(parts: jax.Array, axis: int) -> jax.Array:
+    """The sum over an axis in the dtype of `parts`: `sum` would send float32."""
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (axis,))
 
 
 def _computed(which: Sequence[Weight], weights: Sequence[jax.Array], dtype: jnp.dtype,

@@ -1,13 +1,11 @@
 """Each policy proved: the gradients of `none`, the exact residuals, the exact bytes and recomputed FLOPs."""
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +23,7 @@ from bytescope.model.remat.policies import (
     RematPlan,
 )
 from bytescope.train.program import build
+from support.residuals import block_residuals
 from support.toy import first_state, fixed_batches, run_losses, small_config, small_program
 
 NAMED = sorted(set(POLICIES) - {"custom"})
@@ -123,28 +122,9 @@ def test_every_policy_everywhere(policy, scan, mode, mesh, kernel, plain):
     np.testing.assert_allclose(updates(policy, scan, mode, mesh, kernel), plain, rtol=1e-5)
 
 
-ITEMSIZE = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "u32": 4}  # bytes, by JAX's short names
-
-
-def block_residuals(capsys, **overrides):
-    """[(name or "", shape, bytes an element)] of what one block keeps besides its parameters."""
-    program = small_program(overrides)
-    transformer = program.transformer(nnx.Rngs(params=0))
-    graph, state = nnx.split(transformer.blocks)
-    block = transformer._block(transformer.runs[0], graph)
-    layer = jax.tree.map(lambda leaf: leaf[0], state)
-    x = jnp.ones((2, 16, program.model.d_model), program.precision.compute)
-    keys = jax.random.split(jax.random.key(0), 2) if program.model.dropout else None
-    jax.ad_checkpoint.print_saved_residuals(lambda x, layer: block(x, layer, 0, keys, None), x, layer)
-    found = []
-    for line in capsys.readouterr().out.splitlines():
-        kind, shape = re.match(r"([\w<>]+)\[([\d,]*)\]", line).groups()
-        name = re.search(r"named '(\w+)'", line)
-        shape = tuple(int(size) for size in shape.split(",") if size)
-        if "argument layer" in line or "key<" in line or shape[:2] != (2, 16):  # parameters, keys, angles
-            continue
-        found.append((name[1] if name else "x" if "argument x" in line else "", shape, ITEMSIZE[kind]))
-    return found
+def of_tokens(found):
+    """Those [2, 16, ...], an element or more a token: not the angles of positions."""
+    return [one for one in found if one[1][:2] == (2, 16)]
 
 
 def names_of(found):
@@ -160,12 +140,12 @@ SELECTIVE = {"x", "attn_norm", "q_rot", "k_rot", "v", "context", "mid", "mlp_nor
     ("selective", SELECTIVE | {"q", "k"}, {"model.qk_norm": True}),
     ("selective", SELECTIVE | {"attn_out", "mlp_out"}, {"model.post_norms": True})])
 def test_exactly_the_named_tensors_are_kept(capsys, policy, names, fields):
-    assert names_of(block_residuals(capsys, **{"remat.policy": policy, **fields})) == names
+    assert names_of(of_tokens(block_residuals(capsys, **{"remat.policy": policy, **fields}))) == names
 
 
 def test_none_keeps_more_than_any_and_full_the_least(capsys):
     sizes = {policy: sum(math.prod(shape) * itemsize for _, shape, itemsize in
-                         block_residuals(capsys, **{"remat.policy": policy}))
+                         of_tokens(block_residuals(capsys, **{"remat.policy": policy})))
              for policy in ("none", "selective", "minimal", "dots_no_batch", "full")}
     assert sizes["none"] > sizes["selective"] > sizes["minimal"] >= sizes["dots_no_batch"] > sizes["full"]
     assert sizes["full"] == 2 * 16 * 32 * 4
@@ -175,7 +155,7 @@ def test_selective_keeps_megatrons_34_sbh(capsys):
     """Korthikanti et al. 2022, equation 4: 34 bytes a position and width in 16-bit floats, masks at one byte."""
     gpt = {"model.norm": "layernorm", "model.mlp": "gelu", "model.position": "learned", "model.bias": True,
            "model.n_kv_heads": 4, "model.d_ff": 128, "model.dropout": 0.1, "precision.preset": "bf16"}
-    found = block_residuals(capsys, **gpt, **{"remat.policy": "selective"})
+    found = of_tokens(block_residuals(capsys, **gpt, **{"remat.policy": "selective"}))
     size = sum(math.prod(shape) * itemsize for _, shape, itemsize in found)
     assert size == 34 * (2 * 16 * 32)
 

@@ -150,6 +150,15 @@ def test_no_device_gathers_the_experts_of_others_for_an_update():
     assert lines and not [line for line in lines if "optimizer" in line]
 
 
+def test_replicas_sum_shards_of_the_experts_gradients():
+    """Reduced over fsdp first, of which each rank keeps its half, so that the sum over data is one of halves."""
+    mesh = {"mesh.data": 2, "mesh.fsdp": 2, "batch.micro": 2, "model.dense_layers": 0, "model.n_layers": 1}
+    text = small_program({**MIXTURE, **mesh, "model.shared_experts": 0}, 4).compile().as_text()
+    sums = [line.split(" all-reduce(")[0] for line in text.splitlines() if " all-reduce(" in line]
+    assert sum(line.count("f32[8,16,16]") for line in sums) == 3  # gate, up and down, each [8, 32 / 2, 16]
+    assert sum(line.count("f32[8,32,16]") for line in sums) == 0
+
+
 def test_layers_of_both_stacks_are_updated_one_by_one(plain):
     """Of the moments in host memory, a layer at a time on the device."""
     program = small_program({**BIASED, "batch.micro": 8, "offload.optimizer": True})

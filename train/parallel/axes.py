@@ -37,7 +37,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "d_expert": ("tensor",),
     "rows": TOKENS,
     "copies": ("tensor",),
-    "partial": ("data", "fsdp", "context"),
+    # Sums of which each device has its part: over ranks that hold replicas, and over those that share the state.
+    "replicas": ("data",),
+    "sharers": ("fsdp", "context"),
     # The rank of adapters, and that of those halves which have no model width.
     "adapter": (),
     "adapter_state": (),
