@@ -20,7 +20,7 @@ CROWDED = 14
 FLOORS = (
     ("memory.errors", "memory.units", "memory.config_keys", "memory.report_json", "memory.jaxprs"),
     ("memory.report_records",),
-    ("memory.records",),
+    ("memory.records", "memory.pipeline"),
     ("memory.hlo", "memory.formulas"),
     ("memory.devices",),
     ("memory.arguments",),

@@ -23,8 +23,7 @@ from bytescope.model.remat.policies import (
     RematPlan,
 )
 from bytescope.train.program import build
-from support.residuals import block_residuals
-from support.toy import first_state, fixed_batches, run_losses, small_config, small_program
+from support.toy import block_residuals, first_state, fixed_batches, run_losses, small_config, small_program
 
 NAMED = sorted(set(POLICIES) - {"custom"})
 

@@ -1,11 +1,14 @@
 """A small training program on fixed tokens, for tests: built from the shipped tiny config."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from bytescope.model.fp8.products import TILE
 from bytescope.train.batch import IGNORE
@@ -118,3 +121,28 @@ def fp8_expected(overrides, tokens):
     model = small_program(overrides).model
     widths = dict(zip(FP8_INPUTS, (model.d_model, model.n_heads * model.d_head, model.d_model, model.d_ff)))
     return {name: (tokens * width, 4 * tokens * -(-width // TILE)) for name, width in widths.items()}
+
+
+ITEMSIZE = {"f32": 4, "bf16": 2, "bool": 1, "i32": 4, "u32": 4}  # bytes, by JAX's short names
+
+
+def block_residuals(capsys, **overrides):
+    """[(name or "", shape, bytes an element)] of what the first block keeps of 2 x 16 tokens besides its parameters and
+    keys; "x" is its input."""
+    program = small_program(overrides)
+    transformer = program.transformer(nnx.Rngs(params=0))
+    graph, state = nnx.split(transformer.blocks)
+    block = transformer._block(transformer.runs[0], graph)
+    layer = jax.tree.map(lambda leaf: leaf[0], state)
+    x = jnp.ones((2, 16, program.model.d_model), program.precision.compute)
+    keys = jax.random.split(jax.random.key(0), 2) if program.model.dropout else None
+    jax.ad_checkpoint.print_saved_residuals(lambda x, layer: block(x, layer, 0, keys, None), x, layer)
+    found = []
+    for line in capsys.readouterr().out.splitlines():
+        kind, shape = re.match(r"([\w<>]+)\[([\d,]*)\]", line).groups()
+        if "argument layer" in line or "key<" in line:
+            continue
+        name = re.search(r"named '(\w+)'", line)
+        shape = tuple(int(size) for size in shape.split(",") if size)
+        found.append((name[1] if name else "x" if "argument x" in line else "", shape, ITEMSIZE[kind]))
+    return found

@@ -9,6 +9,7 @@ layers are known, it can be clipped by its own norm, not by the norm of all.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,39 +23,9 @@ from bytescope.train.loss_fn import in_ring_order
 from bytescope.train.optimizer.host_offload import fetch
 from bytescope.train.optimizer.partwise import Leaves, Part, PartwiseUpdate
 from bytescope.train.optimizer.rules import clip_scale, squares
+from bytescope.train.step.pullback import Pullback
 
 Batch = dict[str, jax.Array]
-
-
-@dataclasses.dataclass
-class _Pullback:
-    """The gradient function of one layer: which of its residuals are kept, and where the others are found.
-
-    Filled while the forward loop is traced; the backward loop rebuilds each layer's pullback from it.
-    """
-
-    tree: Any = None
-    sources: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-
-    def split(self, pullback: Any, own: Leaves, shared: Leaves) -> Leaves:
-        """The residuals that have to be kept: not the layer's parameters, which the backward loop reads anyway, nor
-        what is `shared` by all layers."""
-        leaves, self.tree = jax.tree.flatten(pullback)
-        places, kept, self.sources = {id(leaf): place for place, leaf in enumerate(own)}, [], []
-        for leaf in leaves:
-            if not isinstance(leaf, jax.core.Tracer) or any(leaf is one for one in shared):  # a constant, or as good as
-                self.sources.append(("here", leaf))
-            elif id(leaf) in places:
-                self.sources.append(("own", places[id(leaf)]))
-            else:
-                self.sources.append(("kept", len(kept)))
-                kept.append(leaf)
-        return kept
-
-    def join(self, kept: Leaves, own: Leaves) -> Any:
-        """The pullback of the layer with these residuals and parameters."""
-        find = {"own": lambda place: own[place], "kept": lambda place: kept[place], "here": lambda leaf: leaf}
-        return self.tree.unflatten([find[where](place) for where, place in self.sources])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +78,10 @@ class FusedBackward:
 
     def _forward(self, model: Any, stack: Any, base: Any, x_BLD: jax.Array, key_B: jax.Array | None,
                  packed: Packed | None) -> tuple[jax.Array, list]:
-        """(output of the last block, per segment its pullback, residuals [layers, ...], layer numbers and unroll)."""
+        """(output of the last block, per segment its pullbacks, residuals [layers, ...], layer numbers and unroll)."""
         out = []
         for run, block in model.layers():
-            segment, recipe = run.segment, _Pullback()
+            segment, recipe = run.segment, Pullback()
 
             def layer(x_BLD, number, block=block, recipe=recipe):
                 own = jax.tree.map(row_major, fetch(_layer(stack, number)))
@@ -122,7 +93,7 @@ class FusedBackward:
             numbers = jnp.arange(segment.start, segment.stop)
             at_once = model.at_once(segment)
             x_BLD, kept = jax.lax.scan(layer, x_BLD, numbers, unroll=at_once)
-            out.append((recipe, kept, numbers, at_once))
+            out.append((partial(recipe.join, shared=jax.tree.leaves(packed)), kept, numbers, at_once))
         return x_BLD, out
 
     def _backward(self, params: Any, opt_state: Any, copies: Any, base: Any, segments: list, d_BLD: jax.Array,
@@ -134,12 +105,12 @@ class FusedBackward:
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = self.update.shared(s), self._inverse(tokens)
 
-        def layer(carry, xs, recipe):
+        def layer(carry, xs, join):
             d_BLD, stacks, total = carry
             kept, number = xs
             source = stacks[0] if copies is None else jax.tree.leaves(copies)
             own = [row_major(fetch(_layer(leaf, number))) for leaf in (*source, *jax.tree.leaves(base))]
-            d_BLD, d_own = recipe.join(kept, own)(d_BLD)
+            d_BLD, d_own = join(kept, own)(d_BLD)
             grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
             grads = jax.tree.leaves(grads)
             if self.weights.layout.mesh.size > 1:  # on one device it would transpose the products' activations
@@ -151,8 +122,8 @@ class FusedBackward:
             return (d_BLD, stacks, total + square), None
 
         carry = (d_BLD, ([p[i] for i in part.params], [s[i] for i in part.kept]), jnp.zeros((), jnp.float32))
-        for recipe, kept, numbers, at_once in reversed(segments):
-            carry, _ = jax.lax.scan(lambda carry, xs, recipe=recipe: layer(carry, xs, recipe), carry, (kept, numbers),
+        for join, kept, numbers, at_once in reversed(segments):
+            carry, _ = jax.lax.scan(lambda carry, xs, join=join: layer(carry, xs, join), carry, (kept, numbers),
                                     reverse=True, unroll=at_once)
         return carry[1], carry[2], carry[0]
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from bytescope.model.remat.policies import POLICIES
-from support.residuals import block_residuals
-from support.toy import first_state, fixed_batches, small_program
+from support.toy import block_residuals, first_state, fixed_batches, small_program
 
 MIXTURE = {"model.experts": 8, "model.experts_per_token": 2, "model.d_expert": 16, "model.shared_experts": 1,
            "model.n_layers": 2, "loss.router_z": 1e-3}

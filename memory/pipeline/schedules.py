@@ -1,0 +1,155 @@
+"""The schedules by name, each made from its rule of ticks; slots are assigned as few as can be."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.pipeline.schedule import IDLE, Schedule, Times, Unit, times_of
+
+
+def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """The schedule of this name, a row of SCHEDULES.
+
+    Raises:
+      ReportError: no such schedule, or one that does not exist for these sizes, with the remedy.
+    """
+    if name not in SCHEDULES:
+        raise ReportError(f"pipeline.schedule={name!r}: {remedy_for(name, SCHEDULES)}")
+    for what, count in (("stages", stages), ("micro-batches", micro_batches), ("chunks of a stage", virtual)):
+        if count < 1:
+            raise ReportError(f"a pipeline of {count} {what}: give 1 or more")
+    return SCHEDULES[name].make(name, stages, micro_batches, virtual)
+
+
+def _ring(stages: int, virtual: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(stage, stages * virtual, stages)) for stage in range(stages))
+
+
+def _v_shape(stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((stage, 2 * stages - 1 - stage) for stage in range(stages))
+
+
+def _one_chunk(name: str, virtual: int) -> None:
+    if virtual != 1:
+        raise ReportError(f"pipeline.schedule={name} with pipeline.virtual={virtual}: its stages have one chunk; set "
+                          "pipeline.virtual=1, or pipeline.schedule=interleaved")
+
+
+def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
+    """All forward passes, then all backward passes (Huang et al. 2018, arXiv 1811.06965)."""
+    _one_chunk(name, v)
+    start = M + P - 1
+    # Backward in the order of the forward passes: outputs wait as long as in the reverse one, and losses come in order.
+    forward = {(m, k): m + k for m in range(M) for k in range(P)}
+    backward = {(m, k): start + m + (P - 1 - k) for m in range(M) for k in range(P)}
+    return _table(name, P, 1, M, _ring(P, 1), forward, backward)
+
+
+def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
+    """PipeDream-Flush (Narayanan et al. 2020, arXiv 2006.09503) with a forward and a backward pass in one tick."""
+    _one_chunk(name, v)
+    return _interleaved(name, P, M, 1)
+
+
+def _interleaved(name: str, P: int, M: int, v: int) -> Schedule:
+    """v chunks a stage in turn, P micro-batches at a time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    if v > 1 and M % P:
+        raise ReportError(f"pipeline.schedule={name} with {M} micro-batches over {P} stages: with pipeline.virtual={v} "
+                          f"they have to be a multiple of {P}; set batch.accumulation={-(-M // P) * P}")
+
+    def item(m: int, chunk: int) -> int:
+        """The place of a unit among those of its stage."""
+        return (m // P * v + chunk) * P + m % P if v > 1 else m
+
+    forward = {(m, chunk * P + s): item(m, chunk) + s for m in range(M) for chunk in range(v) for s in range(P)}
+    backward = {(m, chunk * P + s): v * P - 1 + item(m, v - 1 - chunk) + P - 1 - s
+                for m in range(M) for chunk in range(v) for s in range(P)}
+    return _table(name, P, v, M, _ring(P, v), forward, backward)
+
+
+def _v(name: str, P: int, M: int, v: int) -> Schedule:
+    """Two chunks a stage, placed as a V: the stage that holds the first virtual stage holds the last one too, and all
+    stages hold as much (Qi et al. 2024, arXiv 2405.15362)."""
+    if v not in (1, 2):
+        raise ReportError(f"pipeline.schedule={name} with pipeline.virtual={v}: its stages have two chunks; set "
+                          "pipeline.virtual=2")
+    # Units of chunk 0 fall on ticks of one parity, those of chunk 1 on the other: a stage never has two in a tick.
+    forward = {(m, k): 2 * m + k for m in range(M) for k in range(2 * P)}
+    backward = {(m, k): 2 * m + 4 * P - 2 - k for m in range(M) for k in range(2 * P)}
+    return _table(name, P, 2, M, _v_shape(P), forward, backward)
+
+
+def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
+    """1F1B with gradients of weights apart, in the first ticks without a backward pass, or at its end (Qi et al. 2023,
+    arXiv 2401.10241)."""
+    _one_chunk(name, v)
+    one = _interleaved("1f1b", P, M, 1)
+    forward, backward = (times_of(one, table) for table in (one.forward, one.backward))
+    weights: Times = {}
+    for s in range(P):
+        waiting = sorted(backward[m, s] for m in range(M))
+        # A stage falls behind by as many units as it has ticks without work at the end: P - 1 of the last stage's.
+        lag = s
+        for m in range(M):
+            weights[m, s] = max(waiting[m] + lag, weights.get((m - 1, s), IDLE) + 1)
+    return _table(name, P, 1, M, _ring(P, 1), forward, backward, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleRow:
+    """What a name stands for: `make(name, P, M, v)`, and what it is, in a line."""
+
+    make: Callable[[str, int, int, int], Schedule]
+    summary: str
+
+
+SCHEDULES: Mapping[str, ScheduleRow] = {
+    "gpipe": ScheduleRow(_gpipe, "all forward passes, then all backward passes: the stash grows with micro-batches"),
+    "1f1b": ScheduleRow(_one_f_one_b, "a forward and a backward pass in turn: the stash grows with stages alone"),
+    "interleaved": ScheduleRow(_interleaved, "several chunks a stage: a smaller bubble, more sends"),
+    "v": ScheduleRow(_v, "two chunks a stage, placed as a V: the same stash on every stage"),
+    "zero_bubble": ScheduleRow(_zero_bubble, "gradients of weights apart, where a stage would be idle"),
+}
+
+
+def _table(name: str, P: int, v: int, M: int, placement: tuple[tuple[int, ...], ...], forward: Times, backward: Times,
+           weights: Times | None = None) -> Schedule:
+    """The schedule of these ticks of every unit, its slots assigned."""
+    ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
+    where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
+    last_use = weights or backward
+    slots: dict[Unit, int] = {}
+    for held in placement:
+        own = sorted((forward[unit], last_use[unit], unit) for unit in forward if unit[1] in held)
+        slots |= _slots(own)
+
+    def filled(times: Times) -> np.ndarray:
+        table = np.full((ticks, P, 3), IDLE, np.int32)
+        for (m, k), tick in times.items():
+            stage, chunk = where[k]
+            table[tick, stage] = m, chunk, slots[m, k]
+        return table
+
+    last = v * P - 1
+    waits = [(forward[m, last], backward[m, last], (m, last)) for m in range(M)]
+    outputs = _slots(waits) if any(start < end for start, end, _ in waits) else {}
+    ends, write = np.full((ticks, 2), IDLE, np.int32), np.full(ticks, IDLE, np.int32)
+    for start, end, unit in waits:
+        ends[end] = unit[0], outputs.get(unit, IDLE)
+        if outputs:
+            write[start] = outputs[unit]
+    return Schedule(name, P, v, M, placement, filled(forward), filled(backward), filled(weights or {}), ends,
+                    max(outputs.values(), default=IDLE) + 1, write)
+
+
+def _slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:
+    """A slot for each of (first tick, last tick, unit), in order of the first ticks; as few as overlap at most."""
+    free_from: list[int] = []  # by slot
+    found = {}
+    for start, end, unit in lives:
+        slot = next((place for place, tick in enumerate(free_from) if tick < start), len(free_from))
+        free_from[slot:slot + 1] = [end]
+        found[unit] = slot
+    return found

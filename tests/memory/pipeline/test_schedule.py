@@ -1,0 +1,113 @@
+"""Tables of schedules: complete, in order, with slots that never overlap; and none that could not run can be made."""
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.pipeline.layers import divide_layers
+from bytescope.memory.pipeline.schedule import IDLE
+from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
+
+pytestmark = pytest.mark.quick
+
+SIZES = [(name, stages, micro_batches, virtual) for name, chunks in (
+    ("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (1, 2, 3)), ("v", (2,)), ("zero_bubble", (1,)))
+    for stages in (1, 2, 3, 4, 7, 8) for micro_batches in (1, 2, stages, 2 * stages, 4 * stages, 4 * stages + 1)
+    for virtual in chunks if virtual == 1 or name == "v" or micro_batches % stages == 0]
+
+
+def lives(schedule, stage):
+    """{(micro-batch, chunk): (slot, forward tick, last tick in which its residuals are read)}."""
+    last = schedule.weights if (schedule.weights != IDLE).any() else schedule.backward
+    found = {}
+    for tick in range(schedule.ticks):
+        for table, place in ((schedule.forward, 1), (last, 2)):
+            m, chunk, slot = table[tick, stage].tolist()
+            if m != IDLE:
+                found.setdefault((m, chunk), [slot, None, None])[place] = tick
+                assert found[m, chunk][0] == slot
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_table_is_complete_and_no_slot_is_used_twice_at_once(name):
+    """Read from the arrays alone, by other code than that which validates them."""
+    for _, stages, micro_batches, virtual in (size for size in SIZES if size[0] == name):
+        schedule = make_schedule(name, stages, micro_batches, virtual)
+        for stage in range(stages):
+            units = lives(schedule, stage)
+            assert len(units) == micro_batches * schedule.virtual
+            spans = sorted(units.values(), key=lambda unit: unit[1])
+            for slot in range(schedule.stash_slots[stage]):
+                own = [(start, end) for place, start, end in spans if place == slot]
+                assert all(start <= end for start, end in own) and own
+                assert all(before[1] < after[0] for before, after in pairwise(own))
+            overlap = max(sum(start <= tick <= end for _, start, end in spans) for tick in range(schedule.ticks))
+            assert schedule.stash_slots[stage] == overlap
+
+
+def test_stashes_do_not_grow_with_micro_batches_but_those_of_gpipe():
+    """In units of the inputs of all layers for a micro-batch: 2 - 1/P where a tick has a forward and a backward pass,
+    for which PipeDream-Flush, whose ticks have either, holds 1; a V holds 1 on every stage."""
+    def most(name, micro_batches, virtual=1, stages=4):
+        return max(make_schedule(name, stages, micro_batches, virtual).stash_slots) / virtual / stages
+
+    for micro_batches in (8, 16, 32):
+        assert most("1f1b", micro_batches) == 2 - 1 / 4
+        assert most("interleaved", micro_batches, 2) == 11 / 8
+        assert most("v", micro_batches, 2) == 1
+        assert most("gpipe", micro_batches) == micro_batches / 4
+    assert make_schedule("v", 8, 32, 2).stash_slots == (16,) * 8
+
+
+def test_ticks_are_those_of_the_published_bubble():
+    """M + 2 (P - 1) ticks of 1F1B, of which 2 (P - 1) do half the work: a bubble of (P - 1) / (M + P - 1)."""
+    for stages, micro_batches in ((2, 4), (4, 8), (8, 32)):
+        assert make_schedule("1f1b", stages, micro_batches).ticks == micro_batches + 2 * (stages - 1)
+        assert make_schedule("interleaved", stages, micro_batches, 2).ticks == 2 * micro_batches + 3 * stages - 2
+
+
+def changed(name, field, tick, stage, values):
+    schedule = make_schedule(name, 2, 4)
+    table = getattr(schedule, field).copy()
+    table[tick, stage] = values
+    return dataclasses.replace(schedule, **{field: table})
+
+
+@pytest.mark.parametrize(("field", "tick", "stage", "values", "words"), [
+    ("forward", 0, 0, (-1, -1, -1), "of 8 units"), ("forward", 1, 0, (0, 0, 0), "runs twice"),
+    ("forward", 1, 0, (1, 0, 0), "is in use"), ("backward", 2, 0, (0, 0, 1), "does not hold"),
+    ("ends", 1, 0, 2, "the loss of micro-batch"), ("backward", 4, 1, (-1, -1, -1), "of 8 units")], ids=str)
+def test_a_table_that_cannot_run_cannot_be_made(field, tick, stage, values, words):
+    with pytest.raises(ReportError, match=words):
+        changed("1f1b", field, tick, stage, values)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("1f1bb", 2, 4), "did you mean 1f1b"), (("1f1b", 2, 4, 2), "set pipeline.virtual=1"),
+    (("interleaved", 4, 6, 2), "set batch.accumulation=8"), (("v", 2, 4, 3), "set pipeline.virtual=2"),
+    (("1f1b", 0, 4), "give 1 or more")], ids=str)
+def test_sizes_without_a_schedule_are_refused_in_a_line(arguments, words):
+    with pytest.raises(ReportError, match=words) as caught:
+        make_schedule(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_do_not_divide_leave_the_ends_lighter():
+    assert divide_layers(32, 4) == (8, 8, 8, 8)
+    assert divide_layers(126, 16) == (7, *[8] * 14, 7)
+    assert divide_layers(61, 16)[0] == divide_layers(61, 16)[-1] == 3
+    for layers in range(8, 70):
+        sizes = divide_layers(layers, 8)
+        assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1 and sizes[-1] <= min(sizes) + (layers % 8 == 7)
+    with pytest.raises(ReportError, match="at most 3"):
+        divide_layers(3, 4)
+
+
+def test_the_loss_comes_between_forward_and_backward():
+    schedule = make_schedule("gpipe", 3, 5)
+    assert schedule.output_slots == 5 and np.count_nonzero(schedule.output_write != IDLE) == 5
+    assert make_schedule("1f1b", 3, 5).output_slots == 0
