@@ -21,6 +21,10 @@ from bytescope.memory.config_keys import (
     LOSS_KIND,
     MESH,
     MESH_FSDP,
+    MODEL_ATTENTION_KIND,
+    MODEL_D_MODEL,
+    MODEL_MLA_KV_RANK,
+    MODEL_MLA_Q_RANK,
     OFFLOAD_PARAMS,
     OPTIMIZER_FUSED_BACKWARD,
     OPTIMIZER_NAME,
@@ -83,6 +87,13 @@ class Case:
     def shared(self) -> int:
         """Devices that may share state, replicas aside."""
         return self.axes["fsdp"] * self.axes["expert"] * self.axes["context"]
+
+    def shards(self, ranks: int) -> bool:
+        """Whether every width of a parameter that ZeRO shards, the ranks of latents included, is divisible by these."""
+        keys = [MODEL_D_MODEL]
+        if self.flat.get(MODEL_ATTENTION_KIND) == "mla":
+            keys += [MODEL_MLA_KV_RANK, MODEL_MLA_Q_RANK]
+        return not any(self.flat.get(key, 0) % ranks for key in keys)
 
     @property
     def _tokens_per_row(self) -> int:

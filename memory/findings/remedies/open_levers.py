@@ -142,7 +142,7 @@ def _zero3(case: Case) -> Lever | None:
 
 def _replicas(case: Case) -> Lever | None:
     data = case.axes["data"]
-    if data < 2 or case.flat[MESH_STRATEGY] == "ddp":
+    if data < 2 or case.flat[MESH_STRATEGY] == "ddp" or not case.shards(data * case.shared):
         return None
     keys = {MESH_DATA: "1", MESH_FSDP: str(data * case.axes["fsdp"])}
     return Lever(keys, dict.fromkeys(_STATE_ROWS, 1 - 1 / data), True, "more collectives between replicas")

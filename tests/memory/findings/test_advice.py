@@ -64,6 +64,13 @@ def test_each_lever_is_there_where_it_is_open_and_gone_once_it_is_pulled(keys, n
     assert expected not in flags(refused(n_devices=n_devices, **{**keys, **pulled}))
 
 
+def test_a_mesh_that_would_not_divide_the_latents_is_not_advised():
+    latents = {"mesh.data": "2", "model.attention_kind": "mla", "model.mla_kv_rank": "64", "model.mla_q_rank": "6"}
+    merged = "--config.mesh.data=1 --config.mesh.fsdp=4"
+    assert merged not in flags(refused(n_devices=4, **latents))
+    assert merged in flags(refused(n_devices=4, **{**latents, "model.mla_q_rank": "8"}))
+
+
 def test_host_memory_only_where_there_is_some():
     assert not any("offload" in flag for flag in flags(refused()))
     assert "--config.offload.optimizer=true" in flags(refused(platform="cuda"))
