@@ -223,6 +223,7 @@ def _mesh() -> ConfigDict:
     """Devices by use; one size may be -1: all that remain."""
     mesh = ConfigDict()
     mesh.strategy = "zero3"  # ddp | zero1: masters and moments sharded | zero2: gradients too | zero3: parameters too
+    mesh.stage = 1  # stages of a pipeline: each holds a range of layers
     mesh.data = 1  # replicas of what the other axes share, such as one per host
     mesh.fsdp = -1  # devices that share optimizer state, gradients and parameters
     mesh.expert = 1  # devices that share the experts; to all else they are data-parallel ranks, as those of fsdp
@@ -233,6 +234,14 @@ def _mesh() -> ConfigDict:
     mesh.dispatch = "auto"
     mesh.prefetch = 0  # layers whose parameters GPUs gather ahead of use; hides collectives, costs their bytes
     return mesh
+
+
+def _pipeline() -> ConfigDict:
+    """How the stages of mesh.stage run the micro-batches of batch.accumulation, with batch.mode=scan."""
+    pipeline = ConfigDict()
+    pipeline.schedule = "1f1b"  # gpipe | 1f1b | interleaved | v | zero_bubble: bytescope pipeline draws them
+    pipeline.virtual = 1  # chunks of layers per stage; interleaved has several, v has two
+    return pipeline
 
 
 def _xla() -> ConfigDict:
@@ -271,5 +280,6 @@ def _train() -> ConfigDict:
 
 
 GROUPS = {"model": _model, "init": _init, "lora": _lora, "loss": _loss, "precision": _precision, "remat": _remat,
-          "data": _data, "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh, "xla": _xla,
+          "data": _data, "batch": _batch, "optimizer": _optimizer, "offload": _offload, "mesh": _mesh,
+          "pipeline": _pipeline, "xla": _xla,
           "train": _train}

@@ -1,6 +1,6 @@
 """The decoder: embedding, N blocks scanned or unrolled, final norm, head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -44,12 +44,13 @@ class Transformer(nnx.Module):
         larger counts.
       base: how the weights of the blocks' products are stored, a row of BASES; all but bf16 are frozen.
       lora: adapters of the blocks, None for none; all other parameters have the same values with them.
+      order: of each stack the layer that each of its rows holds, -1 for a row of none; None for all in their order.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
                  place: Placement = HERE, ahead: int = 1, base: str = "bf16", lora: Lora | None = None,
-                 rngs: nnx.Rngs):
+                 order: Mapping[str, Sequence[int]] | None = None, rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
         self.ahead, self.lora = ahead, lora
         V, D, dtype = config.vocab_size, config.d_model, precision.param
@@ -67,9 +68,10 @@ class Transformer(nnx.Module):
             self.blocks = nnx.List([self._init_block(key, config.has_experts(layer), base)
                                     for layer, key in enumerate(key_N)])
             return
-        self.blocks = self._init_stack(key_N[jnp.asarray(layers_of(config, BLOCKS))], config.experts > 0, base)
-        if dense := layers_of(config, DENSE):
-            self.dense_blocks = self._init_stack(key_N[jnp.asarray(dense)], False, base)
+        layers = {BLOCKS: layers_of(config, BLOCKS), DENSE: layers_of(config, DENSE)} | dict(order or {})
+        self.blocks = self._init_stack(key_N[jnp.asarray(layers[BLOCKS])], config.experts > 0, base)
+        if layers[DENSE]:
+            self.dense_blocks = self._init_stack(key_N[jnp.asarray(layers[DENSE])], False, base)
 
     def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
         made = Block(self.config, self.precision, self.place, routed=routed, lora=self.lora,

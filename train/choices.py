@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
+from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import ModelConfig, Precision, RematPlan, Transformer
 from bytescope.model.adapters import Lora, is_adapter
 from bytescope.model.attention.kernels import choose_kernel, platform_of
@@ -30,6 +31,8 @@ from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
 from bytescope.train.parallel.expert_checks import check_experts
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
+from bytescope.train.pipeline.checks import check_pipeline
+from bytescope.train.pipeline.stages import Stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Choices:
 
     `kernel` is the attention kernel and the reason for it, `matmul` likewise how the matrix products of the blocks are
     computed, `moe_kernel` how those of experts are ("" without experts).
+    `schedule`, `stages`: of a pipeline, and where its layers lie; None without one.
     `frozen`: dotted paths of the parameters that are not trained. `lora`: the adapters, None for none.
     """
 
@@ -52,12 +56,15 @@ class Choices:
     batch: BatchAlgebra
     frozen: frozenset[str]
     lora: Lora | None
+    schedule: Schedule | None
+    stages: Stages | None
 
     def transformer(self, rngs: nnx.Rngs, *, place: Layout | None = None,
                     remat: RematPlan | None = None) -> Transformer:
         """The model, with another layout or remat plan where one is given."""
         model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
-                            ahead=self.config.mesh.prefetch, base=self.config.lora.base, lora=self.lora, rngs=rngs)
+                            ahead=self.config.mesh.prefetch, base=self.config.lora.base, lora=self.lora,
+                            order=self.stages and self.stages.order, rngs=rngs)
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:
@@ -98,8 +105,9 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
+    schedule = check_pipeline(config, layout, model, remat, batch)
     choices = Choices(config, layout, model, precision, kernel, matmul, moe_kernel, remat, batch, frozenset(),
-                      adapters_of(config, layout))
+                      adapters_of(config, layout), schedule, schedule and Stages.of(model, schedule))
     if choices.lora or config.optimizer.freeze or (model.experts and model.router_bias):
         choices = dataclasses.replace(choices, frozen=_frozen(choices))
     if config.lora.base != "bf16":

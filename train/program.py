@@ -33,6 +33,7 @@ from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale
 from bytescope.train.optimizer.trainable import stored_frozen
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
+from bytescope.train.pipeline.assemble import make_pipeline
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.parts import StepParts
 from bytescope.train.step.state import TrainState, zero_tally
@@ -274,16 +275,19 @@ def assemble(choices: Choices) -> Program:
                for tree in (logical_axes(abstract), contracted(abstract), wide(abstract))]
     weights = Weights(layout, *trained, precision)
     partwise = make_partwise(config, schedule, precision, every, state)
-    fused, local_loss = None, None
-    if config.optimizer.fused_backward:
+    fused, local_loss, pipeline, evaluated = None, None, None, loss
+    if choices.schedule:
+        pipeline, evaluated = make_pipeline(choices, graph, weights)
+    elif config.optimizer.fused_backward:
         check_fused(config, choices.remat, batch, state.params)
         cross_entropy = make_cross_entropy(config, layout, precision, batch.micro, choices.frozen)
         fused = FusedBackward(graph, cross_entropy, weights, partwise, abstract.drops)
     elif reduces_once(config, layout, batch):
         local_graph, _ = nnx.split(choices.abstract(place=layout.local))
         local_loss = make_loss(config, local_graph, layout.local, precision, batch.micro, choices.frozen)
-    parts = StepParts(loss, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
-                      partwise=partwise, fused=fused, routed=choices.model.routed, bias_rate=_bias_rate(choices))
+    parts = StepParts(evaluated, optimizer, schedule, config.seed, weights, local_loss=local_loss, scaling=scaling,
+                      partwise=partwise, fused=fused, routed=choices.model.routed, bias_rate=_bias_rate(choices),
+                      pipeline=pipeline)
     return Program(**vars(choices), parts=parts, state=state, graph=graph)
 
 

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+# Stages of a pipeline are furthest apart: they send the least.
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 # The axes whose ranks read different sequences, and with `context` different tokens.
 BATCH, TOKENS = ("data", "fsdp", "expert"), ("data", "fsdp", "expert", "context")
 
@@ -21,14 +22,14 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "rank": TOKENS,
     "length": ("context",),
     "stream": ("context",),
-    "layers": (),
+    "layers": ("stage",),
     "position": (),
     "d_model": (),
     "d_head": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "d_ff": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("stage", "tensor"),
     # Experts are shared out over `expert`, to all other parameters an axis of data-parallel ranks (GShard, Lepikhin et
     # al. 2020, arXiv 2006.16668). Rows of experts lie on the device that computes them, once per tensor-parallel rank.
     "experts": ("expert",),

@@ -49,6 +49,11 @@ class Layout(Placement):
         return dataclasses.replace(self, manual=BATCH if self._size(AXES) > self.ranks else AXES)
 
     @property
+    def staged(self) -> "Layout":
+        """The layout within a `jax.shard_map` over the stages of a pipeline."""
+        return dataclasses.replace(self, manual=("stage",))
+
+    @property
     def ring(self) -> Ring | None:
         """The ring of devices that share a sequence; None without context parallelism."""
         if self.mesh.shape["context"] == 1:

@@ -32,6 +32,8 @@ class StepParts:
     local_loss: `loss` of one data-parallel rank's sequences, where gradients are reduced once per update, else None.
     scaling: the rule of the loss scale, if there is one.
     partwise: the optimizer's update layer by layer, where it is asked for (train/optimizer/partwise.py).
+    pipeline: (weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) through the stages of a
+      pipeline (train/pipeline/gradients.py), None without.
     routed: layers with experts and experts of each, None without. bias_rate: step of the routers' biases per update, 0
       for biases that stay as they are.
     fused: (params, opt_state, batch, keys, tokens, rounding key, frozen) -> loss, new parameters and optimizer state,
@@ -49,6 +51,7 @@ class StepParts:
     fused: Callable[..., tuple[jax.Array, Any, Any]] | None = None
     routed: Routed = None
     bias_rate: float = 0.0
+    pipeline: Callable[..., tuple[Tally, Any]] | None = None
 
     @property
     def precision(self) -> Precision:
@@ -75,6 +78,8 @@ class StepParts:
     def gradients(self, state: TrainState, batch: Batch, key_AB: jax.Array) -> tuple[Tally, Any]:
         """Sums over the A micro-batches [A, B, L]: the tally, and gradients as they are kept until the update."""
         weights, factor = self.weights.copy(state.params), self.factor(state)
+        if self.pipeline is not None:
+            return self.pipeline(weights, batch, key_AB, factor, state.frozen)
         if self.local_loss is not None:
             return _sums_by_rank(self, weights, batch, key_AB, factor, state.frozen)
         tally, grads = _sums(self, weights, batch, key_AB, factor, state.frozen)
@@ -101,7 +106,8 @@ class StepParts:
         if not self.bias_rate:
             return frozen
         with jax.named_scope("router_bias"):
-            return moved_biases(frozen, tally.routing.counts, jnp.where(done, self.bias_rate, 0.0))
+            counts_NE = tally.routing.counts if self.pipeline is None else self.pipeline.in_rows(tally.routing.counts)
+            return moved_biases(frozen, counts_NE, jnp.where(done, self.bias_rate, 0.0))
 
     def metrics(self, state: TrainState, tally: Tally, opt_state: Any,
                 loss_scale: LossScale | None) -> dict[str, jax.Array]:

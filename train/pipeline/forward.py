@@ -1,0 +1,66 @@
+"""A forward pass through the stages, one virtual stage after the other: of evaluations and samples."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.model.frozen import joined
+from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside
+from bytescope.train.step.state import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineForward:
+    """The model outside of the stages (`graph`), and the stacks of a chunk; without dropout."""
+
+    graph: nnx.GraphDef
+    schedule: Schedule
+    units: tuple[StackUnit, ...]
+
+    def hidden(self, params: Any, tokens_BL: jax.Array, frozen: Any = None,
+               segments_BL: jax.Array | None = None) -> jax.Array:
+        """The normed output of the last block, [B, L, D] in the compute dtype. Arguments as of `Transformer.hidden`."""
+        model = nnx.merge(self.graph, joined(params, frozen))
+        packed = model.packed(segments_BL)
+        x_BLD = model.begin(tokens_BL, None, packed)
+        stacks, fixed = ({unit.rows.stack: tree.get(unit.rows.stack) for unit in self.units}
+                         for tree in (params, frozen or {}))
+        micro = Micro(None, packed, jnp.zeros((), jnp.int32), jnp.zeros(2))
+        counts = [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.units]
+
+        def chunk(place, x_BLD, counts, stacks, fixed, micro):
+            stage, chunk = place
+            mine, y_BLD = jax.lax.axis_index(STAGE) == stage, x_BLD
+            for unit, (count, first) in zip(self.units, counts):
+                name = unit.rows.stack
+                y_BLD = unit.run(chunk, jnp.where(mine, count[0, chunk], 0), first[0], y_BLD, stacks[name],
+                                 fixed[name], micro)
+            return jax.lax.psum(jnp.where(mine, y_BLD, 0), STAGE)
+
+        run = inside(model.place, chunk, (P(), P(), P(STAGE), P(STAGE), P(STAGE), P()), P())
+        places = [(self.schedule.stage_of(k), self.schedule.chunk_of(k)) for k in range(self.schedule.virtual_stages)]
+
+        def turn(x_BLD, place):
+            y_BLD = run(place, x_BLD, counts, stacks, fixed, micro)
+            return model.place(y_BLD, ("batch", "stream", None)), None
+
+        with jax.named_scope("blocks"):
+            x_BLD, _ = jax.lax.scan(turn, x_BLD, tuple(jnp.asarray(places, jnp.int32).T))
+        return model.finish(x_BLD)
+
+    def loss(self, cross_entropy: Callable[..., jax.Array]) -> Callable[..., Any]:
+        """As `train.loss_fn.make_loss` has it, for evaluation alone: auxiliary losses and loads are left out."""
+        def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
+            model = nnx.merge(self.graph, joined(params, frozen))
+            x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"))
+            with jax.named_scope("loss"):
+                total = cross_entropy(x_BLD, model.head(), batch["targets"])
+            return total, (total, None)
+
+        return loss

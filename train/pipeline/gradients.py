@@ -1,0 +1,336 @@
+"""Gradients of all micro-batches of an update through the stages of a pipeline: one loop over the ticks of a schedule.
+
+In a tick each stage runs at most one chunk of layers forward and one backward (train/pipeline/units.py); then outputs
+and gradients move to the stages that use them in the next tick. No stage is special: embedding and loss run on all
+stages together, with the vocabulary sharded over them, in the ticks in which a micro-batch enters or leaves.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.model.frozen import joined
+from bytescope.train.losses import count_tokens
+from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, when
+from bytescope.train.step.routing import no_load
+from bytescope.train.step.state import Batch, Tally
+from bytescope.train.step.weights import Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+    """The table of a schedule as a loop reads it, a row a tick; int32, -1 for nothing.
+
+    forward, backward: [ticks, stages, 3] micro-batch, chunk, slot. enter: micro-batch whose embedding the first stage
+    reads. end: micro-batch whose loss is computed, and the slot of its output. leave: micro-batch whose gradient leaves
+    the first stage. keep: slot for the output of the last stage.
+    """
+
+    forward: jax.Array
+    backward: jax.Array
+    enter: jax.Array
+    end: jax.Array
+    leave: jax.Array
+    keep: jax.Array
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Ticks":
+        """Those of a schedule."""
+        stage, chunk = _place(schedule, 0)
+
+        def first(table: np.ndarray) -> np.ndarray:
+            return np.where(table[:, stage, 1] == chunk, table[:, stage, 0], -1)
+
+        arrays = (schedule.forward, schedule.backward, first(schedule.forward), schedule.ends, first(schedule.backward),
+                  schedule.output_write)
+        return cls(*(jnp.asarray(array, jnp.int32) for array in arrays))
+
+
+jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave", "keep"], [])
+
+
+def _place(schedule: Schedule, virtual: int) -> tuple[int, int]:
+    """(stage, chunk) of a virtual stage."""
+    return schedule.stage_of(virtual), schedule.chunk_of(virtual)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineGradients:
+    """(weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) of all micro-batches.
+
+    graph: of the Transformer outside of the stages. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
+    units: the stacks of a chunk. coefficients: of the balance and z losses of a layer, per counted token.
+    """
+
+    graph: nnx.GraphDef
+    cross_entropy: Callable[..., jax.Array]
+    schedule: Schedule
+    units: tuple[StackUnit, ...]
+    weights: Weights
+    accumulator: Any
+    dropout: bool
+    coefficients: tuple[float, float]
+    experts: int
+
+    def __call__(self, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
+                 frozen: Any) -> tuple[Tally, Any]:
+        stacks = {unit.rows.stack: weights[unit.rows.stack] for unit in self.units}
+        rest = {name: tree for name, tree in weights.items() if name not in stacks}
+        fixed = {name: (frozen or {}).get(name) for name in stacks}
+        micros = self._micros(rest, stacks, frozen, batch, key_AB, factor)
+        run = _Run(self, stacks, rest, fixed, frozen, batch, micros, factor)
+        carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.of(self.schedule))
+        return run.result(carry)
+
+    def in_rows(self, load_NE: jax.Array) -> jax.Array:
+        """What the routers did by layer, in the order in which the stages hold the layers; 0 for rows of none."""
+        unit = next(unit for unit in self.units if unit.routed)
+        order = jnp.full(len(unit.rows.order), load_NE.shape[0]).at[jnp.asarray(unit.rows.places)].set(
+            jnp.arange(load_NE.shape[0]))
+        return jnp.take(load_NE, order, axis=0, mode="fill", fill_value=0)
+
+    def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
+        """The model outside of the stages."""
+        return nnx.merge(self.graph, joined({**rest, **stacks}, frozen))
+
+    def _micros(self, rest: Any, stacks: Any, frozen: Any, batch: Batch, key_AB: jax.Array,
+                factor: jax.Array | None) -> Micro:
+        """What the blocks read of each micro-batch, leaves [A, ...]."""
+        model = self.transformer(rest, stacks, frozen)
+        packed = None
+        if "segments" in batch:
+            packed = jax.lax.map(model.packed, batch["segments"])
+        tokens_A = jax.vmap(count_tokens)(batch["targets"])
+        scaled_A = tokens_A.astype(jnp.float32) * (1.0 if factor is None else factor)
+        coefficients = scaled_A[:, None] * jnp.asarray(self.coefficients, jnp.float32)
+        return Micro(jax.random.key_data(key_AB) if self.dropout else None, packed, tokens_A, coefficients)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The loop over ticks of one call."""
+
+    whole: PipelineGradients
+    stacks: Any
+    rest: Any
+    fixed: Any
+    frozen: Any
+    batch: Batch
+    micros: Micro
+    factor: jax.Array | None
+
+    @property
+    def layout(self) -> Any:
+        return self.whole.weights.layout
+
+    def start(self) -> dict[str, Any]:
+        """The carry before the first tick."""
+        whole, stages = self.whole, self.whole.schedule.stages
+        shape, dtype = self._stream()
+        between = jnp.zeros((stages, *shape), dtype)
+        slots = max(whole.schedule.stash_slots)
+        stash = [[self._spread(jnp.zeros((stages, slots, unit.rows.rows, *leaf.shape), leaf.dtype)) for leaf in kept]
+                 for unit, kept in zip(whole.units, self._residuals())]
+        sums = jax.tree.map(lambda w: jnp.zeros(w.shape, whole.accumulator), {**self.stacks, **self.rest})
+        sums = whole.weights.totals(sums)
+        loads = [no_load(len(unit.rows.order), whole.experts) if unit.routed else None for unit in whole.units]
+        return {"x": self._stream_of(between), "d": self._stream_of(between), "stash": stash, "loads": loads,
+                "sums": sums, "loss": jnp.zeros((), jnp.float32),
+                "outputs": jnp.zeros((whole.schedule.output_slots, *shape), dtype)}
+
+    def _stream(self) -> tuple[tuple[int, ...], Any]:
+        """Shape and dtype of the residual stream of a micro-batch."""
+        x = jax.eval_shape(lambda: self._begin(self.rest, jnp.int32(0)))
+        return x.shape, x.dtype
+
+    def _residuals(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """What a layer of each stack keeps."""
+        def kept(stacks, fixed, micros, x_BLD):
+            micro = jax.tree.map(lambda leaf: leaf[0], micros)
+            found = []
+            for unit in self.whole.units:
+                own, base = (jax.tree.map(lambda leaf: leaf[0], tree[unit.rows.stack]) for tree in (stacks, fixed))
+                x_BLD, _, leaves = unit.layer(x_BLD, own, base, jnp.int32(0), micro)
+                found.append(leaves)
+            return found
+
+        shape, dtype = self._stream()
+        kept_inside = inside(self.layout, kept, (P(STAGE), P(STAGE), P(), P()), P())
+        return jax.eval_shape(kept_inside, self.stacks, self.fixed, self.micros, jax.ShapeDtypeStruct(shape, dtype))
+
+    def _spread(self, leaf: jax.Array) -> jax.Array:
+        """An array over the stages whose other axes the compiler shards as those that write it are."""
+        rest = [P.UNCONSTRAINED] * (leaf.ndim - 1)
+        return jax.lax.with_sharding_constraint(leaf, jax.sharding.NamedSharding(self.layout.mesh, P(STAGE, *rest)))
+
+    def _stream_of(self, x: jax.Array) -> jax.Array:
+        """Residual streams [stages, B, L, D] in their sharding."""
+        spec = P(STAGE, *self.layout.spec(("batch", "stream", None)))
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self.layout.mesh, spec))
+
+    def tick(self, carry: dict[str, Any], table: Ticks) -> tuple[dict[str, Any], None]:
+        """One tick: forward, loss, backward, moves."""
+        carry = dict(carry)
+        y = self._forward(carry, table)
+        d_end = self._end(carry, table, y)
+        d = self._backward(carry, table, d_end)
+        self._leave(carry, table, d)
+        carry["x"], carry["d"] = self._move(y, d, table)
+        return carry, None
+
+    def _begin(self, rest: Any, micro: jax.Array) -> jax.Array:
+        """The input of the first block of a micro-batch."""
+        model = self.whole.transformer(rest, self.stacks, self.frozen)
+        tokens_BL = jax.lax.dynamic_index_in_dim(self.batch["inputs"], micro, keepdims=False)
+        own = self._micro(micro)
+        return model.begin(tokens_BL, own.key_B, own.packed)
+
+    def _micro(self, number: jax.Array) -> Micro:
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), self.micros)
+
+    def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
+        """The output of each stage [stages, B, L, D]; stash and loads are replaced in the carry."""
+        entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
+                        jnp.zeros(*self._stream()))
+        stage, chunk = _place(self.whole.schedule, 0)
+
+        def forward(unit, counts, x, entering, stash, loads, stacks, fixed, micros):
+            unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
+            micro = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, unit[0], keepdims=False), micros)
+            is_first = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
+            x_BLD = jnp.where(is_first, entering, x[0])
+            for index, one in enumerate(self.whole.units):
+                count, first = (leaf[0] for leaf in counts[index])
+                x_BLD, own, loads[index] = one.forward(
+                    unit, jnp.where(busy, count, 0), first, x_BLD, [leaf[0] for leaf in stash[index]],
+                    stacks[one.rows.stack], fixed[one.rows.stack], loads[index], micro)
+                stash[index] = [leaf[None] for leaf in own]
+            return x_BLD[None], stash, loads
+
+        stages = P(STAGE)
+        run = inside(self.layout, forward, (stages, stages, stages, P(), stages, stages, stages, stages, P()), stages)
+        y, carry["stash"], carry["loads"] = run(table.forward, self._counts(), carry["x"], entering, carry["stash"],
+                                                   carry["loads"], self.stacks, self.fixed, self.micros)
+        return self._stream_of(y)
+
+    def _counts(self) -> list[tuple[jax.Array, jax.Array]]:
+        return [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.whole.units]
+
+    def _end(self, carry: dict[str, Any], table: Ticks, y: jax.Array) -> jax.Array:
+        """The gradient of the last block's output [B, L, D]; the loss and its gradients are added to the carry."""
+        micro, slot = table.end
+        last, _ = _place(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
+        if self.whole.schedule.output_slots:
+            carry["outputs"] = when(table.keep >= 0, lambda kept: jax.lax.dynamic_update_index_in_dim(
+                kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0), carry["outputs"])
+
+        def end(carried):
+            loss, sums, _ = carried
+            x_BLD = self._of_stage(y, last)
+            if self.whole.schedule.output_slots:
+                x_BLD = jax.lax.dynamic_index_in_dim(carry["outputs"], jnp.maximum(slot, 0), keepdims=False)
+            targets_BL = jax.lax.dynamic_index_in_dim(self.batch["targets"], jnp.maximum(micro, 0), keepdims=False)
+
+            def function(rest, x_BLD):
+                model = self.whole.transformer(rest, self.stacks, self.frozen)
+                x_BLD = model.finish(x_BLD)
+                with jax.named_scope("loss"):
+                    return self.whole.cross_entropy(x_BLD, model.head(), targets_BL)
+
+            total, pullback = jax.vjp(function, self.rest, x_BLD)
+            grads, d_BLD = pullback(jnp.ones_like(total) if self.factor is None else self.factor)
+            return loss + total, self._add(sums, grads), d_BLD
+
+        zeros = jnp.zeros(*self._stream())
+        sums = {name: carry["sums"][name] for name in self.rest}
+        carry["loss"], sums, d_BLD = when(micro >= 0, end, (carry["loss"], sums, zeros))
+        carry["sums"] = {**carry["sums"], **sums}
+        return d_BLD
+
+    def _of_stage(self, x: jax.Array, stage: int) -> jax.Array:
+        """What `stage` holds of `x` [stages, B, L, D], on all of them."""
+        def pick(x):
+            return jax.lax.psum(jnp.where(jax.lax.axis_index(STAGE) == stage, x[0], 0), STAGE)
+
+        return self.layout(inside(self.layout, pick, (P(STAGE),), P())(x), ("batch", "stream", None))
+
+    def _add(self, sums: Any, grads: Any) -> Any:
+        axes = {name: self.whole.weights.axes[name] for name in grads}
+        grads = dataclasses.replace(self.whole.weights, axes=axes).gradients(grads)
+        return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
+
+    def _backward(self, carry: dict[str, Any], table: Ticks, d_end: jax.Array) -> jax.Array:
+        """The gradient of each stage's input [stages, B, L, D]; sums of gradients are replaced in the carry."""
+        stage, chunk = _place(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
+
+        def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, micros):
+            unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
+            micro = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, unit[0], keepdims=False), micros)
+            is_last = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
+            d_BLD = jnp.where(is_last, d_end, d[0])
+            for index, one in reversed(list(enumerate(self.whole.units))):
+                count, first = (leaf[0] for leaf in counts[index])
+                name = one.rows.stack
+                d_BLD, sums[name] = one.backward(
+                    unit, jnp.where(busy, count, 0), first, d_BLD, [leaf[0] for leaf in stash[index]], stacks[name],
+                    fixed[name], sums[name], micro)
+            return d_BLD[None], sums
+
+        stages = P(STAGE)
+        run = inside(self.layout, backward, (stages, stages, stages, P(), stages, stages, stages, stages, P()), stages)
+        sums = {name: carry["sums"][name] for name in self.stacks}
+        d, sums = run(table.backward, self._counts(), carry["d"], d_end, carry["stash"], sums, self.stacks,
+                         self.fixed, self.micros)
+        carry["sums"] = {**carry["sums"], **sums}
+        return self._stream_of(d)
+
+    def _leave(self, carry: dict[str, Any], table: Ticks, d: jax.Array) -> None:
+        """Adds the gradients of the embedding of the micro-batch whose backward pass ends in this tick."""
+        stage, _ = _place(self.whole.schedule, 0)
+
+        def leave(sums):
+            micro = jnp.maximum(table.leave, 0)
+            _, pullback = jax.vjp(lambda rest: self._begin(rest, micro), self.rest)
+            return self._add(sums, pullback(self._of_stage(d, stage))[0])
+
+        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest})
+        carry["sums"] = {**carry["sums"], **sums}
+
+    def _move(self, y: jax.Array, d: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
+        """Outputs and gradients at the stages that use them in the next tick."""
+        stages, bends = self.whole.schedule.stages, self.whole.schedule.bends
+        ahead = [(stage, stage + 1) for stage in range(stages - 1)]
+        back = [(to, source) for source, to in ahead]
+
+        def bent(x: jax.Array, chunk: jax.Array, on: int) -> jax.Array:
+            # Placed as a V: a unit of one chunk goes on to the next stage, of the other to the one before; at the turn
+            # it stays. Of these at most one arrives at a stage.
+            goes_on, comes_back = jnp.where(chunk == on, x, 0), jnp.where(chunk == 1 - on, x, 0)
+            stays = jnp.where(jax.lax.axis_index(STAGE) == stages - 1, goes_on, 0)
+            return jax.lax.ppermute(goes_on, STAGE, ahead) + jax.lax.ppermute(comes_back, STAGE, back) + stays
+
+        def move(y, d, forward, backward):
+            if bends:
+                return bent(y, forward[0, 1], 0), bent(d, backward[0, 1], 1)
+            return (jax.lax.ppermute(y, STAGE, [*ahead, (stages - 1, 0)]),
+                    jax.lax.ppermute(d, STAGE, [*back, (0, stages - 1)]))
+
+        specs = (P(STAGE),) * 4
+        moved = inside(self.layout, move, specs, P(STAGE))(y, d, table.forward, table.backward)
+        return tuple(map(self._stream_of, moved))
+
+    def result(self, carry: dict[str, Any]) -> tuple[Tally, Any]:
+        """(tally, gradients), the routers' sums in the order of the layers."""
+        routing = None
+        for unit, load in zip(self.whole.units, carry["loads"]):
+            if load is not None:
+                places = jnp.asarray(unit.rows.places)
+                routing = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
+        return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(carry["sums"])

@@ -1,0 +1,68 @@
+"""Which layers lie on which stage, and in which rows of the stacked parameters."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from bytescope.memory.pipeline.layers import divide_layers
+from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.model import ModelConfig
+from bytescope.model.runs import layers_of
+
+
+@dataclasses.dataclass(frozen=True)
+class StackRows:
+    """The rows of one stack of layers, sharded over the stages: stage by stage, on a stage chunk by chunk.
+
+    order: for each row the layer that it holds, -1 where a stage has fewer layers than the fullest one.
+    rows: rows of a chunk. first, count: int32 [stages, chunks], number of the first layer of a chunk, and its layers.
+    """
+
+    stack: str
+    order: tuple[int, ...]
+    rows: int
+    first: np.ndarray
+    count: np.ndarray
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The row of each layer of the stack, in the order of the layers."""
+        return tuple(sorted((row for row, layer in enumerate(self.order) if layer >= 0), key=self.order.__getitem__))
+
+    @property
+    def identity(self) -> bool:
+        """Whether the rows are the layers of the stack in their order."""
+        return -1 not in self.order and list(self.order) == sorted(self.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The layers of a model over the stages of a pipeline; `stacks` in the order in which a chunk runs them."""
+
+    stacks: tuple[StackRows, ...]
+
+    @property
+    def order(self) -> dict[str, tuple[int, ...]]:
+        """Stack -> the layer of each of its rows, -1 for none."""
+        return {rows.stack: rows.order for rows in self.stacks}
+
+    @classmethod
+    def of(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
+        """Each virtual stage a range of layers, as even as can be."""
+        sizes = divide_layers(model.n_layers, schedule.virtual_stages)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        stacks = []
+        for name in ("dense_blocks", "blocks"):
+            if layers := layers_of(model, name):
+                stacks.append(_rows(name, layers, starts, schedule.placement))
+        return cls(tuple(stacks))
+
+
+def _rows(stack: str, layers: Sequence[int], starts: np.ndarray, placement: Sequence[Sequence[int]]) -> StackRows:
+    held = [[[layer for layer in layers if starts[k] <= layer < starts[k + 1]] for k in chunks] for chunks in placement]
+    rows = max(len(chunk) for chunks in held for chunk in chunks)
+    order = [layer for chunks in held for chunk in chunks for layer in chunk + [-1] * (rows - len(chunk))]
+    first = np.array([[chunk[0] if chunk else 0 for chunk in chunks] for chunks in held], np.int32)
+    count = np.array([[len(chunk) for chunk in chunks] for chunks in held], np.int32)
+    return StackRows(stack, tuple(order), rows, first, count)

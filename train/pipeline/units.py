@@ -1,0 +1,179 @@
+"""What one stage does in a tick: layers of one chunk forward, keeping their residuals, or backward, summing gradients.
+
+Both run inside a `jax.shard_map` over the stages; the other axes of the mesh stay the compiler's. A stage without work
+in a tick runs its loops no turn: a conditional would copy the sums of gradients.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bytescope.model import Transformer
+from bytescope.model.experts.layer import Load
+from bytescope.model.frozen import joined
+from bytescope.model.segments import Packed
+from bytescope.train.parallel.layout import Layout
+from bytescope.train.pipeline.stages import StackRows
+from bytescope.train.step.pullback import Pullback
+from bytescope.train.step.routing import weighed
+from bytescope.train.step.weights import Weights
+
+Leaves = list[jax.Array]
+STAGE = "stage"
+
+
+@dataclasses.dataclass(frozen=True)
+class Micro:
+    """What the blocks read of a micro-batch besides the residual stream.
+
+    keys_B: data of the dropout keys, None without dropout. packed: the examples of packed rows. tokens: counted ones,
+    int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
+    """
+
+    keys: jax.Array | None
+    packed: Packed | None
+    tokens: jax.Array
+    coefficients: jax.Array
+
+    @property
+    def key_B(self) -> jax.Array | None:
+        """The dropout keys."""
+        return None if self.keys is None else jax.random.wrap_key_data(self.keys)
+
+
+jax.tree_util.register_dataclass(Micro, ["keys", "packed", "tokens", "coefficients"], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class StackUnit:
+    """The layers of one stack in a chunk.
+
+    block: (x_BLD, parameters of a layer, its number, key_B, packed) -> (x_BLD, load) under the remat policy.
+    weights: of these parameters; routed: whether the layers have experts. recipe: filled by the first trace.
+    """
+
+    rows: StackRows
+    block: Callable[..., tuple[jax.Array, Load | None]]
+    weights: Weights
+    routed: bool
+    recipe: Pullback = dataclasses.field(default_factory=Pullback)
+    dtypes: list = dataclasses.field(default_factory=list)
+
+    def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
+        """((y_BLD, auxiliary losses), pullback, load) of one layer."""
+        def run(x_BLD, own):
+            y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
+            losses = jnp.zeros(2) if load is None else jnp.stack([load.balance, load.router_z])
+            return (y_BLD, losses), load
+
+        return jax.vjp(run, x_BLD, own, has_aux=True)
+
+    def layer(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array,
+              micro: Micro) -> tuple[jax.Array, Load | None, Leaves]:
+        """(output of one layer, what its router did, residuals to keep)."""
+        (y_BLD, _), pullback, load = self._pullback(x_BLD, own, fixed, number, micro)
+        kept = self.recipe.split(pullback, jax.tree.leaves((own, fixed)), _shared(number, micro))
+        self.dtypes[:] = [leaf.dtype for leaf in kept]
+        return y_BLD, load, [_plain(leaf) for leaf in kept]
+
+    def forward(self, unit: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, stash: Leaves,
+                own: Any, fixed: Any, load: Load | None, micro: Micro) -> tuple[jax.Array, Leaves, Load | None]:
+        """(output of the chunk, stash and sums of loads with what its layers add).
+
+        `unit`: micro-batch, chunk, slot. `count`, `first`: layers, and the number of the first, of each chunk.
+        `own`, `fixed`: trained and frozen parameters, [rows of the stage, ...]. `stash`: [slots, rows of a chunk, ...].
+        """
+        _, chunk, slot = unit
+
+        def turn(index, carry):
+            x_BLD, stash, load = carry
+            row = chunk * self.rows.rows + index
+            x_BLD, found, kept = self.layer(x_BLD, *_rows((own, fixed), row), first[chunk] + index, micro)
+            stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
+            if found is not None:
+                load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
+            return x_BLD, stash, load
+
+        return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load))
+
+    def run(self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any,
+            micro: Micro) -> jax.Array:
+        """The output of the first `count` layers of a chunk; nothing is kept. Arguments as of `forward`."""
+        def turn(index, x_BLD):
+            weights = joined(*_rows((own, fixed), chunk * self.rows.rows + index))
+            return self.block(x_BLD, weights, first[chunk] + index, None, micro.packed)[0]
+
+        return jax.lax.fori_loop(0, count, turn, x_BLD)
+
+    def backward(self, unit: jax.Array, count: jax.Array, first: jax.Array, d_BLD: jax.Array, stash: Leaves, own: Any,
+                 fixed: Any, sums: Any, micro: Micro) -> tuple[jax.Array, Any]:
+        """(gradient of the chunk's input, sums of gradients with those of its layers); arguments as of `forward`."""
+        _, chunk, slot = unit
+
+        def turn(index, carry):
+            d_BLD, sums = carry
+            index = count[chunk] - 1 - index
+            row = chunk * self.rows.rows + index
+            weights = _rows((own, fixed), row)
+            kept = [_typed(_read(leaf, (slot, index)), dtype) for leaf, dtype in zip(stash, self.dtypes, strict=True)]
+            pullback = self.recipe.join(kept, jax.tree.leaves(weights), _shared(first[chunk] + index, micro))
+            d_BLD, d_own = pullback((d_BLD, micro.coefficients))
+            d_own = self.weights.gradients(jax.tree.map(lambda grad: grad[None], d_own))
+            add = lambda total, grad: _write(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))  # noqa: E731
+            return d_BLD, jax.tree.map(add, sums, d_own)
+
+        return jax.lax.fori_loop(0, count[chunk], turn, (d_BLD, sums))
+
+
+def _shared(number: jax.Array, micro: Micro) -> Leaves:
+    """What a layer's residuals may be that the backward pass has by itself."""
+    return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
+
+
+def _rows(stacks: Any, row: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False), stacks)
+
+
+def _write(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    """`leaf` [..., *new] with `new` at the leading indices `at`."""
+    zeros = [0] * new.ndim
+    return jax.lax.dynamic_update_slice(leaf, new[(None,) * len(at)], (*at, *zeros))
+
+
+def _read(leaf: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    shape = leaf.shape[len(at):]
+    return jax.lax.dynamic_slice(leaf, (*at, *[0] * len(shape)), (1,) * len(at) + shape).reshape(shape)
+
+
+def _plain(leaf: jax.Array) -> jax.Array:
+    """Keys of random numbers as their data, which arrays of zeros can stand for."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
+    return jax.random.wrap_key_data(leaf) if jnp.issubdtype(dtype, jax.dtypes.prng_key) else leaf
+
+
+def stack_units(model: Transformer, stacks: Sequence[StackRows], weights: Weights) -> list[StackUnit]:
+    """The stacks of a chunk in the order in which it runs them; `model` is built for the inside of the stages."""
+    blocks = {run.stack: block for run, block in model.layers()}
+    units = []
+    for rows in stacks:
+        routed = bool(model.config.experts) and rows.stack == "blocks"
+        units.append(StackUnit(rows, blocks[rows.stack],
+                               dataclasses.replace(weights, axes=weights.axes[rows.stack], layout=model.place), routed))
+    return units
+
+
+def inside(layout: Layout, function: Callable, inputs: Any, outputs: Any) -> Callable:
+    """`function` on the shards of each stage; the other axes of the mesh stay the compiler's."""
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=inputs, out_specs=outputs, axis_names={STAGE},
+                         check_vma=False)
+
+
+def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any) -> Any:
+    """`function(carried)` where `condition` holds, else `carried`: a loop of one turn or none, in place."""
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)
