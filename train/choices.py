@@ -105,9 +105,9 @@ def check(config: ConfigDict, devices: Sequence[jax.Device]) -> Choices:
     remat = remat_plan(config, fp8=matmul[0] != "wide")
     check_unroll(model, remat)  # refuses ranges of layers that do not fit the model, too
     compiler_options(config, devices[0].platform)  # refuses options that this platform's compiler does not have
-    schedule = check_pipeline(config, layout, model, remat, batch)
+    schedule, stages = check_pipeline(config, layout, model, remat, batch)
     choices = Choices(config, layout, model, precision, kernel, matmul, moe_kernel, remat, batch, frozenset(),
-                      adapters_of(config, layout), schedule, schedule and Stages.of(model, schedule))
+                      adapters_of(config, layout), schedule, stages)
     if choices.lora or config.optimizer.freeze or (model.experts and model.router_bias):
         choices = dataclasses.replace(choices, frozen=_frozen(choices))
     if config.lora.base != "bf16":

@@ -5,6 +5,7 @@ serves every length. There is no key/value cache: each token costs a forward pas
 enough for a sample at the end of training, but not for serving.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,19 @@ import numpy as np
 from flax import nnx
 
 from bytescope.train.data.source import Data
+from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.program import Program
 
 
 def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
     """tokens_BL, int32, with the positions from span[0] up to span[1] filled in; span: int32 [2]."""
-    transformer = nnx.merge(program.graph, params)
+    transformer, hidden = nnx.merge(program.graph, params), _hidden(program, params)
     # A layout that shards sequences may order them differently: positions_L[i] is the position stored at index i.
     positions_L = program.layout.positions(tokens_BL.shape[1])
     key = jax.random.key(program.config.seed)
 
     def extend(place: jax.Array, tokens_BL: jax.Array) -> jax.Array:
-        x_BLD = transformer.hidden(jnp.take(tokens_BL, positions_L, axis=1))
+        x_BLD = hidden(jnp.take(tokens_BL, positions_L, axis=1))
         last = jnp.argmax(positions_L == place - 1)
         x_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
         logits_BV = transformer.logits(x_B1D.astype(jnp.float32), jnp.float32)[:, 0]
@@ -37,6 +39,13 @@ def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.
             tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
 
     return jax.lax.fori_loop(span[0], span[1], extend, tokens_BL)
+
+
+def _hidden(program: Program, params: Any) -> Callable[[jax.Array], jax.Array]:
+    """The function of int32 tokens [B, L] that gives the normed output of the last block."""
+    if (stages := program.parts.pipeline) is None:
+        return nnx.merge(program.graph, params).hidden
+    return partial(PipelineForward(stages.graph, stages.schedule, stages.units).hidden, params)
 
 
 def _jitted(program: Program, temperature: float) -> Any:

@@ -68,7 +68,11 @@ class SavedRun:
         run = cls(workdir, identity, config, chosen, {})
         with run.damage_told():
             meta = ocp.JsonCheckpointHandler().restore(run.folder / "meta")
-            return dataclasses.replace(run, arrays=_parameters(meta["arrays"], meta["checksums"]))
+            arrays = _parameters(meta["arrays"], meta["checksums"])
+        if meta.get("order"):
+            raise UserError(f"checkpoint {chosen} of {workdir} has its layers in the order of a pipeline's stages: "
+                            "resume the run with --config.pipeline.schedule=1f1b for an update, and export that")
+        return dataclasses.replace(run, arrays=arrays)
 
     @property
     def folder(self) -> Path:

@@ -7,11 +7,13 @@ from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.model import ModelConfig, RematPlan
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.pipeline.rows import order_of
+from bytescope.train.pipeline.stages import Stages
 
 
 def check_pipeline(config: ConfigDict, layout: Layout, model: ModelConfig, remat: RematPlan,
-                   batch: BatchAlgebra) -> Schedule | None:
-    """The schedule of a config; None without stages.
+                   batch: BatchAlgebra) -> tuple[Schedule, Stages] | tuple[None, None]:
+    """The schedule of a config, and where its layers lie; None without stages.
 
     Raises:
       ValueError: what stages cannot be combined with, with the remedy.
@@ -22,7 +24,7 @@ def check_pipeline(config: ConfigDict, layout: Layout, model: ModelConfig, remat
         if config.pipeline.virtual > 1:
             raise ValueError(f"pipeline.virtual={config.pipeline.virtual} with mesh.stage=1: there are no stages; set "
                              "mesh.stage, or pipeline.virtual=1")
-        return None
+        return None, None
     segments = remat.segments(model.n_layers)
     refused = [
         (config.batch.mode != "scan", f"batch.mode={config.batch.mode}", "micro-batches of one step pass through the "
@@ -53,4 +55,8 @@ def check_pipeline(config: ConfigDict, layout: Layout, model: ModelConfig, remat
     if model.padded_vocab % (stages * layout.mesh.shape["tensor"]):
         raise ValueError(f"{asked} with {model.padded_vocab} rows of the token table, which the stages share: set "
                          f"model.vocab_multiple={stages * layout.mesh.shape['tensor']}")
-    return schedule
+    held = Stages.of(model, schedule)
+    if config.init.folder and order_of(held):
+        raise ValueError(f"{asked} with init.folder and pipeline.schedule={schedule.name}: weights are read into "
+                         "layers in order; set pipeline.schedule=1f1b, and stages that divide model.n_layers")
+    return schedule, held

@@ -109,7 +109,7 @@ class PipelineGradients:
             packed = jax.lax.map(model.packed, batch["segments"])
         tokens_A = jax.vmap(count_tokens)(batch["targets"])
         scaled_A = tokens_A.astype(jnp.float32) * (1.0 if factor is None else factor)
-        coefficients = scaled_A[:, None] * jnp.asarray(self.coefficients, jnp.float32)
+        coefficients = jnp.outer(scaled_A, jnp.asarray(self.coefficients, jnp.float32))
         return Micro(jax.random.key_data(key_AB) if self.dropout else None, packed, tokens_A, coefficients)
 
 

@@ -1,40 +1,79 @@
-"""Trees of training state between the order of layers, in which others read them, and that of a pipeline's rows."""
+"""Trees of training state between orders of stacked layers: that of the layers, and that in which stages hold them.
 
-from collections.abc import Callable
+An order: stack -> the layer of each row, -1 for a row of none; a stack that is not named has its layers in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from bytescope.train.pipeline.stages import Stages, StackRows
+from bytescope.train.pipeline.stages import Stages
 
-
-def to_rows(stages: Stages | None, tree: Any) -> Any:
-    """A tree whose stacks are in the order of the layers [layers, ...], in that of the rows; rows of no layer are 0."""
-    def one(rows: StackRows, leaf: Any) -> Any:
-        order = np.array(rows.order)
-        layers = np.array(sorted(layer for layer in rows.order if layer >= 0))
-        held = leaf[np.searchsorted(layers, np.maximum(order, layers[0]))]
-        xp = np if isinstance(leaf, np.ndarray) else jnp
-        return xp.where((order >= 0).reshape(-1, *[1] * (leaf.ndim - 1)), held, xp.zeros((), leaf.dtype))
-
-    return _of_stacks(stages, tree, one)
+Order = Mapping[str, Sequence[int]]
+LAYERS: Order = {}  # all stacks have their layers in order
 
 
-def to_layers(stages: Stages | None, tree: Any) -> Any:
-    """The inverse of `to_rows`: rows of no layer are left out."""
-    return _of_stacks(stages, tree, lambda rows, leaf: leaf[np.array(rows.places)])
+def order_of(stages: Stages | None) -> dict[str, tuple[int, ...]]:
+    """The order of a pipeline's stages; {} without, and where all stacks have their layers in order."""
+    return {rows.stack: rows.order for rows in (stages.stacks if stages else ()) if not rows.identity}
 
 
-def _of_stacks(stages: Stages | None, tree: Any, function: Callable[[StackRows, Any], Any]) -> Any:
-    """The tree with `function` applied to the leaves of each stack whose rows are not the layers in their order."""
-    moved = {rows.stack: rows for rows in (stages.stacks if stages else ()) if not rows.identity}
-    if not moved:
-        return tree
+def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
+    """Shapes and shardings of the tree `abstract`, which is in `order`, as they are in the order `wanted`."""
+    def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
+        shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
+        if isinstance(sharding, NamedSharding) and shape[0] % sharding.mesh.shape["stage"]:  # whole on every stage
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    return _of_stacks(abstract, order, wanted, one)
+
+
+def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = None) -> Any:
+    """The tree, which is in `order`, in the order `wanted`; rows of no layer are 0.
+
+    abstract: shapes with shardings of the result; arrays are then given up one by one as they are replaced. Without it
+    arrays may be NumPy's.
+    """
+    shardings = iter(()) if abstract is None else iter([leaf.sharding for leaf in jax.tree.leaves(abstract)])
+
+    def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
+        places = np.array([np.argmax(have == layer) if layer >= 0 else len(have) for layer in want])
+        sharding = next(shardings, None)
+        if sharding is None:
+            return np.take(np.concatenate([leaf, np.zeros_like(leaf[:1])]), places, axis=0)
+        out = jax.block_until_ready(jax.jit(partial(_take, places=places), out_shardings=sharding)(leaf))
+        leaf.delete()  # so that no more than one leaf is there twice
+        return out
+
+    def kept(leaf: Any) -> Any:
+        next(shardings, None)
+        return leaf
+
+    return _of_stacks(tree, order, wanted, one, kept)
+
+
+def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
+    return jnp.take(leaf, jnp.asarray(places), axis=0, mode="fill", fill_value=0)
+
+
+def _of_stacks(tree: Any, order: Order, wanted: Order, function: Callable[..., Any],
+               kept: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """`function(order, wanted order, leaf)` of the leaves of stacks whose two orders differ, `kept` of the others."""
+    moved = {}
+    for stack in {*order, *wanted}:
+        layers = sorted(layer for layer in (order.get(stack) or wanted[stack]) if layer >= 0)
+        both = tuple(np.array(each.get(stack) or layers) for each in (order, wanted))
+        if both[0].tolist() != both[1].tolist():
+            moved[stack] = both
 
     def one(path: tuple, leaf: Any) -> Any:
-        stack = next((moved[key.key] for key in path if getattr(key, "key", None) in moved), None)
-        return leaf if stack is None or not np.ndim(leaf) else function(stack, leaf)
+        stack = next((key.key for key in path if getattr(key, "key", None) in moved), None)
+        return kept(leaf) if stack is None or not leaf.ndim else function(*moved[stack], leaf)
 
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -26,6 +26,7 @@ from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.errors import UserError
 from bytescope.train.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.parallel.processes import ALONE, Processes
+from bytescope.train.pipeline.rows import LAYERS, Order, as_ordered, reordered
 from bytescope.train.run.failures import keep_library_log
 from bytescope.train.run.runtime import stderr_held
 from bytescope.train.run.workdir import CHECKPOINTS
@@ -179,21 +180,22 @@ class Checkpoints:
         """Steps with a checkpoint, oldest first, as process 0 sees them."""
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
-    def save(self, state: Any, position: Position, eval_loss: float | None = None) -> None:
+    def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
         """Starts writing `state`; returns once it is copied off the device, so that it may be donated.
 
-        `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation.
+        `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation. `order`: of the rows of
+        stacked layers (train/pipeline/rows.py).
         """
         state = portable(state)
         meta = {**dataclasses.asdict(position), "checksums": np.asarray(checksums(state)).tolist(),
-                "arrays": describe(state)}
+                "arrays": describe(state), "order": {stack: list(rows) for stack, rows in order.items()}}
         self._manager.save(
             position.step, metrics=None if eval_loss is None else {"eval_loss": eval_loss},
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
 
-    def restore(self, abstract: Any, warn: Callable[[str], None]) -> tuple[Any, Position] | None:
-        """The newest undamaged checkpoint, sharded as `abstract` says, whatever mesh or accumulation wrote it; of
-        frozen parameters the biases of routers alone are in it.
+    def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
+        """The newest undamaged checkpoint, sharded as `abstract` says, its stacked layers in `order`, whatever mesh,
+        stages or accumulation wrote it; of frozen parameters the biases of routers alone are in it.
 
         A damaged one is reported through `warn` and moved aside, never deleted; then the one before it is tried.
         None if there is no checkpoint.
@@ -204,7 +206,7 @@ class Checkpoints:
         for damage in self._found:
             warn(damage)
         while steps := self.steps():
-            read = self._read(steps[-1], portable(abstract))
+            read = self._read(steps[-1], portable(abstract), order)
             if not isinstance(read, str):
                 return complete(read[0], abstract), read[1]
             aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
@@ -212,7 +214,7 @@ class Checkpoints:
             warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before it")
         return None
 
-    def _read(self, step: int, wanted: Any) -> tuple[Any, Position] | str:
+    def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
         """The state and position of a checkpoint, or the damage that any of the processes found."""
         # Without the manager: its restore ends with a barrier, at which a process that could read would wait for ever
         # for one that could not.
@@ -222,12 +224,13 @@ class Checkpoints:
             try:
                 meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
                 position = Position(int(meta["step"]), int(meta["sequences"]))
-                arrays, sums = dict(meta["arrays"]), meta["checksums"]
-                if other := _difference(arrays, describe(wanted)):
+                arrays, sums, written = dict(meta["arrays"]), meta["checksums"], meta.get("order", {})
+                as_written = as_ordered(wanted, order, written)
+                if other := _difference(arrays, describe(as_written)):
                     raise UserError(f"checkpoint {step} in {self.root} is of another model or optimizer ({other}): "
                                     "choose another --workdir")
                 with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-                    state = handler.restore(folder / "state", args=ocp.args.StandardRestore(wanted))
+                    state = handler.restore(folder / "state", args=ocp.args.StandardRestore(as_written))
             except UserError:
                 raise
             except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
@@ -237,7 +240,7 @@ class Checkpoints:
             return found[0]
         if position.step != step or np.asarray(checksums(state)).tolist() != sums:
             return "its arrays do not match their checksums"
-        return state, position
+        return reordered(state, written, order, wanted), position
 
     def _set_aside(self, step: int) -> Path:
         self.aside.mkdir(exist_ok=True)

@@ -1,0 +1,161 @@
+"""Training through the stages of a pipeline: the losses of one device, for every schedule and all that it meets."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from bytescope.train.data.feed import put
+from bytescope.train.pipeline.rows import order_of, reordered
+from bytescope.train.run.checkpoint import Checkpoints, Position
+from bytescope.train.run.startup import start_state
+from bytescope.train.sample import generate
+from support.toy import first_state, fixed_batches, run_losses, small_program
+
+DEEP = {"model.n_layers": 8, "batch.mode": "scan", "batch.accumulation": 8}
+MIXTURE = {"model.experts": 4, "model.experts_per_token": 2, "model.d_expert": 16, "model.dense_layers": 1,
+           "loss.balance": 0.1, "loss.router_z": 1e-3, "model.router": "sigmoid", "model.router_bias": True,
+           "optimizer.router_bias_rate": 0.01}
+INTERLEAVED = {"pipeline.schedule": "interleaved", "pipeline.virtual": 2}
+
+
+def pipelined(stages, ranks=1, **overrides):
+    """A program of `stages` x `ranks` devices and the sequences of one device."""
+    mesh = {"mesh.stage": stages, "mesh.fsdp": ranks, "batch.micro": 4 // ranks}
+    return small_program({**DEEP, **mesh, **overrides}, stages * ranks * overrides.get("mesh.tensor", 1))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Losses on one device, by the overrides that change the arithmetic."""
+    known = {}
+
+    def of(steps=3, **overrides):
+        key = (steps, *sorted(overrides.items()))
+        if key not in known:
+            known[key] = run_losses(small_program({**DEEP, "batch.micro": 4, **overrides}), steps=steps)
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize(("stages", "ranks", "overrides"), [
+    (4, 1, {"pipeline.schedule": "gpipe"}), (4, 2, {}), (4, 1, INTERLEAVED), (2, 1, {"pipeline.schedule": "v"}),
+    (8, 1, {"batch.accumulation": 8}), (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
+    (2, 1, {"batch.accumulation": 2}), (4, 1, {"batch.accumulation": 16})], ids=str)
+def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, plain):
+    wanted = plain(**{key: value for key, value in overrides.items() if key.startswith("batch")})
+    np.testing.assert_allclose(run_losses(pipelined(stages, ranks, **overrides), steps=3), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("stages", "arithmetic", "overrides"), [
+    (2, {"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
+    (2, {"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
+    (2, {"model.tie_embeddings": True, "model.position": "learned"},
+     {"remat.policy": "dots", "mesh.strategy": "zero1"}),
+    (2, MIXTURE, {"mesh.expert": 2, "batch.micro": 2, "pipeline.schedule": "v"})], ids=str)
+def test_dropout_uneven_layers_and_experts_have_the_losses_of_one_device(stages, arithmetic, overrides, plain):
+    ranks = {"mesh.fsdp": 1} if "mesh.expert" in overrides else {"mesh.fsdp": 2, "batch.micro": 2}
+    program = small_program({**DEEP, **arithmetic, "mesh.stage": stages, **ranks, **overrides}, 4)
+    np.testing.assert_allclose(run_losses(program, steps=3), plain(**arithmetic), rtol=1e-6)
+
+
+def test_gradients_and_twenty_losses_equal_those_of_one_device():
+    """Adam divides rounding by rounding where a gradient is 0 but for that: with an epsilon above it, and a learning
+    rate at which losses fall without a jump, twenty updates keep the first one's distance."""
+    calm = {"optimizer.eps": 1e-5, "optimizer.learning_rate": 2e-3}
+    one, program = small_program({**DEEP, **calm, "batch.micro": 4}), pipelined(4, **INTERLEAVED, **calm)
+    batch = next(fixed_batches(32, 32, 64, 1))
+    batch = {name: jnp.asarray(x).reshape(8, 4, 32) for name, x in batch.items()}
+    keys = jax.random.split(jax.random.key(0), 32).reshape(8, 4)
+
+    def gradients(program):
+        state = first_state(program)
+        return jax.device_get(jax.jit(program.parts.gradients)(state, batch, keys))
+
+    (tally, wanted), (found_tally, found) = gradients(one), gradients(program)
+    found = reordered(found, order_of(program.stages), {})
+    np.testing.assert_allclose(found_tally.loss, tally.loss, rtol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
+    np.testing.assert_allclose(run_losses(program, steps=20), run_losses(one, steps=20), rtol=1e-6)
+
+
+def go_on(program, state, steps):
+    """(losses of further updates on fixed batches, the state after them)."""
+    losses = []
+    for host in fixed_batches(32, 32, 64, steps):
+        batch = {name: x.reshape(*shape.shape) for (name, x), shape in zip(host.items(), program.batch_shapes.values())}
+        state, metrics = program.step(state, put(batch, program.batch_shapes))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
+    """From one device to a V of uneven stages, on to interleaved ones, and back: the curve of one device."""
+    layers = {"model.n_layers": 7}
+    programs = [small_program({**DEEP, **layers, "batch.micro": 4}),
+                pipelined(2, **layers, **{"pipeline.schedule": "v"}),
+                pipelined(2, **layers, **{**INTERLEAVED, "pipeline.virtual": 3}),
+                small_program({**DEEP, **layers, "batch.micro": 4})]
+    state, alone, found, wanted = first_state(programs[0]), first_state(programs[0]), [], []
+    for number, program in enumerate(programs):
+        if number:
+            with contextlib.closing(Checkpoints(tmp_path / str(number - 1), 1)) as checkpoints:
+                state, _ = start_state(program, checkpoints, Console(quiet=True))
+        losses, state = go_on(program, state, 2)
+        found += losses
+        losses, alone = go_on(programs[0], alone, 2)
+        wanted += losses
+        with contextlib.closing(Checkpoints(tmp_path / str(number), 1)) as checkpoints:
+            checkpoints.save(state, Position(1, 32), order=order_of(program.stages))
+            checkpoints.wait()
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(*(jax.tree.leaves(each.params["blocks"])[0] for each in (state, alone)), atol=1e-6)
+
+
+def test_evaluation_and_samples_pass_through_the_stages():
+    programs = [small_program({**DEEP, "batch.micro": 4}), pipelined(2, **{"pipeline.schedule": "v"})]
+    host = next(fixed_batches(4, 32, 64, 1))
+    states = [first_state(program) for program in programs]
+    tallies = [program.evaluate(state.params, put(host, program.eval_shapes), None)
+               for program, state in zip(programs, states)]
+    np.testing.assert_allclose(tallies[1].loss, tallies[0].loss, rtol=1e-6)
+    texts = [generate(program, state.params, [1, 2, 3], 5, 0.0) for program, state in zip(programs, states)]
+    assert texts[0] == texts[1] and len(texts[0]) == 5
+
+
+def test_loads_and_biases_of_experts_are_in_the_order_of_layers():
+    overrides = {**MIXTURE, "model.n_layers": 5, "batch.accumulation": 2}
+    found = []
+    for program in (small_program({**DEEP, **overrides, "batch.micro": 4}),
+                    pipelined(2, **overrides, **{"pipeline.schedule": "v"})):
+        host = next(fixed_batches(8, 32, 64, 1))
+        batch = {name: x.reshape(2, 4, 32) for name, x in host.items()}
+        state, metrics = program.step(first_state(program), put(batch, program.batch_shapes))
+        frozen = reordered(jax.device_get(state.frozen), order_of(program.stages), {})
+        found.append((np.asarray(metrics["expert_load"]), frozen["blocks"]["experts"]["router_bias"]))
+    np.testing.assert_allclose(*(load for load, _ in found), rtol=1e-6)
+    np.testing.assert_allclose(*(bias for _, bias in found))
+    assert np.abs(found[0][1]).max() == np.float32(0.01)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("overrides", "words"), [
+    ({"batch.mode": "multisteps"}, "set batch.mode=scan"), ({"model.scan": False}, "set model.scan=true"),
+    ({"remat.layers": "0-2:none", "remat.policy": "full"}, "set one remat.policy for all layers"),
+    ({"remat.policy": "sqrt"}, "remat.policy=sqrt"), ({"remat.policy": "offload"}, "stash is in device memory"),
+    ({"mesh.stage": 1, "pipeline.virtual": 2}, "there are no stages"), ({"model.n_layers": 1}, "need a layer each"),
+    ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
+    ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),
+    ({"pipeline.schedule": "interleaved", "pipeline.virtual": 2, "batch.accumulation": 3}, "set batch.accumulation=4"),
+    ({"model.vocab_size": 63}, "set model.vocab_multiple=2"),
+    ({"init.folder": "x", "pipeline.schedule": "v"}, "set pipeline.schedule=1f1b")], ids=str)
+def test_what_stages_cannot_be_combined_with_is_refused_in_a_line(overrides, words):
+    count = overrides.get("mesh.stage", 2)
+    with pytest.raises(ValueError) as caught:
+        small_program({**DEEP, "mesh.stage": count, "mesh.fsdp": 1, **overrides}, count)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
