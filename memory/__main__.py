@@ -33,6 +33,8 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --offload")),
     "estimate": ("estimate", "bytes and FLOPs by formula, at once; a page with inputs", (
         "--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html")),
+    "pipeline": ("pipeline.draw", "the schedules of a pipeline: ticks, bubble, stash by stage", (
+        "--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html")),
     "names": ("names", "every checkpoint name: shape, sharding, bytes, FLOPs to recompute", (
         "llama_8b h200:8", "tiny --json=names.json")),
     "validate": ("seconds.validate", "predicted seconds and bytes against what real GPUs measured", (

@@ -22,7 +22,7 @@ TRAINER = {
 GROUPS = {
     "train": ("train", "prepare", "export"),
     "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
-    "plan": ("compare", "levers", "front", "fit"),
+    "plan": ("compare", "levers", "front", "fit", "pipeline"),
     "list": ("configs", "targets", "keys", "policies", "completion"),
 }
 SUMMARY = """\

@@ -20,7 +20,7 @@ Axes = tuple[tuple[str, int], ...]
 Groups = list[list[int]]
 
 # The order in which the trainer lays its axes over the devices, the last one over neighbours.
-ORDER = ("data", "fsdp", "expert", "context", "tensor")
+ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 # Groups of more devices than this are no mesh anyone has, but a damaged file.
 _MOST = 2**20
 

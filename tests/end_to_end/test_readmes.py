@@ -196,7 +196,7 @@ def test_files_named_in_the_tree_exist():
 
 def test_the_front_page_is_short():
     text = FRONT.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 162
+    assert len(text.splitlines()) <= 165
     assert (ROOT / "memory" / "report.png").stat().st_size < 150_000
 
 

@@ -175,9 +175,9 @@ class Layout(Placement):
             x_BLD, grads = function(inner, *arrays, weights)
             return x_BLD, [grad[None] for grad in grads]
 
-        x_BLD, grads = jax.shard_map(one, mesh=self.mesh, in_specs=(spec, PartitionSpec()),
-                                     out_specs=(spec, PartitionSpec(axes)), axis_names=set(taken) - set(self.manual),
-                                     check_vma=False)(arrays, weights)
+        x_BLD, grads = jax.shard_map(one, in_specs=(spec, PartitionSpec()), out_specs=(spec, PartitionSpec(axes)),
+                                     axis_names=set(taken) - set(self.manual), check_vma=False, **self._of_mesh)(
+            arrays, weights)
         # In the dtype of the gradients: `sum` would send float32.
         return x_BLD, [jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (0,)) for grad in grads]
 
@@ -228,11 +228,14 @@ class Layout(Placement):
             results = function(*arguments)
             return tuple(map(jax.lax.psum, results, over)) if over else results
 
-        # Inside an enclosing shard_map the mesh is that of the context, and the axes are those it leaves over.
-        mesh = {} if self.manual else {"mesh": self.mesh}
         specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
         return jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False,
-                             axis_names=set(AXES) - set(self.manual), **mesh)
+                             axis_names=set(AXES) - set(self.manual), **self._of_mesh)
+
+    @property
+    def _of_mesh(self) -> dict[str, Mesh]:
+        """The mesh of a `jax.shard_map`; inside an enclosing one that of the context, the axes those it leaves over."""
+        return {} if self.manual else {"mesh": self.mesh}
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
         """`function` with its own partitioner, but inside an enclosing `jax.shard_map` on a device's shard alone."""

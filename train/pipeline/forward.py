@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
-from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside
+from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one
 from bytescope.train.step.state import Batch
 
 
@@ -41,7 +41,7 @@ class PipelineForward:
                 name = unit.rows.stack
                 y_BLD = unit.run(chunk, jnp.where(mine, count[0, chunk], 0), first[0], y_BLD, stacks[name],
                                  fixed[name], micro)
-            return jax.lax.psum(jnp.where(mine, y_BLD, 0), STAGE)
+            return of_one(model.place, y_BLD, mine)
 
         run = inside(model.place, chunk, (P(), P(), P(STAGE), P(STAGE), P(STAGE), P()), P())
         places = [(self.schedule.stage_of(k), self.schedule.chunk_of(k)) for k in range(self.schedule.virtual_stages)]

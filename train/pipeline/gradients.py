@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
 from bytescope.train.losses import count_tokens
-from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, when
+from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one, when
 from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
 from bytescope.train.step.weights import Weights
@@ -257,7 +257,7 @@ class _Run:
     def _of_stage(self, x: jax.Array, stage: int) -> jax.Array:
         """What `stage` holds of `x` [stages, B, L, D], on all of them."""
         def pick(x):
-            return jax.lax.psum(jnp.where(jax.lax.axis_index(STAGE) == stage, x[0], 0), STAGE)
+            return of_one(self.layout, x[0], jax.lax.axis_index(STAGE) == stage)
 
         return self.layout(inside(self.layout, pick, (P(STAGE),), P())(x), ("batch", "stream", None))
 

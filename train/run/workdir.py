@@ -19,9 +19,9 @@ from bytescope.train.run.lock import LOCK, take
 
 # Keys that may differ when a run is resumed: they change how a step is computed or recorded, not the loss curve.
 # A trailing dot stands for a group. Everything else, and the global batch, is the identity of the run.
-FREE = ("mesh.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens", "batch.mode",
-        "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer", "data.dtype",
-        "data.field", "data.skip_bad", "data.chat_template", "init.folder", "init.adapter",
+FREE = ("mesh.", "pipeline.", "remat.", "loss.", "train.", "batch.micro", "batch.accumulation", "batch.tokens",
+        "batch.mode", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
+        "data.dtype", "data.field", "data.skip_bad", "data.chat_template", "init.folder", "init.adapter",
         "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
 # Keys that may differ between processes: paths on machines of their own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",

@@ -1,0 +1,82 @@
+"""bytescope pipeline: the schedule of a pipeline drawn, its bubble and the stash of each stage; nothing is compiled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.errors import ReportError
+from bytescope.memory.pipeline import figures
+from bytescope.memory.pipeline.layers import divide_layers
+from bytescope.memory.pipeline.schedule import Schedule
+from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
+
+if TYPE_CHECKING:
+    from bytescope.memory.plan.trainer import Trainer
+
+ALL = "all"
+# More units than this take seconds to draw, and no page shows them.
+MOST_UNITS = 200_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--stages", type=int, metavar="P", required=True, help="stages, as mesh.stage")
+    parser.add_argument("--micro-batches", type=int, metavar="M", required=True, help="micro-batches of an update, as "
+                        "batch.accumulation")
+    parser.add_argument("--schedule", metavar="NAME", default=ALL, help=f"{', '.join(SCHEDULES)}, or {ALL} in a table "
+                        "(default), as pipeline.schedule")
+    parser.add_argument("--virtual", type=int, metavar="V", help="chunks of layers per stage, as pipeline.virtual "
+                        "(default: 2 of v, and of interleaved; else 1)")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model, to say how many a stage holds")
+    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule, or the table, as JSON")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer: Trainer) -> int:
+    """Prints the schedule, or the table of all, and writes the files that were asked for."""
+    from bytescope.memory.text.console import put
+    from bytescope.memory.text.pipeline.drawing import comparison, view
+
+    if overrides:
+        raise ReportError(f"pipeline takes no --config.{overrides[0][0]}: it reads no config")
+    check_files(args)
+    if args.stages * args.micro_batches * (args.virtual or 2) > MOST_UNITS:
+        raise ReportError(f"--stages={args.stages} --micro-batches={args.micro_batches}: give at most {MOST_UNITS:,} "
+                          "stages times micro-batches times chunks")
+    found, refused = [], []
+    for name in SCHEDULES if args.schedule == ALL else [args.schedule]:
+        virtual = args.virtual if args.virtual and args.schedule != ALL else 2 if name in ("interleaved", "v") else 1
+        try:
+            found.append(make_schedule(name, args.stages, args.micro_batches, virtual))
+        except ReportError as error:
+            if args.schedule != ALL:
+                raise
+            refused.append((name, str(error)))
+    if not found:
+        raise ReportError(refused[0][1])
+    layers = [divide_layers(args.layers, one.virtual_stages) if args.layers else None for one in found]
+    put(comparison(found, refused) if args.schedule == ALL else view(found[0], layers[0]))
+    if args.json:
+        write(args.json, json.dumps({"schedules": [_plain(*both) for both in zip(found, layers)]}, indent=1) + "\n")
+    if args.html:
+        from bytescope.memory.pages.pipeline.schedule import render
+
+        write(args.html, render(found, layers))
+    return 0
+
+
+def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
+    """A schedule as plain values; tables are [ticks][stages] of micro-batch, chunk and stash slot, -1 for nothing."""
+    found = figures.simulate(schedule)
+    return {"name": schedule.name, "stages": schedule.stages, "virtual": schedule.virtual,
+            "micro_batches": schedule.micro_batches, "ticks": schedule.ticks, "placement": schedule.placement,
+            "layers": layers, "stash_slots": schedule.stash_slots,
+            "stash": [float(stash) for stash in figures.stash_by_stage(schedule)],
+            "bubble": found.bubble, "bubble_formula": float(figures.bubble(
+                schedule.stages, schedule.micro_batches, schedule.virtual)), "idle": found.idle,
+            "forward": schedule.forward.tolist(), "backward": schedule.backward.tolist(),
+            "weights": schedule.weights.tolist(), "ends": schedule.ends.tolist()}
