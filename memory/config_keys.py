@@ -37,6 +37,8 @@ MESH_EXPERT = "mesh.expert"
 MESH_FSDP = "mesh.fsdp"
 MESH_PREFETCH = "mesh.prefetch"
 MESH_SEQUENCE_PARALLEL = "mesh.sequence_parallel"
+PIPELINE_SCHEDULE = "pipeline.schedule"
+PIPELINE_VIRTUAL = "pipeline.virtual"
 MESH_STRATEGY = "mesh.strategy"
 MESH_TENSOR = "mesh.tensor"
 

@@ -33,7 +33,7 @@ from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale
 from bytescope.train.optimizer.trainable import stored_frozen
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
-from bytescope.train.pipeline.assemble import make_pipeline
+from bytescope.train.pipeline.assemble import make_pipeline, notes_on
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.parts import StepParts
 from bytescope.train.step.state import TrainState, zero_tally
@@ -140,7 +140,7 @@ class Program(Choices):
             traced = self.step.trace(self.state, self.batch_shapes)
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
-        return dataclasses.replace(compilation, jaxpr=traced.jaxpr)
+        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=compilation.notes + notes_on(self.schedule))
 
     def _check_offload(self, compilation: Compilation) -> None:
         """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""

@@ -28,6 +28,8 @@ from bytescope.memory.config_keys import (
     MODEL_EXPERTS,
     MODEL_N_LAYERS,
     OPTIMIZER_FREEZE,
+    PIPELINE_SCHEDULE,
+    PIPELINE_VIRTUAL,
     PRECISION,
     PRECISION_PRESET,
     REMAT_OFFLOAD,
@@ -39,6 +41,7 @@ from bytescope.memory.formulas.config import model_of
 from bytescope.memory.formulas.expert_exchange import chosen_dispatch, repeats, sent
 from bytescope.memory.formulas.training_state import PRECISIONS
 from bytescope.memory.formulas.transformer import Model
+from bytescope.memory.pipeline.schedules import make_schedule
 
 # Precision preset -> bytes of a parameter as it is gathered, in the dtype of the products; other presets have no
 # formula. Gradients travel in the same dtype, but for the presets that say otherwise.
@@ -143,6 +146,21 @@ def tensor_parallel(axis: str, size: int, layers: int, activation: int, *, seque
             Expected("reduce-scatter", (axis,), size, sums * activation, f"{4 + repeated} x bsh per block")]
 
 
+def stage_sends(config: Mapping[str, Any], axes: Mapping[str, int], itemsize: int) -> list[Expected]:
+    """What the stages of a pipeline send each other: in every tick the output of a chunk and the gradient of its input,
+    bsh each; in a V either way, to all but the ends. Published programs send 2 x bsh for each micro-batch and chunk."""
+    stages, ranks = axes["stage"], math.prod(axes.get(axis, 1) for axis in BATCH_AXES)
+    micro, length, width = (config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL))
+    name, virtual = config[PIPELINE_SCHEDULE], config[PIPELINE_VIRTUAL]
+    table = make_schedule(name, stages, accumulation(config, ranks), 2 if name == "v" else virtual)
+    shared = axes.get("tensor", 1) if config.get(MESH_SEQUENCE_PARALLEL) else 1
+    activation = micro * length * width * itemsize // shared
+    each, words = 2, "2 x bsh per tick"
+    if table.bends:
+        each, words = 4 * (stages - 1) / stages, "4 x bsh per tick, but the ends"
+    return [Expected("collective-permute", ("stage",), stages, round(table.ticks * each * activation), words)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The parallelism that a trainer's config asks for.
@@ -197,6 +215,8 @@ def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: in
     changed |= bool(config.get(LORA_RANK) or config.get(OPTIMIZER_FREEZE))  # a part alone has gradients to reduce
     if plan is None or itemsize is None or not parameters or changed:
         return []
+    if axes.get("stage", 1) > 1:  # how often a stage gathers and reduces follows from its ticks, not from a formula
+        return stage_sends(config, axes, itemsize)
     scanned = config.get(BATCH_MODE) == "scan"
     micro_steps = accumulation(config, math.prod(axes.get(axis, 1) for axis in BATCH_AXES)) if scanned else 1
     policy = config.get(REMAT_POLICY, "none")

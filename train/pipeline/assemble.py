@@ -5,6 +5,8 @@ from typing import Any
 
 from flax import nnx
 
+from bytescope.memory.pipeline.figures import bubble, simulate
+from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.train.choices import Choices
 from bytescope.train.loss_fn import make_cross_entropy
 from bytescope.train.pipeline.forward import PipelineForward
@@ -25,3 +27,16 @@ def make_pipeline(choices: Choices, graph: nnx.GraphDef,
     gradients = PipelineGradients(graph, cross_entropy, choices.schedule, units, weights, precision.accumulator, drops,
                                   coefficients, choices.model.experts)
     return gradients, PipelineForward(graph, choices.schedule, units).loss(cross_entropy)
+
+
+def notes_on(schedule: Schedule | None) -> tuple[str, ...]:
+    """What a report of a pipelined step has to say of its own figures; () without stages."""
+    if schedule is None:
+        return ()
+    found, least = simulate(schedule), bubble(schedule.stages, schedule.micro_batches, schedule.virtual)
+    return (f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * found.bubble:.1f} % by its table "
+            f"((P-1)/(vM+P-1) is {100 * float(least):.1f} %); each stage needs "
+            f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
+            "allocate for residuals",
+            f"seconds and sent bytes count all {schedule.ticks} ticks as full, idle stages included; FLOPs of layers, "
+            "and with them MFU and what is recomputed, are counted once a tick")

@@ -11,54 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
 from bytescope.train.losses import count_tokens
+from bytescope.train.pipeline.ticks import Ticks, place_of
 from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one, when
 from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
 from bytescope.train.step.weights import Weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Ticks:
-    """The table of a schedule as a loop reads it, a row a tick; int32, -1 for nothing.
-
-    forward, backward: [ticks, stages, 3] micro-batch, chunk, slot. enter: micro-batch whose embedding the first stage
-    reads. end: micro-batch whose loss is computed, and the slot of its output. leave: micro-batch whose gradient leaves
-    the first stage. keep: slot for the output of the last stage.
-    """
-
-    forward: jax.Array
-    backward: jax.Array
-    enter: jax.Array
-    end: jax.Array
-    leave: jax.Array
-    keep: jax.Array
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> "Ticks":
-        """Those of a schedule."""
-        stage, chunk = _place(schedule, 0)
-
-        def first(table: np.ndarray) -> np.ndarray:
-            return np.where(table[:, stage, 1] == chunk, table[:, stage, 0], -1)
-
-        arrays = (schedule.forward, schedule.backward, first(schedule.forward), schedule.ends, first(schedule.backward),
-                  schedule.output_write)
-        return cls(*(jnp.asarray(array, jnp.int32) for array in arrays))
-
-
-jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave", "keep"], [])
-
-
-def _place(schedule: Schedule, virtual: int) -> tuple[int, int]:
-    """(stage, chunk) of a virtual stage."""
-    return schedule.stage_of(virtual), schedule.chunk_of(virtual)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +162,7 @@ class _Run:
         """The output of each stage [stages, B, L, D]; stash and loads are replaced in the carry."""
         entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
                         jnp.zeros(*self._stream()))
-        stage, chunk = _place(self.whole.schedule, 0)
+        stage, chunk = place_of(self.whole.schedule, 0)
 
         def forward(unit, counts, x, entering, stash, loads, stacks, fixed, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
@@ -226,7 +189,7 @@ class _Run:
     def _end(self, carry: dict[str, Any], table: Ticks, y: jax.Array) -> jax.Array:
         """The gradient of the last block's output [B, L, D]; the loss and its gradients are added to the carry."""
         micro, slot = table.end
-        last, _ = _place(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
+        last, _ = place_of(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
             carry["outputs"] = when(table.keep >= 0, lambda kept: jax.lax.dynamic_update_index_in_dim(
                 kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0), carry["outputs"])
@@ -268,7 +231,7 @@ class _Run:
 
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end: jax.Array) -> jax.Array:
         """The gradient of each stage's input [stages, B, L, D]; sums of gradients are replaced in the carry."""
-        stage, chunk = _place(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
+        stage, chunk = place_of(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
 
         def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
@@ -293,7 +256,7 @@ class _Run:
 
     def _leave(self, carry: dict[str, Any], table: Ticks, d: jax.Array) -> None:
         """Adds the gradients of the embedding of the micro-batch whose backward pass ends in this tick."""
-        stage, _ = _place(self.whole.schedule, 0)
+        stage, _ = place_of(self.whole.schedule, 0)
 
         def leave(sums):
             micro = jnp.maximum(table.leave, 0)

@@ -1,0 +1,40 @@
+"""What a pipelined step holds and sends: a stash that does not grow with micro-batches, sends by their formula."""
+
+import pytest
+
+from bytescope.memory.analyze import report_of
+from bytescope.memory.pipeline.schedules import make_schedule
+from bytescope.train.config import flatten
+from support.toy import small_program
+
+# The stream outweighs all else, so that bytes are those of the stash.
+WIDE = {"model.n_layers": 8, "batch.mode": "scan", "mesh.stage": 4, "mesh.fsdp": 1, "batch.micro": 16,
+        "data.seq_len": 64, "remat.policy": "full", "optimizer.name": "momentum"}
+SLOT = 16 * 64 * 32 * 4 * 2  # bytes of a slot: two layers' inputs
+
+
+def report(name, micro_batches, virtual=1):
+    program = small_program({**WIDE, "batch.accumulation": micro_batches, "pipeline.schedule": name,
+                             "pipeline.virtual": virtual}, 4)
+    return report_of(program.compile_for_report(), config=flatten(program.config))
+
+
+@pytest.fixture(scope="module")
+def one():
+    return report("1f1b", 8)
+
+
+def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
+    more, v, gpipe = report("1f1b", 16), report("v", 8), report("gpipe", 8)
+    tokens = 2 * 8 * 16 * 64 * 4  # bytes of eight micro-batches more, which are arguments
+    assert more.allocated_bytes - one.allocated_bytes == pytest.approx(tokens, abs=0.02 * one.allocated_bytes)
+    schedules = [make_schedule(name, 4, 8, chunks) for name, chunks in (("1f1b", 1), ("v", 2), ("gpipe", 1))]
+    assert [max(schedule.stash_slots) for schedule in schedules] == [7, 8, 8]  # those of a V are half as large
+    assert one.allocated_bytes - v.allocated_bytes > 2 * SLOT
+    assert gpipe.allocated_bytes - one.allocated_bytes > 0.9 * SLOT
+
+
+def test_what_stages_send_is_the_formula(one):
+    sends, = [entry for entry in one.communication if entry.kind == "collective-permute"]
+    assert sends.wire_bytes == sends.formula_bytes == 2 * 14 * SLOT // 2
+    assert any("7, 5, 3, 1 of the 7 slots" in note for note in one.notes)
