@@ -28,6 +28,7 @@ LORA_RANK = "lora.rank"
 LORA_TARGETS = "lora.targets"
 
 LOSS_CHUNK = "loss.chunk"
+LOSS_BALANCE = "loss.balance"
 LOSS_KIND = "loss.kind"
 
 MESH_CONTEXT = "mesh.context"

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import quote
 
+from bytescope.memory.findings import routing
 from bytescope.memory.pages import trace as trace_page
 from bytescope.memory.pages.elements import (
     Cell,
@@ -29,7 +30,7 @@ from bytescope.memory.pages.elements import (
 from bytescope.memory.pages.frame import page
 from bytescope.memory.plan.cache import write_whole
 from bytescope.memory.profile.run_directory import PAGE, RunDirectory, read
-from bytescope.memory.records import Report
+from bytescope.memory.records import Finding, Report
 from bytescope.memory.seconds.prediction import Prediction
 from bytescope.memory.text.seconds import prediction as times_text
 from bytescope.memory.units import column_unit, human
@@ -72,7 +73,7 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
         state=_state(run), problems=run.problems, links=_links(run, prefix), report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
-        findings=sorted(report.findings, key=lambda found: -found.bytes)[:MAX_FINDINGS] if report else [],
+        findings=_findings(run),
         trace=trace and {"where": trace_page.where_text(trace), "figures": trace_page.figures(trace),
                          "cells": trace_page.cells(trace)},
         runs=_runs((run, *others)) if others else None, commands=_commands(run, prefix), config=_config(run.config),
@@ -177,6 +178,12 @@ def _routing(run: RunDirectory) -> list[Figure]:
     return [Figure("busiest expert", f"{last['load_max']:.2f} x the mean", f"at step {int(last['step']):,}; "
                    f"{f'{idle:,}' if idle else 'none'} idle, {f'{dropped:.2%} of the rows' if dropped else 'no row'} "
                    "dropped")]
+
+
+def _findings(run: RunDirectory) -> list[Finding]:
+    """What the routers of the run did, then the largest findings of the report."""
+    own = run.report.findings if run.report else []
+    return [*routing.findings_of(run.rows, run.config), *sorted(own, key=lambda found: -found.bytes)[:MAX_FINDINGS]]
 
 
 def _memory(report: Report) -> list[Figure]:
