@@ -7,8 +7,10 @@ def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:
     """Layers of each virtual stage: as even as can be, where they do not divide the first and the last lighter.
 
     Raises:
-      ReportError: fewer layers than virtual stages.
+      ReportError: no layers, or fewer than virtual stages.
     """
+    if layers < 1:
+        raise ReportError(f"{layers} layers over a pipeline: give 1 or more layers")
     if layers < virtual_stages:
         raise ReportError(f"{layers} layers over {virtual_stages} virtual stages of a pipeline: give at most {layers} "
                           "(mesh.stage times pipeline.virtual)")

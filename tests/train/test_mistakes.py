@@ -235,6 +235,19 @@ MISTAKES["calibrate"] = [
     ("--out=.", "is a folder"), ("--out=", "no name of a file"), ("tiny", "unrecognized"),
     ("--secnds=3", "did you mean --seconds?"), ("--rates=rates.json", "unrecognized"),
     ("--config.train.steps=1", "takes no --config.train.steps")]
+MISTAKES["pipeline"] = [
+    ("", "give --stages=N"), ("--stages=4", "give --micro-batches=N"), ("--stages=4 --micro-batches=four", "four"),
+    ("--stages=0 --micro-batches=4", "0 stages: give 1 or more"), ("--stages=4 --micro-batches=-1", "give 1 or more"),
+    ("--stages=4 --micro-batches=4 --schedule=1f1bb", "did you mean 1f1b?"),
+    ("--stages=4 --micro-batches=6 --schedule=interleaved", "set batch.accumulation=8"),
+    ("--stages=4 --micro-batches=4 --schedule=1f1b --virtual=2", "set pipeline.virtual=1"),
+    ("--stages=4 --micro-batches=4 --schedule=v --virtual=3", "set pipeline.virtual=2"),
+    ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=3", "3 layers over 4 virtual stages"),
+    ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=-3", "give 1 or more layers"),
+    ("--stages=99999 --micro-batches=99999", "give at most 200,000"), ("--stagez=4", "did you mean --stages?"),
+    ("--stages=4 --micro-batches=4 --json=/no/such/folder/x", "no folder"),
+    ("--stages=4 --micro-batches=4 --html=.", "is a folder"), ("tiny --stages=4 --micro-batches=4", "unrecognized"),
+    ("--stages=4 --micro-batches=4 --config.train.steps=1", "takes no --config.train.steps")]
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
 

@@ -248,7 +248,7 @@ class Layout(Placement):
         for size, axis in zip(shape, axes):
             over = self.mesh_axes(axis, state=self.strategy.stored)
             if size % self._size(over):
-                shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in over)
+                shown = " x ".join(f"{mesh_axis} {self.mesh.shape[mesh_axis]}" for mesh_axis in self._used(over))
                 raise ValueError(f"parameter {name}: {axis}={size} is not divisible by {shown}; "
                                  "change the mesh or the size")
 

@@ -24,8 +24,8 @@ MOST_UNITS = 200_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--stages", type=int, metavar="P", required=True, help="stages, as mesh.stage")
-    parser.add_argument("--micro-batches", type=int, metavar="M", required=True, help="micro-batches of an update, as "
+    parser.add_argument("--stages", type=int, metavar="P", help="stages, as mesh.stage")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of an update, as "
                         "batch.accumulation")
     parser.add_argument("--schedule", metavar="NAME", default=ALL, help=f"{', '.join(SCHEDULES)}, or {ALL} in a table "
                         "(default), as pipeline.schedule")
@@ -43,6 +43,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
 
     if overrides:
         raise ReportError(f"pipeline takes no --config.{overrides[0][0]}: it reads no config")
+    if missing := [flag for flag in ("stages", "micro-batches") if getattr(args, flag.replace("-", "_")) is None]:
+        raise ReportError(f"give --{missing[0]}=N, as in bytescope pipeline --stages=8 --micro-batches=32")
     check_files(args)
     if args.stages * args.micro_batches * (args.virtual or 2) > MOST_UNITS:
         raise ReportError(f"--stages={args.stages} --micro-batches={args.micro_batches}: give at most {MOST_UNITS:,} "
