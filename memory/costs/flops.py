@@ -15,7 +15,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
+
+from bytescope.memory.hlo.loops import MEAN_TURNS
 
 RECOMPUTED = re.compile(r"\brematted_computation\b")
 KERNEL_RECOMPUTED = re.compile(r"\bkernel_recompute\b")
@@ -52,8 +55,8 @@ class FlopCount:
                          self.kernel_recomputed + other.kernel_recomputed,
                          tuple(dict.fromkeys(self.notes + other.notes)), by)
 
-    def times(self, trips: int) -> FlopCount:
-        """The count of a loop of `trips`."""
+    def times(self, trips: int | Fraction) -> FlopCount:
+        """The count of a loop of `trips`, which may be a mean."""
         return FlopCount(trips * self.total, trips * self.recomputed, trips * self.kernel_recomputed, self.notes,
                          {key: trips * flops for key, flops in self.by.items()})
 
@@ -83,7 +86,9 @@ def count(jaxpr: Any) -> FlopCount:
 
     inner = jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
-    return _count(live, "")
+    found = _count(live, "")
+    return FlopCount(round(found.total), round(found.recomputed), round(found.kernel_recomputed), found.notes,
+                     {key: round(flops) for key, flops in found.by.items()})
 
 
 def of_equation(equation: Any) -> FlopCount:
@@ -220,6 +225,8 @@ def _scan(equation: Any, stack: str) -> FlopCount:
 
 def _while(equation: Any, stack: str) -> FlopCount:
     once = _call(equation, stack)
+    if said := MEAN_TURNS.search(stack):
+        return once.times(Fraction(int(said[1]), int(said[2])))
     note = ("a while loop has no known trip count: its body is counted once",) if once.total else ()
     return once + FlopCount(notes=note)
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.module import Instruction, Module
+
+# What a program says of a loop that has not as many turns each time, by the scope that it stands in (jax.named_scope):
+# `turns_8_mean_64_56`, at most 8, and 64/56 on average over devices and times; `ticks_full_11`, that its turns take the
+# time of 11 of those that are full.
+MOST_TURNS = re.compile(r"(?:^|/)turns_(\d+)_mean_\d+_\d+/while$")
+FULL_TICKS = re.compile(r"(?:^|/)ticks_full_(\d+)/while$")
+MEAN_TURNS = re.compile(r"(?:^|/)turns_\d+_mean_(\d+)_(\d+)$")
 
 
 def runs(module: Module) -> dict[int, int]:
@@ -43,8 +51,11 @@ def _callers_first(module: Module) -> list[int]:
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a while loop runs its body: XLA's `known_trip_count`, else the one constant that its condition
-    compares a counter with ("less than", counted from zero); None when neither is there."""
+    """How often a while loop runs its body: what the program says of it, the most that its turns can be, or XLA's
+    `known_trip_count`, else the one constant that its condition compares a counter with ("less than", counted from
+    zero); None when none is there."""
+    if said := MOST_TURNS.search(module.metadata(loop).op_name):
+        return int(said[1])
     known = backend_config(module, loop).get("known_trip_count")
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
@@ -66,6 +77,12 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
                 less |= any(field == 63 and wire.text(module.data, value) == "LT"
                             for field, value in wire.fields(module.data, instruction.span))
     return found[0] if less and len(found) == 1 and found[0] > 0 else None
+
+
+def full_turns(module: Module, loop: Instruction) -> int | None:
+    """The turns whose time a loop takes, where some of them are not full: as the program says, else `trip_count`."""
+    said = FULL_TICKS.search(module.metadata(loop).op_name)
+    return int(said[1]) if said else trip_count(module, loop)
 
 
 def _integer(module: Module, constant: Instruction) -> list[int]:

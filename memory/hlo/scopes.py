@@ -20,7 +20,8 @@ NOISE = frozenset((
     "custom_jvp", "custom_vjp", "xla_call", "named_call", "vmap", "pmap", "jvp", "transpose", "main", "",
     "empty2", "<lambda>", "call", "fun", "eval_jaxpr", "linearize", "switch", "body_pred", "cond_pred",
     "outer-loop", "inner-loop", "checkpointed-fwd", "checkpointed-bwd", "checkpointed-no-vjp"))
-_BRANCH = re.compile(r"^branch_\d+(_fun)?$")
+# Branches, and what a program says of how often its loops turn (loops.py).
+_BRANCH = re.compile(r"^(branch_\d+(_fun)?|turns_\d+_mean_\d+_\d+|ticks_full_\d+)$")
 # What JAX writes of functions and products: `attend.<locals>.body`, `Dropout.__call__`, the letters of an einsum.
 _WRITTEN = re.compile(r"<locals>|<lambda>|\.__\w+__$|->|,|\['")
 _EINSUM = re.compile(r"->|,")

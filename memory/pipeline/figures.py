@@ -75,3 +75,9 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
     seconds = float(ends.max())
     return Simulated(seconds, tuple(float(1 - busy / seconds) for busy in work.sum(0)),
                      1 - schedule.micro_batches * (least.forward + least.backward) / seconds)
+
+
+def full_ticks(schedule: Schedule) -> int:
+    """The time of a table in ticks in which a chunk runs forward and one backward: the others take less."""
+    whole = (TOGETHER[True].forward + TOGETHER[True].backward) / schedule.virtual
+    return round(simulate(schedule).seconds / whole)

@@ -11,7 +11,7 @@ from bytescope.memory.costs import collectives, host_transfers, kernels
 from bytescope.memory.costs.flops import FlopCount
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import is_collective
-from bytescope.memory.hlo.loops import backend_config, trip_count
+from bytescope.memory.hlo.loops import backend_config, full_turns
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.records import STEP_PHASES
@@ -125,7 +125,7 @@ class _Walk:
     def loop(self, one: Instruction, around: str) -> Iterator[Step]:
         steps = self.computation(one.called[0], self.phase(one, around)) if one.called else ()
         if steps:
-            yield Loop(trip_count(self.module, one) or 1, steps)
+            yield Loop(full_turns(self.module, one) or 1, steps)
 
     def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
         phase = self.phase(one, around)

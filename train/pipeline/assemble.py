@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from bytescope.memory.pipeline.figures import bubble, simulate
+from bytescope.memory.pipeline.figures import bubble, full_ticks, simulate
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.train.choices import Choices
 from bytescope.train.loss_fn import make_cross_entropy
@@ -19,7 +19,8 @@ def make_pipeline(choices: Choices, graph: nnx.GraphDef,
                   weights: Weights) -> tuple[PipelineGradients, Callable[..., Any]]:
     """(gradients of an update's micro-batches, loss of a held-out one)."""
     config, precision = choices.config, choices.precision
-    units = tuple(stack_units(choices.abstract(place=choices.layout.staged), choices.stages.stacks, weights))
+    units = tuple(stack_units(choices.abstract(place=choices.layout.staged), choices.stages.stacks, weights,
+                              choices.schedule))
     cross_entropy = make_cross_entropy(config, choices.layout, precision, choices.batch.micro, choices.frozen)
     routed = choices.model.routed
     coefficients = tuple(value / routed[0] if routed else 0.0 for value in (config.loss.balance, config.loss.router_z))
@@ -38,5 +39,5 @@ def notes_on(schedule: Schedule | None) -> tuple[str, ...]:
             f"((P-1)/(vM+P-1) is {100 * float(least):.1f} %); each stage needs "
             f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
             "allocate for residuals",
-            f"seconds and sent bytes count all {schedule.ticks} ticks as full, idle stages included; FLOPs of layers, "
-            "and with them MFU and what is recomputed, are counted once a tick")
+            f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
+            "full, idle stages included")

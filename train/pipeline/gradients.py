@@ -14,14 +14,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
 from bytescope.train.losses import count_tokens
 from bytescope.train.pipeline.ticks import Ticks, place_of
-from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one, when
+from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
 from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
 from bytescope.train.step.weights import Weights
+
+# What autodiff would call the two passes, for reports to tell them apart: here each is written out.
+FORWARD, BACKWARD = "jvp", "transpose(jvp)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,8 @@ class PipelineGradients:
         fixed = {name: (frozen or {}).get(name) for name in stacks}
         micros = self._micros(rest, stacks, frozen, batch, key_AB, factor)
         run = _Run(self, stacks, rest, fixed, frozen, batch, micros, factor)
-        carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.of(self.schedule))
+        with jax.named_scope(f"ticks_full_{full_ticks(self.schedule)}"):
+            carry, _ = jax.lax.scan(run.tick, run.start(), Ticks.of(self.schedule))
         return run.result(carry)
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
@@ -92,6 +97,11 @@ class _Run:
     @property
     def layout(self) -> Any:
         return self.whole.weights.layout
+
+    @property
+    def _once(self) -> str:
+        """The scope of what happens once a micro-batch, in one tick of all."""
+        return turns_of(1, self.whole.schedule.micro_batches, self.whole.schedule.ticks)
 
     def start(self) -> dict[str, Any]:
         """The carry before the first tick."""
@@ -141,11 +151,14 @@ class _Run:
     def tick(self, carry: dict[str, Any], table: Ticks) -> tuple[dict[str, Any], None]:
         """One tick: forward, loss, backward, moves."""
         carry = dict(carry)
-        y = self._forward(carry, table)
-        d_end = self._end(carry, table, y)
-        d = self._backward(carry, table, d_end)
-        self._leave(carry, table, d)
-        carry["x"], carry["d"] = self._move(y, d, table)
+        with jax.named_scope(FORWARD):
+            y = self._forward(carry, table)
+            d_end = self._end(carry, table, y)
+        with jax.named_scope(BACKWARD):
+            d = self._backward(carry, table, d_end)
+            self._leave(carry, table, d)
+        with jax.named_scope(FORWARD):
+            carry["x"], carry["d"] = self._move(y, d, table)
         return carry, None
 
     def _begin(self, rest: Any, micro: jax.Array) -> jax.Array:
@@ -161,7 +174,7 @@ class _Run:
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
         """The output of each stage [stages, B, L, D]; stash and loads are replaced in the carry."""
         entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
-                        jnp.zeros(*self._stream()))
+                        jnp.zeros(*self._stream()), self._once)
         stage, chunk = place_of(self.whole.schedule, 0)
 
         def forward(unit, counts, x, entering, stash, loads, stacks, fixed, micros):
@@ -192,7 +205,7 @@ class _Run:
         last, _ = place_of(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
             carry["outputs"] = when(table.keep >= 0, lambda kept: jax.lax.dynamic_update_index_in_dim(
-                kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0), carry["outputs"])
+                kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0), carry["outputs"], self._once)
 
         def end(carried):
             loss, sums, _ = carried
@@ -213,7 +226,7 @@ class _Run:
 
         zeros = jnp.zeros(*self._stream())
         sums = {name: carry["sums"][name] for name in self.rest}
-        carry["loss"], sums, d_BLD = when(micro >= 0, end, (carry["loss"], sums, zeros))
+        carry["loss"], sums, d_BLD = when(micro >= 0, end, (carry["loss"], sums, zeros), self._once)
         carry["sums"] = {**carry["sums"], **sums}
         return d_BLD
 
@@ -263,7 +276,8 @@ class _Run:
             _, pullback = jax.vjp(lambda rest: self._begin(rest, micro), self.rest)
             return self._add(sums, pullback(self._of_stage(d, stage))[0])
 
-        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest})
+        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest},
+                    self._once)
         carry["sums"] = {**carry["sums"], **sums}
 
     def _move(self, y: jax.Array, d: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import Transformer
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import joined
@@ -52,13 +53,15 @@ class StackUnit:
     """The layers of one stack in a chunk.
 
     block: (x_BLD, parameters of a layer, its number, key_B, packed) -> (x_BLD, load) under the remat policy.
-    weights: of these parameters; routed: whether the layers have experts. recipe: filled by the first trace.
+    weights: of these parameters; routed: whether the layers have experts. turns: the scope that says how often the
+      loops over the layers of a chunk turn (memory/hlo/loops.py). recipe, dtypes: filled by the first trace.
     """
 
     rows: StackRows
     block: Callable[..., tuple[jax.Array, Load | None]]
     weights: Weights
     routed: bool
+    turns: str
     recipe: Pullback = dataclasses.field(default_factory=Pullback)
     dtypes: list = dataclasses.field(default_factory=list)
 
@@ -97,7 +100,8 @@ class StackUnit:
                 load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
             return x_BLD, stash, load
 
-        return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load))
+        with jax.named_scope(self.turns):
+            return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load))
 
     def run(self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any,
             micro: Micro) -> jax.Array:
@@ -125,7 +129,8 @@ class StackUnit:
             add = lambda total, grad: _write(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))  # noqa: E731
             return d_BLD, jax.tree.map(add, sums, d_own)
 
-        return jax.lax.fori_loop(0, count[chunk], turn, (d_BLD, sums))
+        with jax.named_scope(self.turns):
+            return jax.lax.fori_loop(0, count[chunk], turn, (d_BLD, sums))
 
 
 def _shared(number: jax.Array, micro: Micro) -> Leaves:
@@ -157,14 +162,22 @@ def _typed(leaf: jax.Array, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(leaf) if jnp.issubdtype(dtype, jax.dtypes.prng_key) else leaf
 
 
-def stack_units(model: Transformer, stacks: Sequence[StackRows], weights: Weights) -> list[StackUnit]:
+def turns_of(most: int, total: int, times: int) -> str:
+    """The scope of a loop of at most so many turns, `total` of them in `times` runs (memory/hlo/loops.py)."""
+    return f"turns_{most}_mean_{total}_{times}"
+
+
+def stack_units(model: Transformer, stacks: Sequence[StackRows], weights: Weights,
+                schedule: Schedule) -> list[StackUnit]:
     """The stacks of a chunk in the order in which it runs them; `model` is built for the inside of the stages."""
     blocks = {run.stack: block for run, block in model.layers()}
     units = []
     for rows in stacks:
         routed = bool(model.config.experts) and rows.stack == "blocks"
         units.append(StackUnit(rows, blocks[rows.stack],
-                               dataclasses.replace(weights, axes=weights.axes[rows.stack], layout=model.place), routed))
+                               dataclasses.replace(weights, axes=weights.axes[rows.stack], layout=model.place), routed,
+                               turns_of(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()),
+                                        schedule.ticks * schedule.stages)))
     return units
 
 
@@ -182,6 +195,10 @@ def of_one(layout: Layout, x: jax.Array, mine: jax.Array) -> jax.Array:
     return jax.lax.psum(x.astype(jnp.float32) if wide else x, STAGE).astype(x.dtype)
 
 
-def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any) -> Any:
-    """`function(carried)` where `condition` holds, else `carried`: a loop of one turn or none, in place."""
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)
+def when(condition: jax.Array, function: Callable[[Any], Any], carried: Any, turns: str) -> Any:
+    """`function(carried)` where `condition` holds, else `carried`: a loop of one turn or none, in place.
+
+    turns: the scope that says how often it holds.
+    """
+    with jax.named_scope(turns):
+        return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carried: function(carried), carried)

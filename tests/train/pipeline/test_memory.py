@@ -3,6 +3,8 @@
 import pytest
 
 from bytescope.memory.analyze import report_of
+from bytescope.memory.costs import flops
+from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.train.config import flatten
 from support.toy import small_program
@@ -32,6 +34,16 @@ def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
     assert [max(schedule.stash_slots) for schedule in schedules] == [7, 8, 8]  # those of a V are half as large
     assert one.allocated_bytes - v.allocated_bytes > 2 * SLOT
     assert gpipe.allocated_bytes - one.allocated_bytes > 0.9 * SLOT
+
+
+def test_flops_are_those_of_one_device(one):
+    """Of what stages do, not of their ticks; their time is that of the schedule's table."""
+    plain = small_program({**WIDE, "mesh.stage": 1, "batch.accumulation": 8}).compile_for_report()
+    assert flops.count(plain.jaxpr) == flops.count(small_program({
+        **WIDE, "batch.accumulation": 8}, 4).compile_for_report().jaxpr)
+    schedules = [make_schedule("1f1b", 4, 8), make_schedule("interleaved", 4, 8, 2), make_schedule("v", 4, 8, 2)]
+    assert [full_ticks(schedule) for schedule in schedules] == [11, 19, 22]
+    assert any("the 14 ticks as 11 full ones" in note for note in one.notes)
 
 
 def test_what_stages_send_is_the_formula(one):
