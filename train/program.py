@@ -140,7 +140,8 @@ class Program(Choices):
             traced = self.step.trace(self.state, self.batch_shapes)
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
-        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=compilation.notes + notes_on(self.schedule))
+        notes = (*compilation.notes, *notes_on(self, self.state))
+        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
 
     def _check_offload(self, compilation: Compilation) -> None:
         """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""

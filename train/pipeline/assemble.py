@@ -1,17 +1,20 @@
 """From checked choices to the functions of a pipelined step."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from bytescope.memory.pipeline.figures import bubble, full_ticks, simulate
-from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.train.choices import Choices
 from bytescope.train.loss_fn import make_cross_entropy
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.pipeline.gradients import PipelineGradients
+from bytescope.train.pipeline.stages import Stages
 from bytescope.train.pipeline.units import stack_units
+from bytescope.train.step.state import TrainState
 from bytescope.train.step.weights import Weights
 
 
@@ -30,14 +33,24 @@ def make_pipeline(choices: Choices, graph: nnx.GraphDef,
     return gradients, PipelineForward(graph, choices.schedule, units).loss(cross_entropy)
 
 
-def notes_on(schedule: Schedule | None) -> tuple[str, ...]:
+def notes_on(choices: Choices, state: TrainState) -> tuple[str, ...]:
     """What a report of a pipelined step has to say of its own figures; () without stages."""
+    schedule = choices.schedule
     if schedule is None:
         return ()
+    empty = _empty_rows(choices.stages, state)
+    padding = (f"{empty:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "
+               "fullest",) if empty else ()
     found, least = simulate(schedule), bubble(schedule.stages, schedule.micro_batches, schedule.virtual)
     return (f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * found.bubble:.1f} % by its table "
             f"((P-1)/(vM+P-1) is {100 * float(least):.1f} %); each stage needs "
             f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
             "allocate for residuals",
             f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
-            "full, idle stages included")
+            "full, idle stages included", *padding)
+
+
+def _empty_rows(stages: Stages, state: TrainState) -> int:
+    """Parameters in rows of the stacks that hold no layer."""
+    return sum(math.prod(leaf.shape) * rows.order.count(-1) // len(rows.order) for rows in stages.stacks
+               for leaf in jax.tree.leaves(state.model_params[rows.stack]))

@@ -1,5 +1,6 @@
 """What a pipelined step holds and sends: a stash that does not grow with micro-batches, sends by their formula."""
 
+import jax
 import pytest
 
 from bytescope.memory.analyze import report_of
@@ -7,6 +8,7 @@ from bytescope.memory.costs import flops
 from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.train.config import flatten
+from bytescope.train.pipeline.assemble import notes_on
 from support.toy import small_program
 
 # The stream outweighs all else, so that bytes are those of the stash.
@@ -50,3 +52,14 @@ def test_what_stages_send_is_the_formula(one):
     sends, = [entry for entry in one.communication if entry.kind == "collective-permute"]
     assert sends.wire_bytes == sends.formula_bytes == 2 * 14 * SLOT // 2
     assert any("7, 5, 3, 1 of the 7 slots" in note for note in one.notes)
+
+
+def test_rows_of_no_layer_are_told():
+    fields = {**WIDE, "model.n_layers": 7, "batch.accumulation": 4, "pipeline.schedule": "gpipe"}
+    program = small_program(fields, 4)
+    layer = sum(leaf.size // 8 for leaf in jax.tree.leaves(program.state.params["blocks"]))
+    assert notes_on(program, program.state)[-1].startswith(f"{layer:,} of the parameters are rows of no layer")
+    even = small_program({**fields, "model.n_layers": 8}, 4)
+    assert len(notes_on(even, even.state)) == 2
+    plain = small_program()
+    assert notes_on(plain, plain.state) == ()
