@@ -40,6 +40,7 @@ MESH_PREFETCH = "mesh.prefetch"
 MESH_SEQUENCE_PARALLEL = "mesh.sequence_parallel"
 PIPELINE_SCHEDULE = "pipeline.schedule"
 PIPELINE_VIRTUAL = "pipeline.virtual"
+MESH_STAGE = "mesh.stage"
 MESH_STRATEGY = "mesh.strategy"
 MESH_TENSOR = "mesh.tensor"
 

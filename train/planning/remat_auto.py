@@ -169,6 +169,9 @@ def settle(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[st
 def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None],
             agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
     """The config with a plan in the place of `auto`, and the plan in a line; raises as `settle` does."""
+    if config.mesh.stage != 1:
+        raise ValueError(f"mesh.stage={config.mesh.stage} with remat.policy=auto, which plans layer by layer: all "
+                         "stages run one program; set a remat.policy for all layers, such as full")
     if config.remat.granularity != "block":
         raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
                          "whole block keeps; set remat.granularity=block")

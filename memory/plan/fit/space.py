@@ -23,6 +23,7 @@ from bytescope.memory.config_keys import (
     MESH_EXPERT,
     MESH_FSDP,
     MESH_SEQUENCE_PARALLEL,
+    MESH_STAGE,
     MESH_STRATEGY,
     MESH_TENSOR,
     MODEL_EXPERTS,
@@ -240,11 +241,14 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
         n_devices, per_host: devices of the target, and of one of its hosts.
         tokens: per update, None for the config's. narrow: whether the target has units for 16-bit products.
 
-    Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
+    Raises ReportError for a schedule of batches, for stages of a pipeline, and for a batch that no mesh can have.
     """
     if flat[BATCH_ACCUMULATION_SCHEDULE]:
         raise ReportError(f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
                           "--batch-tokens, and give the schedule when training")
+    if (stages := flat.get(MESH_STAGE, 1)) != 1:
+        raise ReportError(f"{MESH_STAGE}={stages}: a fit looks for layouts without stages; set {MESH_STAGE}=1, or give "
+                          "the stages to bytescope report")
     length = flat[DATA_SEQ_LEN]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:

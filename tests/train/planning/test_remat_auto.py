@@ -91,6 +91,7 @@ def test_unrolled_layers_with_room_make_nothing_again(plain):
     ({"remat.budget": "x"}, "'x' is not a valid size"),
     ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
     ({"remat.cost": "dollars"}, "remat.cost"), ({"remat.granularity": "parts"}, "set remat.granularity=block"),
+    ({"mesh.stage": "2"}, "mesh.stage=2 with remat.policy=auto"),
     ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto")])
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
     words = ["--config.train.cache_dir=none", *(f"--config.{key}={value}" for key, value in keys.items())]
