@@ -165,3 +165,19 @@ def test_what_stages_cannot_be_combined_with_is_refused_in_a_line(overrides, wor
     with pytest.raises(ValueError) as caught:
         small_program({**DEEP, "mesh.stage": count, "mesh.fsdp": 1, **overrides}, count)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_packed_rows_stay_within_their_examples():
+    """Segments of a micro-batch travel with it: every stage reads those of the micro-batch that it has."""
+    found = []
+    for program in (small_program({**DEEP, "model.n_layers": 4, "batch.micro": 4, "batch.accumulation": 4}),
+                    pipelined(2, **{"model.n_layers": 4, "batch.accumulation": 4, "pipeline.schedule": "v"})):
+        batch = {name: jnp.asarray(x).reshape(4, 4, 32) for name, x in next(fixed_batches(16, 32, 64, 1)).items()}
+        lengths = jnp.arange(4, 20).reshape(4, 4, 1)  # of the first example of each row
+        batch["segments"] = jnp.where(jnp.arange(32)[None, None] < lengths, 1, 2).astype(jnp.int32)
+        keys = jax.random.split(jax.random.key(0), 16).reshape(4, 4)
+        tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
+        found.append((tally.loss, reordered(jax.device_get(grads), order_of(program.stages), {})))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
+    for leaf, other in zip(*(jax.tree.leaves(grads) for _, grads in found), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
