@@ -38,15 +38,15 @@ def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)
 
 
-def published_stash(name: str, stages: int, micro_batches: int) -> Fraction | None:
+def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Fraction | None:
     """The same at the fullest stage as published, for programs of which every stage has its own; None for none.
 
-    gpipe: all micro-batches. 1f1b: P of them, of L/P layers each; interleaved: 1 + (P - 1)/(Pv) with v = 2 (Korthikanti
-    et al. 2022, arXiv 2205.05198, section 4.2.3). v: half of 1F1B's (V-Half, arXiv 2405.15362).
+    gpipe: all micro-batches. 1f1b: P of them, of L/P layers each; interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al.
+    2022, arXiv 2205.05198, section 4.2.3). v: half of 1F1B's (V-Half, arXiv 2405.15362).
     """
     whole = Fraction(min(stages, micro_batches), stages)
     rows = {"gpipe": Fraction(micro_batches, stages), "1f1b": whole, "zero_bubble": whole,
-            "interleaved": 1 + Fraction(stages - 1, 2 * stages), "v": Fraction(1, 2)}
+            "interleaved": 1 + Fraction(stages - 1, virtual * stages) if virtual > 1 else whole, "v": Fraction(1, 2)}
     return rows.get(name)
 
 
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, *, recomputed: bool = True, together: bool = Fa
     """The seconds of a table: a stage starts a tick when those that send to it have ended the one before; with
     `together` all stages end each tick before the next. recomputed: whether blocks are, for the backward pass."""
     least = TOGETHER[recomputed]
-    costs = APART[recomputed] if (schedule.weights != IDLE).any() else least
+    costs = APART[recomputed] if schedule.apart else least
     tables = (schedule.forward, schedule.backward, schedule.weights)
     each = (costs.forward, costs.backward, costs.weights)
     work = sum(np.where(table[:, :, 0] != IDLE, cost / schedule.virtual, 0) for table, cost in zip(tables, each))

@@ -49,6 +49,11 @@ class Schedule:
         _check_placement(self)
         forward, backward = (times_of(self, table) for table in (self.forward, self.backward))
         _check_order(self, forward, backward)
+        if self.apart:
+            weights = times_of(self, self.weights)
+            if early := next((unit for unit in weights if weights[unit] < backward[unit]), None):
+                raise ReportError(f"schedule {self.name}: gradients of weights of micro-batch {early[0]} run before "
+                                  "its backward pass")
         _check_slots(self)
         _check_ends(self, forward, backward)
 
@@ -78,6 +83,11 @@ class Schedule:
     def stash_slots(self) -> tuple[int, ...]:
         """Slots that each stage needs. All stages run one program, which allocates as many as the fullest needs."""
         return tuple(int(self.forward[:, stage, 2].max()) + 1 for stage in range(self.stages))
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of weights are units of their own."""
+        return self.name == "zero_bubble" or bool((self.weights != IDLE).any())
 
     @property
     def bends(self) -> bool:
@@ -128,7 +138,7 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
 
 def _check_slots(schedule: Schedule) -> None:
     """Raises ReportError where two units of a stage use a slot at once, or a unit reads another's slot."""
-    last_table = schedule.weights if (schedule.weights != IDLE).any() else schedule.backward
+    last_table = schedule.weights if schedule.apart else schedule.backward
     for stage in range(schedule.stages):
         used: dict[int, Unit] = {}
         for tick in range(schedule.ticks):

@@ -79,7 +79,7 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
     table = FigureTable(label("schedule"), figure("chunks"), figure("ticks"), figure("stash"), figure("published"),
                         figure("bubble, recomputed"), figure("kept"), words("what it is"))
     for one in schedules:
-        published = figures.published_stash(one.name, one.stages, one.micro_batches)
+        published = figures.published_stash(one.name, one.stages, one.micro_batches, one.virtual)
         bubbles = [share(figures.simulate(one, recomputed=again).bubble) for again in (True, False)]
         table.add(one.name, str(one.virtual), str(one.ticks), f"{float(max(figures.stash_by_stage(one))):.3f}",
                   "" if published is None else f"{float(published):.3f}", *bubbles, SCHEDULES[one.name].summary)

@@ -32,7 +32,9 @@ def test_stashes_beside_those_of_programs_of_which_every_stage_has_its_own():
     assert max(stash_by_stage(make_schedule("1f1b", 4, 8))) == Fraction(7, 4)
     assert published_stash("1f1b", 4, 8) == 1 and published_stash("gpipe", 4, 8) == 2
     interleaved = max(stash_by_stage(make_schedule("interleaved", 4, 8, 2)))
-    assert interleaved == published_stash("interleaved", 4, 8) == 1 + Fraction(3, 8)
+    assert interleaved == published_stash("interleaved", 4, 8, 2) == 1 + Fraction(3, 8)
+    assert published_stash("interleaved", 4, 8, 3) == 1 + Fraction(3, 12)
+    assert max(stash_by_stage(make_schedule("interleaved", 4, 8, 3))) == 1 + Fraction(3, 12)
     # The published V-Half holds half of 1F1B's; with both passes in a tick a V holds half of what 1F1B then holds.
     assert max(stash_by_stage(make_schedule("v", 4, 8, 2))) == 1 and published_stash("v", 4, 8) == Fraction(1, 2)
 

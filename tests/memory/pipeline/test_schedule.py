@@ -86,6 +86,16 @@ def test_a_table_that_cannot_run_cannot_be_made(field, tick, stage, values, word
         changed("1f1b", field, tick, stage, values)
 
 
+@pytest.mark.parametrize(("tick", "words"), [(None, "0 of 8 units"), (4, "7 of 8 units")])
+def test_gradients_of_weights_that_are_apart_are_all_there(tick, words):
+    schedule = make_schedule("zero_bubble", 2, 4)
+    weights = np.full_like(schedule.weights, IDLE) if tick is None else schedule.weights.copy()
+    if tick is not None:
+        weights[tick, 0] = IDLE
+    with pytest.raises(ReportError, match=words):
+        dataclasses.replace(schedule, weights=weights)
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (("1f1bb", 2, 4), "did you mean 1f1b"), (("1f1b", 2, 4, 2), "set pipeline.virtual=1"),
     (("interleaved", 4, 6, 2), "set batch.accumulation=8"), (("v", 2, 4, 3), "set pipeline.virtual=2"),

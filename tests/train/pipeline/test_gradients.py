@@ -43,12 +43,11 @@ def plain():
 
 
 @pytest.mark.parametrize(("stages", "ranks", "overrides"), [
-    (4, 1, {"pipeline.schedule": "gpipe"}), (4, 2, {}), (4, 1, INTERLEAVED), (2, 1, {"pipeline.schedule": "v"}),
-    (8, 1, {"batch.accumulation": 8}), (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2}),
-    (2, 1, {"batch.accumulation": 2}), (4, 1, {"batch.accumulation": 16})], ids=str)
+    (4, 1, {"pipeline.schedule": "gpipe"}), (4, 2, {}), (4, 1, INTERLEAVED), (8, 1, {}),
+    (2, 1, {"pipeline.schedule": "v"}), (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2})], ids=str)
 def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, plain):
-    wanted = plain(**{key: value for key, value in overrides.items() if key.startswith("batch")})
-    np.testing.assert_allclose(run_losses(pipelined(stages, ranks, **overrides), steps=3), wanted, rtol=1e-6)
+    """Eight micro-batches: one a stage, two, and four."""
+    np.testing.assert_allclose(run_losses(pipelined(stages, ranks, **overrides), steps=3), plain(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("stages", "arithmetic", "overrides"), [
@@ -105,8 +104,8 @@ def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
     layers = {"model.n_layers": 7}
     programs = [small_program({**DEEP, **layers, "batch.micro": 4}),
                 pipelined(2, **layers, **{"pipeline.schedule": "v"}),
-                pipelined(2, **layers, **{**INTERLEAVED, "pipeline.virtual": 3}),
-                small_program({**DEEP, **layers, "batch.micro": 4})]
+                pipelined(2, **layers, **{**INTERLEAVED, "pipeline.virtual": 3})]
+    programs.append(programs[0])
     state, alone, found, wanted = first_state(programs[0]), first_state(programs[0]), [], []
     for number, program in enumerate(programs):
         if number:
