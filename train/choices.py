@@ -59,12 +59,17 @@ class Choices:
     schedule: Schedule | None
     stages: Stages | None
 
+    @property
+    def order(self) -> dict[str, tuple[int, ...]]:
+        """Stack -> the layer of each of its rows, of stacks whose layers a pipeline holds in another order."""
+        return self.stages.order if self.stages else {}
+
     def transformer(self, rngs: nnx.Rngs, *, place: Layout | None = None,
                     remat: RematPlan | None = None) -> Transformer:
         """The model, with another layout or remat plan where one is given."""
         model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
                             ahead=self.config.mesh.prefetch, base=self.config.lora.base, lora=self.lora,
-                            order=self.stages and self.stages.order, rngs=rngs)
+                            order=self.order, rngs=rngs)
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 
     def abstract(self, **changes: Any) -> Transformer:

@@ -23,7 +23,6 @@ from bytescope.train.data.source import Data, DataConfig, check_vocab, heldout_b
 from bytescope.train.errors import NonFinite, UserError
 from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.parallel.processes import ALONE, Processes
-from bytescope.train.pipeline.rows import order_of
 from bytescope.train.planning import remedies
 from bytescope.train.planning.remat_auto import settled_program
 from bytescope.train.program import Program
@@ -164,7 +163,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     def save(eval_loss: float | None) -> int:
         sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
         run.processes.at(f"saving step {step}")
-        run.checkpoints.save(state, Position(step, sequences), eval_loss, order_of(program.stages))
+        run.checkpoints.save(state, Position(step, sequences), eval_loss, program.order)
         return step
 
     def finish_pending() -> None:

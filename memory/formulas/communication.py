@@ -151,8 +151,7 @@ def stage_sends(config: Mapping[str, Any], axes: Mapping[str, int], itemsize: in
     bsh each; in a V either way, to all but the ends. Published programs send 2 x bsh for each micro-batch and chunk."""
     stages, ranks = axes["stage"], math.prod(axes.get(axis, 1) for axis in BATCH_AXES)
     micro, length, width = (config.get(key, 0) for key in (BATCH_MICRO, DATA_SEQ_LEN, MODEL_D_MODEL))
-    name, virtual = config[PIPELINE_SCHEDULE], config[PIPELINE_VIRTUAL]
-    table = make_schedule(name, stages, accumulation(config, ranks), 2 if name == "v" else virtual)
+    table = make_schedule(config[PIPELINE_SCHEDULE], stages, accumulation(config, ranks), config[PIPELINE_VIRTUAL])
     shared = axes.get("tensor", 1) if config.get(MESH_SEQUENCE_PARALLEL) else 1
     activation = micro * length * width * itemsize // shared
     each, words = 2, "2 x bsh per tick"

@@ -17,6 +17,7 @@ from bytescope.memory.config_keys import (
     BATCH_MODE,
     MESH,
     MESH_CONTEXT,
+    MESH_STAGE,
     MODEL_ATTENTION,
     MODEL_EXPERTS,
     REMAT_GRANULARITY,
@@ -77,6 +78,8 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         platform: of the target; on "cpu" there is no other memory to offload to.
     """
     segments, resolved = settled["segments"], {**config, **settled}
+    if (stages := resolved.get(MESH_STAGE, 1)) > 1:
+        return f"no formula: {MESH_STAGE}={stages} cuts the layers into stages, which the formulas do not know"
     try:
         asked = question_of(resolved)
     except ReportError as error:

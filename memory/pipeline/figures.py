@@ -33,6 +33,12 @@ def bubble(stages: int, micro_batches: int, virtual: int = 1) -> Fraction:
     return Fraction(stages - 1, virtual * micro_batches + stages - 1)
 
 
+def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
+    """(formula, value) of a schedule's bubble: several chunks make it smaller in a ring; in a V each waits for two."""
+    words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
+    return words, bubble(schedule.stages, schedule.micro_batches, virtual)
+
+
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:
     """What each stage's residuals take at most, in units of those of all layers for one micro-batch."""
     return tuple(Fraction(slots, schedule.virtual_stages) for slots in schedule.stash_slots)

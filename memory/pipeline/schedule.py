@@ -67,13 +67,9 @@ class Schedule:
         """vP."""
         return self.stages * self.virtual
 
-    def stage_of(self, virtual_stage: int) -> int:
-        """The stage that holds a virtual stage."""
-        return self._where[virtual_stage][0]
-
-    def chunk_of(self, virtual_stage: int) -> int:
-        """The number of a virtual stage among the chunks of its stage."""
-        return self._where[virtual_stage][1]
+    def place_of(self, virtual_stage: int) -> tuple[int, int]:
+        """The stage that holds a virtual stage, and its number among the chunks of that stage."""
+        return self._where[virtual_stage]
 
     @cached_property
     def _where(self) -> dict[int, tuple[int, int]]:
@@ -131,7 +127,7 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
         if backward[m, k] < tick:
             raise ReportError(f"schedule {schedule.name}: micro-batch {m} runs backward before forward")
     for stages in zip(range(last), range(1, last + 1)):
-        here, there = map(schedule.stage_of, stages)
+        here, there = (schedule.place_of(stage)[0] for stage in stages)
         if abs(here - there) not in (0, 1, schedule.stages - 1):
             raise ReportError(f"schedule {schedule.name}: stages {here} and {there} are no neighbours")
 

@@ -99,17 +99,18 @@ def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
-    """What a name stands for: `make(name, P, M, v)`, and what it is, in a line."""
+    """What a name stands for: `make(name, P, M, v)`, what it is in a line, and chunks of a stage to show it with."""
 
     make: Callable[[str, int, int, int], Schedule]
     summary: str
+    chunks: int = 1
 
 
 SCHEDULES: Mapping[str, ScheduleRow] = {
     "gpipe": ScheduleRow(_gpipe, "all forward passes, then all backward passes: the stash grows with micro-batches"),
     "1f1b": ScheduleRow(_one_f_one_b, "a forward and a backward pass in turn: the stash grows with stages alone"),
-    "interleaved": ScheduleRow(_interleaved, "several chunks a stage: a smaller bubble, more sends"),
-    "v": ScheduleRow(_v, "two chunks a stage, placed as a V: the same stash on every stage"),
+    "interleaved": ScheduleRow(_interleaved, "several chunks a stage: a smaller bubble, more sends", 2),
+    "v": ScheduleRow(_v, "two chunks a stage, placed as a V: the same stash on every stage", 2),
     "zero_bubble": ScheduleRow(_zero_bubble, "gradients of weights apart, where a stage would be idle"),
 }
 

@@ -55,8 +55,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
         return run(*made, x_BCD)
 
     def gather(values):
-        return [place.weight(value.astype(compute or value.dtype), axes)
-                for value, (axes, compute) in zip(values, uses)]
+        return [place.weight(x.astype(compute or x.dtype), axes) for x, (axes, compute) in zip(values, uses)]
 
     @jax.custom_vjp
     def over(x_BLD, values):
@@ -68,8 +67,7 @@ def tiled(run: Callable[..., jax.Array], pieces: Sequence[nnx.Module], x_BLD: ja
         def turn(x, i):  # in place: a tile's result lies where its input was
             return _put(x, tile(place, _pick(x, i), weights), i), None
 
-        y = jax.lax.scan(turn, _cut(x_BLD, place, tiles), jnp.arange(tiles))[0]
-        return y.reshape(x_BLD.shape), (x_BLD, values)
+        return jax.lax.scan(turn, _cut(x_BLD, place, tiles), jnp.arange(tiles))[0].reshape(x_BLD.shape), (x_BLD, values)
 
     def backward(kept, d_BLD):
         x_BLD, values = kept

@@ -14,7 +14,7 @@ from bytescope.model.fp8.products import TILE
 from bytescope.train.batch import IGNORE
 from bytescope.train.config import as_text, flatten, load, override
 from bytescope.train.data.feed import calls
-from bytescope.train.pipeline.rows import order_of, reordered
+from bytescope.train.pipeline.rows import reordered
 from bytescope.train.program import Program, build
 from bytescope.train.step.state import TrainState
 
@@ -68,7 +68,7 @@ def first_state(program: Program) -> TrainState:
             if key.startswith(_DECIDING) and key not in ("model.attention", "model.attention_chunk", "model.mlp_chunk")}
     values = _first_values(tuple(sorted((key, as_text(value)) for key, value in keys.items())))
     assert jax.tree.structure(values) == jax.tree.structure(program.state)
-    values = reordered(values, {}, order_of(program.stages))
+    values = reordered(values, {}, program.order)
     return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, program.state)
 
 

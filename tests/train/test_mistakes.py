@@ -245,6 +245,7 @@ MISTAKES["pipeline"] = [
     ("--stages=4 --micro-batches=4 --schedule=v --virtual=3", "set pipeline.virtual=2"),
     ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=3", "3 layers over 4 virtual stages"),
     ("--stages=4 --micro-batches=4 --schedule=1f1b --layers=-3", "give 1 or more layers"),
+    ("--stages=4 --micro-batches=4 --virtual=3", "give one schedule"),
     ("--stages=99999 --micro-batches=99999", "give at most 200,000"), ("--stagez=4", "did you mean --stages?"),
     ("--stages=4 --micro-batches=4 --json=/no/such/folder/x", "no folder"),
     ("--stages=4 --micro-batches=4 --html=.", "is a folder"), ("tiny --stages=4 --micro-batches=4", "unrecognized"),

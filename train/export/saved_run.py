@@ -31,12 +31,16 @@ _DESCRIBED = re.compile(r"(\w+)\[([\d,]*)\]")  # of checkpoint.describe: float32
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """A parameter in a checkpoint: its keys in the tree, dtype, shape, and the checksum that it has to have."""
+    """A parameter in a checkpoint: its keys in the tree, dtype, shape, and the checksum that it has to have.
+
+    order: of a stack that was saved as the stages of a pipeline hold it, the layer of each row, -1 for none.
+    """
 
     keys: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
     checksum: int
+    order: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +72,7 @@ class SavedRun:
         run = cls(workdir, identity, config, chosen, {})
         with run.damage_told():
             meta = ocp.JsonCheckpointHandler().restore(run.folder / "meta")
-            arrays = _parameters(meta["arrays"], meta["checksums"])
-        if meta.get("order"):
-            raise UserError(f"checkpoint {chosen} of {workdir} has its layers in the order of a pipeline's stages: "
-                            "resume the run with --config.pipeline.schedule=1f1b for an update, and export that")
+            arrays = _parameters(meta["arrays"], meta["checksums"], meta.get("order", {}))
         return dataclasses.replace(run, arrays=arrays)
 
     @property
@@ -84,7 +85,7 @@ class SavedRun:
         array = self.arrays[path]
         with self.damage_told():
             return StoredArray(self.folder / "state", ".".join(("params", *array.keys)), array.dtype, array.shape,
-                               array.checksum)
+                               array.checksum, array.order)
 
     def read(self, path: str) -> np.ndarray:
         """A parameter, verified by its checksum.
@@ -138,12 +139,15 @@ def _steps(workdir: Path) -> list[int]:
     return steps
 
 
-def _parameters(arrays: Mapping[str, str], sums: list[int]) -> dict[str, Array]:
+def _parameters(arrays: Mapping[str, str], sums: list[int], orders: Mapping[str, list[int]]) -> dict[str, Array]:
     """The parameters among the arrays of a checkpoint, which stand there in the order of their checksums."""
     found = {}
     for (path, described), checksum in zip(arrays.items(), sums, strict=True):
         if path.startswith(".params["):
             keys = tuple(_KEY.findall(path))
             dtype, shape = _DESCRIBED.fullmatch(described).groups()
-            found[".".join(keys)] = Array(keys, dtype, tuple(map(int, filter(None, shape.split(",")))), checksum)
+            sizes, order = tuple(map(int, filter(None, shape.split(",")))), tuple(orders.get(keys[0], ()))
+            if order:
+                sizes = (sum(layer >= 0 for layer in order), *sizes[1:])
+            found[".".join(keys)] = Array(keys, dtype, sizes, checksum, order)
     return found

@@ -20,16 +20,22 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 class StoredArray:
     """`shape`, `dtype`; pieces that together are the whole array, each once and in any order, are verified with the
-    last of them.
+    last of them. Of a stack that was saved as the stages of a pipeline hold it, `shape` and pieces are in the order of
+    the layers.
+
+    Args:
+      order: the layer of each row on disk, -1 for a row of none; empty where they are the layers in order.
 
     Raises:
       ValueError: nothing of that name, shape and dtype is there.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, shape: Sequence[int], checksum: int):
+    def __init__(self, folder: Path, name: str, dtype: str, shape: Sequence[int], checksum: int,
+                 order: Sequence[int] = ()):
+        on_disk = (len(order), *shape[1:]) if order else tuple(shape)
         context = tensorstore.Context({
             # Never full: with what counts besides numbers, a limit of the array's bytes drops its only chunk.
-            "cache_pool": {"total_bytes_limit": 2 * math.prod(shape) * tensorstore.dtype(dtype).numpy_dtype.itemsize
+            "cache_pool": {"total_bytes_limit": 2 * math.prod(on_disk) * tensorstore.dtype(dtype).numpy_dtype.itemsize
                            + 2**20},
             "file_io_mode": {"mode": "memmap"}, "data_copy_concurrency": {"limit": 1}})
         # Orbax writes one database of all arrays, or, asked to, a folder for each; in Zarr 2 or 3.
@@ -38,9 +44,11 @@ class StoredArray:
         self._store = tensorstore.open({"driver": "auto", "kvstore": place}, context=context, read=True,
                                        open=True).result()
         self.shape, self.dtype = tuple(shape), self._store.dtype.numpy_dtype
-        if (self._store.shape, self.dtype.name) != (self.shape, dtype):
+        if (self._store.shape, self.dtype.name) != (on_disk, dtype):
             raise ValueError(f"{name} is {self.dtype.name}{list(self._store.shape)}")
-        self._name, self._checksum, self._sum, self._left = name, checksum, 0, math.prod(shape)
+        self._name, self._checksum, self._sum, self._left = name, checksum, 0, math.prod(on_disk)
+        layers = sorted((layer, row) for row, layer in enumerate(order) if layer >= 0)
+        self._rows, self._blank = [row for _, row in layers], [row for row, layer in enumerate(order) if layer < 0]
 
     @property
     def is_read(self) -> bool:
@@ -53,11 +61,22 @@ class StoredArray:
         Raises:
           ValueError: it is the last piece and all of them do not match the checksum, or the file is damaged.
         """
-        piece = self._store[tuple(slice(*span) for span in spans)].read().result()
-        self._sum = (self._sum + _checksum(piece, spans, self.shape)) % 2**32
-        self._left -= piece.size
+        if self._rows:
+            first, last = spans[0]
+            piece = np.concatenate([self._piece([(row, row + 1), *spans[1:]]) for row in self._rows[first:last]])
+        else:
+            piece = self._piece(spans)
+        if self._left == len(self._blank) * math.prod(self.shape[1:]):  # the checksum has rows of no layer, too
+            for row in self._blank:
+                self._piece([(row, row + 1), *((0, size) for size in self.shape[1:])])
         if not self._left and self._sum != self._checksum:
             raise ValueError(f"{self._name} does not match its checksum")
+        return piece
+
+    def _piece(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        piece = self._store[tuple(slice(*span) for span in spans)].read().result()
+        self._sum = (self._sum + _checksum(piece, spans, self._store.shape)) % 2**32
+        self._left -= piece.size
         return piece
 
 

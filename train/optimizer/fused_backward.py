@@ -23,7 +23,7 @@ from bytescope.train.loss_fn import in_ring_order
 from bytescope.train.optimizer.host_offload import fetch
 from bytescope.train.optimizer.partwise import Leaves, Part, PartwiseUpdate
 from bytescope.train.optimizer.rules import clip_scale, squares
-from bytescope.train.step.pullback import Pullback
+from bytescope.train.step.pullback import Pullback, row_of
 
 Batch = dict[str, jax.Array]
 
@@ -84,8 +84,8 @@ class FusedBackward:
             segment, recipe = run.segment, Pullback()
 
             def layer(x_BLD, number, block=block, recipe=recipe):
-                own = jax.tree.map(row_major, fetch(_layer(stack, number)))
-                fixed = jax.tree.map(row_major, _layer(base, number))
+                own = jax.tree.map(row_major, fetch(row_of(stack, number)))
+                fixed = jax.tree.map(row_major, row_of(base, number))
                 y_BLD, pullback = jax.vjp(
                     lambda x_BLD, own: block(x_BLD, joined(own, fixed), number, key_B, packed)[0], x_BLD, own)
                 return y_BLD, recipe.split(pullback, jax.tree.leaves((own, fixed)), jax.tree.leaves(packed))
@@ -109,7 +109,7 @@ class FusedBackward:
             d_BLD, stacks, total = carry
             kept, number = xs
             source = stacks[0] if copies is None else jax.tree.leaves(copies)
-            own = [row_major(fetch(_layer(leaf, number))) for leaf in (*source, *jax.tree.leaves(base))]
+            own = [row_major(fetch(row_of(leaf, number))) for leaf in (*source, *jax.tree.leaves(base))]
             d_BLD, d_own = join(kept, own)(d_BLD)
             grads = self._kept_as({"blocks": jax.tree.map(lambda grad: grad[None], d_own)})
             grads = jax.tree.leaves(grads)
@@ -158,8 +158,3 @@ class FusedBackward:
     def _scale(self, square: jax.Array, inverse: jax.Array) -> jax.Array:
         """The factor from a summed gradient, whose squares sum to `square`, to the mean one, clipped by that norm."""
         return clip_scale(jnp.sqrt(square) * inverse, inverse, self.update.max_norm)
-
-
-def _layer(stack: Any, number: jax.Array) -> Any:
-    """Layer `number` of every stacked leaf."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), stack)

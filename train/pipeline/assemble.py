@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from bytescope.memory.pipeline.figures import bubble, full_ticks, simulate
+from bytescope.memory.pipeline.figures import expected_bubble, full_ticks, simulate
 from bytescope.train.choices import Choices
 from bytescope.train.loss_fn import make_cross_entropy
 from bytescope.train.pipeline.forward import PipelineForward
@@ -41,9 +41,9 @@ def notes_on(choices: Choices, state: TrainState) -> tuple[str, ...]:
     empty = _empty_rows(choices.stages, state)
     padding = (f"{empty:,} of the parameters are rows of no layer, since all stages hold as many of each kind as the "
                "fullest",) if empty else ()
-    found, least = simulate(schedule), bubble(schedule.stages, schedule.micro_batches, schedule.virtual)
+    found, (formula, least) = simulate(schedule), expected_bubble(schedule)
     return (f"{schedule.stages} stages, {schedule.name}: a bubble of {100 * found.bubble:.1f} % by its table "
-            f"((P-1)/(vM+P-1) is {100 * float(least):.1f} %); each stage needs "
+            f"({formula} is {100 * float(least):.1f} %); each stage needs "
             f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
             "allocate for residuals",
             f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "

@@ -7,7 +7,6 @@ from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.model import ModelConfig, RematPlan
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.parallel.layout import Layout
-from bytescope.train.pipeline.rows import order_of
 from bytescope.train.pipeline.stages import Stages
 
 
@@ -47,16 +46,11 @@ def check_pipeline(config: ConfigDict, layout: Layout, model: ModelConfig, remat
     for is_asked, what, why in refused:
         if is_asked:
             raise ValueError(f"{asked} with {what}: {why}")
-    virtual = 2 if config.pipeline.schedule == "v" else config.pipeline.virtual
-    schedule = make_schedule(config.pipeline.schedule, stages, batch.accumulation, virtual)
+    schedule = make_schedule(config.pipeline.schedule, stages, batch.accumulation, config.pipeline.virtual)
     if model.n_layers < schedule.virtual_stages:
         raise ValueError(f"{asked} with model.n_layers={model.n_layers}: {schedule.virtual_stages} virtual stages need "
                          "a layer each; set fewer stages, or a smaller pipeline.virtual")
     if model.padded_vocab % (stages * layout.mesh.shape["tensor"]):
         raise ValueError(f"{asked} with {model.padded_vocab} rows of the token table, which the stages share: set "
                          f"model.vocab_multiple={stages * layout.mesh.shape['tensor']}")
-    held = Stages.of(model, schedule)
-    if config.init.folder and order_of(held):
-        raise ValueError(f"{asked} with init.folder and pipeline.schedule={schedule.name}: weights are read into "
-                         "layers in order; set pipeline.schedule=1f1b, and stages that divide model.n_layers")
-    return schedule, held
+    return schedule, Stages.of(model, schedule)

@@ -29,7 +29,7 @@ class PipelineForward:
         model = nnx.merge(self.graph, joined(params, frozen))
         packed = model.packed(segments_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
-        stacks, fixed = ({unit.rows.stack: tree.get(unit.rows.stack) for unit in self.units}
+        stacks, fixed = ({unit.rows.stack: tree.get(unit.rows.stack, {}) for unit in self.units}
                          for tree in (params, frozen or {}))
         micro = Micro(None, packed, jnp.zeros((), jnp.int32), jnp.zeros(2))
         counts = [(jnp.asarray(unit.rows.count), jnp.asarray(unit.rows.first)) for unit in self.units]
@@ -44,7 +44,7 @@ class PipelineForward:
             return of_one(model.place, y_BLD, mine)
 
         run = inside(model.place, chunk, (P(), P(), P(STAGE), P(STAGE), P(STAGE), P()), P())
-        places = [(self.schedule.stage_of(k), self.schedule.chunk_of(k)) for k in range(self.schedule.virtual_stages)]
+        places = [self.schedule.place_of(k) for k in range(self.schedule.virtual_stages)]
 
         def turn(x_BLD, place):
             y_BLD = run(place, x_BLD, counts, stacks, fixed, micro)

@@ -7,6 +7,7 @@ stages together, with the vocabulary sharded over them, in the ticks in which a 
 
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model.frozen import joined
 from bytescope.train.losses import count_tokens
-from bytescope.train.pipeline.ticks import Ticks, place_of
+from bytescope.train.pipeline.ticks import Ticks
 from bytescope.train.pipeline.units import STAGE, Micro, StackUnit, inside, of_one, turns_of, when
+from bytescope.train.step.pullback import row_of
 from bytescope.train.step.routing import no_load
 from bytescope.train.step.state import Batch, Tally
 from bytescope.train.step.weights import Weights
@@ -33,7 +35,8 @@ class PipelineGradients:
     """(weights, batch [A, B, L], keys [A, B], factor, frozen) -> (tally, gradients) of all micro-batches.
 
     graph: of the Transformer outside of the stages. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
-    units: the stacks of a chunk. coefficients: of the balance and z losses of a layer, per counted token.
+    units: the stacks of a chunk. accumulator: dtype of sums of gradients. dropout: whether the keys are used.
+    coefficients: of the balance and z losses of a layer, per counted token. experts: of a layer, 0 for none.
     """
 
     graph: nnx.GraphDef
@@ -48,7 +51,7 @@ class PipelineGradients:
 
     def __call__(self, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
                  frozen: Any) -> tuple[Tally, Any]:
-        stacks = {unit.rows.stack: weights[unit.rows.stack] for unit in self.units}
+        stacks = {unit.rows.stack: weights.get(unit.rows.stack, {}) for unit in self.units}
         rest = {name: tree for name, tree in weights.items() if name not in stacks}
         fixed = {name: (frozen or {}).get(name) for name in stacks}
         micros = self._micros(rest, stacks, frozen, batch, key_AB, factor)
@@ -59,10 +62,8 @@ class PipelineGradients:
 
     def in_rows(self, load_NE: jax.Array) -> jax.Array:
         """What the routers did by layer, in the order in which the stages hold the layers; 0 for rows of none."""
-        unit = next(unit for unit in self.units if unit.routed)
-        order = jnp.full(len(unit.rows.order), load_NE.shape[0]).at[jnp.asarray(unit.rows.places)].set(
-            jnp.arange(load_NE.shape[0]))
-        return jnp.take(load_NE, order, axis=0, mode="fill", fill_value=0)
+        rows = next(unit.rows for unit in self.units if unit.routed)
+        return jnp.take(load_NE, jnp.asarray(rows.numbers), axis=0, mode="fill", fill_value=0)
 
     def transformer(self, rest: Any, stacks: Any, frozen: Any) -> Any:
         """The model outside of the stages."""
@@ -106,7 +107,7 @@ class _Run:
     def start(self) -> dict[str, Any]:
         """The carry before the first tick."""
         whole, stages = self.whole, self.whole.schedule.stages
-        shape, dtype = self._stream()
+        shape, dtype = self._stream
         between = jnp.zeros((stages, *shape), dtype)
         slots = max(whole.schedule.stash_slots)
         stash = [[self._spread(jnp.zeros((stages, slots, unit.rows.rows, *leaf.shape), leaf.dtype)) for leaf in kept]
@@ -118,6 +119,7 @@ class _Run:
                 "sums": sums, "loss": jnp.zeros((), jnp.float32),
                 "outputs": jnp.zeros((whole.schedule.output_slots, *shape), dtype)}
 
+    @cached_property
     def _stream(self) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of the residual stream of a micro-batch."""
         x = jax.eval_shape(lambda: self._begin(self.rest, jnp.int32(0)))
@@ -134,7 +136,7 @@ class _Run:
                 found.append(leaves)
             return found
 
-        shape, dtype = self._stream()
+        shape, dtype = self._stream
         kept_inside = inside(self.layout, kept, (P(STAGE), P(STAGE), P(), P()), P())
         return jax.eval_shape(kept_inside, self.stacks, self.fixed, self.micros, jax.ShapeDtypeStruct(shape, dtype))
 
@@ -164,22 +166,19 @@ class _Run:
     def _begin(self, rest: Any, micro: jax.Array) -> jax.Array:
         """The input of the first block of a micro-batch."""
         model = self.whole.transformer(rest, self.stacks, self.frozen)
-        tokens_BL = jax.lax.dynamic_index_in_dim(self.batch["inputs"], micro, keepdims=False)
-        own = self._micro(micro)
+        tokens_BL = row_of(self.batch["inputs"], micro)
+        own = row_of(self.micros, micro)
         return model.begin(tokens_BL, own.key_B, own.packed)
-
-    def _micro(self, number: jax.Array) -> Micro:
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), self.micros)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
         """The output of each stage [stages, B, L, D]; stash and loads are replaced in the carry."""
         entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
-                        jnp.zeros(*self._stream()), self._once)
-        stage, chunk = place_of(self.whole.schedule, 0)
+                        jnp.zeros(*self._stream), self._once)
+        stage, chunk = self.whole.schedule.place_of(0)
 
         def forward(unit, counts, x, entering, stash, loads, stacks, fixed, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
-            micro = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, unit[0], keepdims=False), micros)
+            micro = row_of(micros, unit[0])
             is_first = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
             x_BLD = jnp.where(is_first, entering, x[0])
             for index, one in enumerate(self.whole.units):
@@ -193,7 +192,7 @@ class _Run:
         stages = P(STAGE)
         run = inside(self.layout, forward, (stages, stages, stages, P(), stages, stages, stages, stages, P()), stages)
         y, carry["stash"], carry["loads"] = run(table.forward, self._counts(), carry["x"], entering, carry["stash"],
-                                                   carry["loads"], self.stacks, self.fixed, self.micros)
+                                                carry["loads"], self.stacks, self.fixed, self.micros)
         return self._stream_of(y)
 
     def _counts(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -202,17 +201,16 @@ class _Run:
     def _end(self, carry: dict[str, Any], table: Ticks, y: jax.Array) -> jax.Array:
         """The gradient of the last block's output [B, L, D]; the loss and its gradients are added to the carry."""
         micro, slot = table.end
-        last, _ = place_of(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
+        last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
         if self.whole.schedule.output_slots:
             carry["outputs"] = when(table.keep >= 0, lambda kept: jax.lax.dynamic_update_index_in_dim(
                 kept, self._of_stage(y, last), jnp.maximum(table.keep, 0), 0), carry["outputs"], self._once)
 
         def end(carried):
             loss, sums, _ = carried
-            x_BLD = self._of_stage(y, last)
-            if self.whole.schedule.output_slots:
-                x_BLD = jax.lax.dynamic_index_in_dim(carry["outputs"], jnp.maximum(slot, 0), keepdims=False)
-            targets_BL = jax.lax.dynamic_index_in_dim(self.batch["targets"], jnp.maximum(micro, 0), keepdims=False)
+            waited = self.whole.schedule.output_slots
+            x_BLD = row_of(carry["outputs"], jnp.maximum(slot, 0)) if waited else self._of_stage(y, last)
+            targets_BL = row_of(self.batch["targets"], jnp.maximum(micro, 0))
 
             def function(rest, x_BLD):
                 model = self.whole.transformer(rest, self.stacks, self.frozen)
@@ -224,7 +222,7 @@ class _Run:
             grads, d_BLD = pullback(jnp.ones_like(total) if self.factor is None else self.factor)
             return loss + total, self._add(sums, grads), d_BLD
 
-        zeros = jnp.zeros(*self._stream())
+        zeros = jnp.zeros(*self._stream)
         sums = {name: carry["sums"][name] for name in self.rest}
         carry["loss"], sums, d_BLD = when(micro >= 0, end, (carry["loss"], sums, zeros), self._once)
         carry["sums"] = {**carry["sums"], **sums}
@@ -244,11 +242,11 @@ class _Run:
 
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end: jax.Array) -> jax.Array:
         """The gradient of each stage's input [stages, B, L, D]; sums of gradients are replaced in the carry."""
-        stage, chunk = place_of(self.whole.schedule, self.whole.schedule.virtual_stages - 1)
+        stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
 
         def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
-            micro = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, unit[0], keepdims=False), micros)
+            micro = row_of(micros, unit[0])
             is_last = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
             d_BLD = jnp.where(is_last, d_end, d[0])
             for index, one in reversed(list(enumerate(self.whole.units))):
@@ -263,21 +261,20 @@ class _Run:
         run = inside(self.layout, backward, (stages, stages, stages, P(), stages, stages, stages, stages, P()), stages)
         sums = {name: carry["sums"][name] for name in self.stacks}
         d, sums = run(table.backward, self._counts(), carry["d"], d_end, carry["stash"], sums, self.stacks,
-                         self.fixed, self.micros)
+                      self.fixed, self.micros)
         carry["sums"] = {**carry["sums"], **sums}
         return self._stream_of(d)
 
     def _leave(self, carry: dict[str, Any], table: Ticks, d: jax.Array) -> None:
         """Adds the gradients of the embedding of the micro-batch whose backward pass ends in this tick."""
-        stage, _ = place_of(self.whole.schedule, 0)
+        stage, _ = self.whole.schedule.place_of(0)
 
         def leave(sums):
             micro = jnp.maximum(table.leave, 0)
             _, pullback = jax.vjp(lambda rest: self._begin(rest, micro), self.rest)
             return self._add(sums, pullback(self._of_stage(d, stage))[0])
 
-        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest},
-                    self._once)
+        sums = when(table.leave >= 0, leave, {name: carry["sums"][name] for name in self.rest}, self._once)
         carry["sums"] = {**carry["sums"], **sums}
 
     def _move(self, y: jax.Array, d: jax.Array, table: Ticks) -> tuple[jax.Array, jax.Array]:
@@ -310,4 +307,5 @@ class _Run:
             if load is not None:
                 places = jnp.asarray(unit.rows.places)
                 routing = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
-        return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(carry["sums"])
+        sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # a stack may be frozen
+        return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)

@@ -12,15 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bytescope.train.pipeline.stages import Stages
+from bytescope.train.optimizer.host_offload import fetch
 
 Order = Mapping[str, Sequence[int]]
 LAYERS: Order = {}  # all stacks have their layers in order
-
-
-def order_of(stages: Stages | None) -> dict[str, tuple[int, ...]]:
-    """The order of a pipeline's stages; {} without, and where all stacks have their layers in order."""
-    return {rows.stack: rows.order for rows in (stages.stacks if stages else ()) if not rows.identity}
+BY_DEFAULT = (None, "device", "unpinned_host")  # memory that programs write; what is pinned on the host they do not
 
 
 def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
@@ -28,7 +24,8 @@ def as_ordered(abstract: Any, order: Order, wanted: Order) -> Any:
     def one(have: np.ndarray, want: np.ndarray, leaf: Any) -> Any:
         shape, sharding = (len(want), *leaf.shape[1:]), leaf.sharding
         if isinstance(sharding, NamedSharding) and shape[0] % sharding.mesh.shape["stage"]:  # whole on every stage
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]),
+                                     memory_kind=sharding.memory_kind)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return _of_stacks(abstract, order, wanted, one)
@@ -47,7 +44,9 @@ def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = Non
         sharding = next(shardings, None)
         if sharding is None:
             return np.take(np.concatenate([leaf, np.zeros_like(leaf[:1])]), places, axis=0)
-        out = jax.block_until_ready(jax.jit(partial(_take, places=places), out_shardings=sharding)(leaf))
+        here = sharding if sharding.memory_kind in BY_DEFAULT else sharding.with_memory_kind("device")
+        made = jax.jit(partial(_take, places=places), out_shardings=here)(leaf)
+        out = jax.block_until_ready(made if here is sharding else jax.device_put(made, sharding))
         leaf.delete()  # so that no more than one leaf is there twice
         return out
 
@@ -59,7 +58,7 @@ def reordered(tree: Any, order: Order, wanted: Order, abstract: Any | None = Non
 
 
 def _take(leaf: jax.Array, places: np.ndarray) -> jax.Array:
-    return jnp.take(leaf, jnp.asarray(places), axis=0, mode="fill", fill_value=0)
+    return jnp.take(fetch(leaf), jnp.asarray(places), axis=0, mode="fill", fill_value=0)
 
 
 def _of_stacks(tree: Any, order: Order, wanted: Order, function: Callable[..., Any],

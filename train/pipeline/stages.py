@@ -8,7 +8,7 @@ import numpy as np
 from bytescope.memory.pipeline.layers import divide_layers
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import ModelConfig
-from bytescope.model.runs import layers_of
+from bytescope.model.runs import BLOCKS, DENSE, layers_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,12 @@ class StackRows:
         return tuple(sorted((row for row, layer in enumerate(self.order) if layer >= 0), key=self.order.__getitem__))
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """For each row the place of its layer among those of the stack; for a row of none their number."""
+        layers = sorted(layer for layer in self.order if layer >= 0)
+        return tuple(layers.index(layer) if layer >= 0 else len(layers) for layer in self.order)
+
+    @property
     def identity(self) -> bool:
         """Whether the rows are the layers of the stack in their order."""
         return -1 not in self.order and list(self.order) == sorted(self.order)
@@ -44,8 +50,8 @@ class Stages:
 
     @property
     def order(self) -> dict[str, tuple[int, ...]]:
-        """Stack -> the layer of each of its rows, -1 for none."""
-        return {rows.stack: rows.order for rows in self.stacks}
+        """Stack -> the layer of each of its rows, -1 for none; not those that have their layers in order."""
+        return {rows.stack: rows.order for rows in self.stacks if not rows.identity}
 
     @classmethod
     def of(cls, model: ModelConfig, schedule: Schedule) -> "Stages":
@@ -53,7 +59,7 @@ class Stages:
         sizes = divide_layers(model.n_layers, schedule.virtual_stages)
         starts = np.concatenate([[0], np.cumsum(sizes)])
         stacks = []
-        for name in ("dense_blocks", "blocks"):
+        for name in (DENSE, BLOCKS):
             if layers := layers_of(model, name):
                 stacks.append(_rows(name, layers, starts, schedule.placement))
         return cls(tuple(stacks))

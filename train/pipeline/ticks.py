@@ -28,7 +28,7 @@ class Ticks:
     @classmethod
     def of(cls, schedule: Schedule) -> "Ticks":
         """Those of a schedule."""
-        stage, chunk = place_of(schedule, 0)
+        stage, chunk = schedule.place_of(0)
 
         def first(table: np.ndarray) -> np.ndarray:
             return np.where(table[:, stage, 1] == chunk, table[:, stage, 0], -1)
@@ -40,7 +40,3 @@ class Ticks:
 
 jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave", "keep"], [])
 
-
-def place_of(schedule: Schedule, virtual: int) -> tuple[int, int]:
-    """(stage, chunk) of a virtual stage."""
-    return schedule.stage_of(virtual), schedule.chunk_of(virtual)

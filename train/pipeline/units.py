@@ -15,10 +15,11 @@ from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import Transformer
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import joined
+from bytescope.model.runs import BLOCKS
 from bytescope.model.segments import Packed
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.pipeline.stages import StackRows
-from bytescope.train.step.pullback import Pullback
+from bytescope.train.step.pullback import Pullback, row_of
 from bytescope.train.step.routing import weighed
 from bytescope.train.step.weights import Weights
 
@@ -30,8 +31,8 @@ STAGE = "stage"
 class Micro:
     """What the blocks read of a micro-batch besides the residual stream.
 
-    keys_B: data of the dropout keys, None without dropout. packed: the examples of packed rows. tokens: counted ones,
-    int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
+    keys: data of the dropout keys [B, ...], None without dropout. packed: the examples of packed rows. tokens: counted
+    ones, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
     """
 
     keys: jax.Array | None
@@ -94,7 +95,7 @@ class StackUnit:
         def turn(index, carry):
             x_BLD, stash, load = carry
             row = chunk * self.rows.rows + index
-            x_BLD, found, kept = self.layer(x_BLD, *_rows((own, fixed), row), first[chunk] + index, micro)
+            x_BLD, found, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
             stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
             if found is not None:
                 load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
@@ -107,7 +108,7 @@ class StackUnit:
             micro: Micro) -> jax.Array:
         """The output of the first `count` layers of a chunk; nothing is kept. Arguments as of `forward`."""
         def turn(index, x_BLD):
-            weights = joined(*_rows((own, fixed), chunk * self.rows.rows + index))
+            weights = joined(*row_of((own, fixed), chunk * self.rows.rows + index))
             return self.block(x_BLD, weights, first[chunk] + index, None, micro.packed)[0]
 
         return jax.lax.fori_loop(0, count, turn, x_BLD)
@@ -121,12 +122,15 @@ class StackUnit:
             d_BLD, sums = carry
             index = count[chunk] - 1 - index
             row = chunk * self.rows.rows + index
-            weights = _rows((own, fixed), row)
+            weights = row_of((own, fixed), row)
             kept = [_typed(_read(leaf, (slot, index)), dtype) for leaf, dtype in zip(stash, self.dtypes, strict=True)]
             pullback = self.recipe.join(kept, jax.tree.leaves(weights), _shared(first[chunk] + index, micro))
             d_BLD, d_own = pullback((d_BLD, micro.coefficients))
             d_own = self.weights.gradients(jax.tree.map(lambda grad: grad[None], d_own))
-            add = lambda total, grad: _write(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))  # noqa: E731
+
+            def add(total, grad):
+                return _write(total, _read(total, (row,)) + grad[0].astype(total.dtype), (row,))
+
             return d_BLD, jax.tree.map(add, sums, d_own)
 
         with jax.named_scope(self.turns):
@@ -136,10 +140,6 @@ class StackUnit:
 def _shared(number: jax.Array, micro: Micro) -> Leaves:
     """What a layer's residuals may be that the backward pass has by itself."""
     return jax.tree.leaves((number, micro.packed, micro.tokens, micro.coefficients))
-
-
-def _rows(stacks: Any, row: jax.Array) -> Any:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False), stacks)
 
 
 def _write(leaf: jax.Array, new: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
@@ -171,13 +171,12 @@ def stack_units(model: Transformer, stacks: Sequence[StackRows], weights: Weight
                 schedule: Schedule) -> list[StackUnit]:
     """The stacks of a chunk in the order in which it runs them; `model` is built for the inside of the stages."""
     blocks = {run.stack: block for run, block in model.layers()}
-    units = []
+    units, runs = [], schedule.ticks * schedule.stages
     for rows in stacks:
-        routed = bool(model.config.experts) and rows.stack == "blocks"
-        units.append(StackUnit(rows, blocks[rows.stack],
-                               dataclasses.replace(weights, axes=weights.axes[rows.stack], layout=model.place), routed,
-                               turns_of(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()),
-                                        schedule.ticks * schedule.stages)))
+        routed = bool(model.config.experts) and rows.stack == BLOCKS
+        own = dataclasses.replace(weights, axes=weights.axes.get(rows.stack, {}), layout=model.place)
+        turns = turns_of(int(rows.count.max()), schedule.micro_batches * int(rows.count.sum()), runs)
+        units.append(StackUnit(rows, blocks[rows.stack], own, routed, turns))
     return units
 
 

@@ -33,7 +33,6 @@ from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.optimizer.rules import describe_scaling
 from bytescope.train.parallel.processes import Processes
-from bytescope.train.pipeline.rows import order_of
 from bytescope.train.planning import remedies
 from bytescope.train.planning.adapter import Adapter
 from bytescope.train.planning.run_peak import loop_overhead
@@ -212,7 +211,7 @@ def start_state(program: Program, checkpoints: Checkpoints, console: Console) ->
     or those of `init.folder`, its adapters those of `init.adapter`. Frozen parameters are in no checkpoint: they come
     again from where they came at first, but for the biases of routers, which updates move."""
     restored = checkpoints.restore(program.state, lambda text: console.print(f"warning: {text}", soft_wrap=True),
-                                   order_of(program.stages))
+                                   program.order)
     if restored is None:
         params = initial_params(program, console)
         state = program.init() if params is None else program.init_around(params)

@@ -39,3 +39,8 @@ class Pullback:
         """The pullback of the layer with these residuals, parameters and arrays that all layers share."""
         places = {"own": own, "kept": kept, "shared": shared}
         return self.tree.unflatten([what if where == "here" else places[where][what] for where, what in self.sources])
+
+
+def row_of(tree: Any, number: jax.Array) -> Any:
+    """Row `number` of every leaf: a layer of stacked ones, a micro-batch."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), tree)

@@ -25,7 +25,7 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
 from bytescope.train.weights.quantized import QuantizedJob
-from bytescope.train.weights.stacks import by_array
+from bytescope.train.weights.stacks import by_array, by_row
 
 PIECE = 4 * 2**20  # bytes on disk that are read at once
 TRIMMED = 64 * 2**20  # bytes read after which freed memory goes back to the system
@@ -34,25 +34,28 @@ SMALL = 2**20  # bytes of a shard that is assembled in host memory and sent whol
 
 def load_params(folder: Folder, model: ModelConfig, shapes: Any,
                 tell: Callable[[int, int], None] = lambda done, total: None,
-                quantized: Mapping[str, tuple[str, Matrix]] = {}) -> Any:
+                quantized: Mapping[str, tuple[str, Matrix]] = {},
+                order: Mapping[str, Sequence[int]] = {}) -> Any:
     """The weights of a folder as a tree of jax.Array like `shapes`, cast to the dtypes there.
 
     Args:
       shapes: tree of ShapeDtypeStruct with shardings, our parameters or some of them; those of scanned blocks stacked.
       tell: called with the bytes read and the bytes to read.
       quantized: the dotted path of each weight that `shapes` has as codes and scales -> its row of BASES, its matrix.
+      order: stack -> the layer of each of its rows, -1 for none; stacks that have their layers in order are not named.
 
     Raises:
       UserError: as `checkpoint_leaves`; or a file that changes while it is read.
     """
-    return load_leaves(checkpoint_leaves(folder, model), model, shapes, tell, quantized)
+    return load_leaves(checkpoint_leaves(folder, model), model, shapes, tell, quantized, order)
 
 
 def load_leaves(leaves: Mapping[str, Leaf], model: ModelConfig, shapes: Any,
                 tell: Callable[[int, int], None] = lambda done, total: None,
-                quantized: Mapping[str, tuple[str, Matrix]] = {}) -> Any:
+                quantized: Mapping[str, tuple[str, Matrix]] = {},
+                order: Mapping[str, Sequence[int]] = {}) -> Any:
     """The same of what is where already, by our dotted path with the numbers of layer and expert."""
-    held = by_array(model, leaves)
+    held = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
     targets = {_dotted(path): _Target(like) for path, like in flat}
     parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bytescope.model import ModelConfig
@@ -60,6 +60,19 @@ def by_array(model: ModelConfig, found: Mapping[str, Any]) -> dict[str, dict[tup
             arrays.setdefault(place.array, {})[place.index] = one
             sizes[place.array] = place.sizes
     return {array: parts for array, parts in arrays.items() if len(parts) == math.prod(sizes[array])}
+
+
+def by_row(arrays: Mapping[str, Mapping[tuple[int, ...], Any]], order: Mapping[str, Sequence[int]]
+           ) -> dict[str, Mapping[tuple[int, ...], Any]]:
+    """The same with the rows of stacks in `order`: stack -> the layer of each row, -1 for a row of none."""
+    rows = {stack: [row for _, row in sorted((layer, row) for row, layer in enumerate(layers) if layer >= 0)]
+            for stack, layers in order.items()}
+    found = dict(arrays)
+    for array, parts in arrays.items():
+        stack, _, rest = array.partition(".")
+        if stack in rows and not rest[0].isdecimal():  # that is a layer on its own
+            found[array] = {(rows[stack][place[0]], *place[1:]): one for place, one in parts.items()}
+    return found
 
 
 def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:

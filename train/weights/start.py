@@ -33,7 +33,7 @@ def fingerprint_of_adapter(program: Program) -> str:
 def initial_adapters(program: Program) -> Any:
     """The adapters that `init.adapter` holds, in their shardings and dtypes; None without one."""
     leaves = _adapter_leaves(program)
-    return load_leaves(leaves, program.model, program.state.params) if leaves else None
+    return load_leaves(leaves, program.model, program.state.params, order=program.order) if leaves else None
 
 
 def _adapter_leaves(program: Program) -> dict[str, Leaf]:
@@ -68,4 +68,4 @@ def _loaded(program: Program, shapes: Any, console: Console) -> Any:
         task = bar.add_task("", total=None)
         return load_params(Folder.open(program.config.init.folder), program.model, shapes,
                            lambda done, total: bar.update(task, completed=done, total=total),
-                           quantized_weights(program.abstract()))
+                           quantized_weights(program.abstract()), program.order)

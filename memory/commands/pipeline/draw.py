@@ -49,11 +49,14 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     if args.stages * args.micro_batches * (args.virtual or 2) > MOST_UNITS:
         raise ReportError(f"--stages={args.stages} --micro-batches={args.micro_batches}: give at most {MOST_UNITS:,} "
                           "stages times micro-batches times chunks")
+    if args.virtual and args.schedule == ALL:
+        raise ReportError(f"--virtual={args.virtual} with all schedules: most have one number of chunks; give one "
+                          "schedule, such as --schedule=interleaved")
     found, refused = [], []
     for name in SCHEDULES if args.schedule == ALL else [args.schedule]:
-        virtual = args.virtual if args.virtual and args.schedule != ALL else 2 if name in ("interleaved", "v") else 1
+        usual = SCHEDULES[name].chunks if name in SCHEDULES else 1
         try:
-            found.append(make_schedule(name, args.stages, args.micro_batches, virtual))
+            found.append(make_schedule(name, args.stages, args.micro_batches, args.virtual or usual))
         except ReportError as error:
             if args.schedule != ALL:
                 raise
@@ -78,7 +81,6 @@ def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
             "micro_batches": schedule.micro_batches, "ticks": schedule.ticks, "placement": schedule.placement,
             "layers": layers, "stash_slots": schedule.stash_slots,
             "stash": [float(stash) for stash in figures.stash_by_stage(schedule)],
-            "bubble": found.bubble, "bubble_formula": float(figures.bubble(
-                schedule.stages, schedule.micro_batches, schedule.virtual)), "idle": found.idle,
+            "bubble": found.bubble, "bubble_formula": float(figures.expected_bubble(schedule)[1]), "idle": found.idle,
             "forward": schedule.forward.tolist(), "backward": schedule.backward.tolist(),
             "weights": schedule.weights.tolist(), "ends": schedule.ends.tolist()}

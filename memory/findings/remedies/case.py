@@ -107,7 +107,7 @@ def case_of(report: Report) -> Case | None:
     if any(key not in flat for key in needed):
         return None
     # A report that was written before there was an axis has no key of it.
-    axes = {axis: int(flat.get(MESH + axis, 1)) for axis in (*BATCH_AXES, "context", "tensor")}
+    axes = {axis: int(flat.get(MESH + axis, 1)) for axis in ("stage", *BATCH_AXES, "context", "tensor")}
     known = math.prod(size for size in axes.values() if size > 0)
     rest = max(int(report.target.get("n_devices") or 1) // known, 1)
     return Case(flat, {axis: size if size > 0 else rest for axis, size in axes.items()},

@@ -209,7 +209,7 @@ def _tiled_mlp(case: Case) -> Lever | None:
 
 
 def _blocks_to_host(case: Case) -> Lever | None:
-    if not case.host_memory or case.flat[REMAT_POLICY] not in ("full", "sqrt"):
+    if not case.host_memory or case.axes["stage"] > 1 or case.flat[REMAT_POLICY] not in ("full", "sqrt"):
         return None
     return Lever({REMAT_POLICY: "offload"}, {"residuals": 1.0}, True, "block inputs cross the host link")
 

@@ -30,6 +30,7 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
 def _shown(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
     """What the template shows of a schedule."""
     found, stash = figures.simulate(schedule), figures.stash_by_stage(schedule)
+    formula, least = figures.expected_bubble(schedule)
     most = max(stash)
     stages = [{"number": stage, "slots": slots, "stash": f"{float(own):.3f}", "width": float(120 * own / most),
                "idle": share(idle),
@@ -37,7 +38,7 @@ def _shown(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
               for stage, (slots, own, idle) in enumerate(zip(schedule.stash_slots, stash, found.idle))]
     return {"name": schedule.name, "summary": SCHEDULES[schedule.name].summary, "virtual": schedule.virtual,
             "ticks": schedule.ticks, "stash": f"{float(most):.3f}", "bubble": share(found.bubble), "stages": stages,
-            "formula": share(figures.bubble(schedule.stages, schedule.micro_batches, schedule.virtual)),
+            "formula": f"{formula} {share(least)}",
             "width": schedule.ticks * WIDE + 70, "height": schedule.stages * HIGH + 20, "units": _units(schedule)}
 
 

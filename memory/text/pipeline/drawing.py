@@ -57,7 +57,7 @@ def share(value: float | Fraction) -> str:
 
 def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableType:
     """One schedule; layers: those of each virtual stage, where the model is known."""
-    found = figures.simulate(schedule)
+    found, (formula, least) = figures.simulate(schedule), figures.expected_bubble(schedule)
     table = FigureTable(figure("stage"), figure("layers"), figure("stash slots"), figure("stash"), figure("idle"))
     for stage, (slots, stash, idle) in enumerate(zip(schedule.stash_slots, figures.stash_by_stage(schedule),
                                                      found.idle)):
@@ -69,7 +69,7 @@ def view(schedule: Schedule, layers: Sequence[int] | None = None) -> RenderableT
         Grid(schedule), Prose("f forward  b backward  X both in one tick  w gradients of weights  · idle", "dim"),
         Text(), table, Text(),
         Prose(f"bubble {share(found.bubble)} with the blocks recomputed, where a stage waits for what it reads alone; "
-              f"(P-1)/(vM+P-1) is {share(figures.bubble(schedule.stages, schedule.micro_batches, schedule.virtual))}"),
+              f"{formula} is {share(least)}"),
         Prose("stash: in units of what all layers keep of one micro-batch; one program runs on all stages, so that "
               f"each allocates what the fullest needs: {float(max(figures.stash_by_stage(schedule))):.3f}"))
 

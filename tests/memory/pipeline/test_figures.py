@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.pipeline.figures import bubble, published_stash, simulate, stash_by_stage
+from bytescope.memory.pipeline.figures import bubble, expected_bubble, published_stash, simulate, stash_by_stage
 from bytescope.memory.pipeline.schedules import make_schedule
 
 pytestmark = pytest.mark.quick
@@ -19,6 +19,12 @@ def test_the_simulated_bubble_of_a_ring_is_the_formula(stages, micro_batches, vi
     found = simulate(make_schedule(name, stages, micro_batches, virtual))
     assert found.bubble == pytest.approx(float(bubble(stages, micro_batches, virtual)))
     assert {round(idle, 9) for idle in found.idle} == {round(found.bubble, 9)}
+
+
+def test_a_v_has_the_bubble_of_one_chunk():
+    schedule = make_schedule("v", 4, 8)
+    assert expected_bubble(schedule) == ("(P-1)/(M+P-1)", bubble(4, 8))
+    assert simulate(schedule).bubble == pytest.approx(float(bubble(4, 8)))
 
 
 def test_stages_that_wait_for_all_in_every_tick_lose_nothing_more_in_fused_ticks():

@@ -40,11 +40,12 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    state = dataclasses.replace(program.state, params=load_params(source, program.model, program.state.params),
+    state = dataclasses.replace(program.state, params=load_params(source, program.model, program.state.params,
+                                                                     order=program.order),
                                 step=jnp.int32(steps[-1]), opt_state=(), tally=None, loss_scale=None)
     checkpointer = Checkpoints(workdir, keep=len(steps))
     for step in steps:
-        checkpointer.save(state, Position(step, 8 * step))
+        checkpointer.save(state, Position(step, 8 * step), order=program.order)
     checkpointer.close()
     identity = Identity.of(config, program.batch.global_rows, "data", source.fingerprint)
     (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(identity)))
@@ -185,6 +186,21 @@ def test_however_it_was_trained(overrides, devices, tmp_path):
     assert tensors(tmp_path / "out") == tensors(folder)
 
 
+def test_stages_that_hold_the_layers_in_an_order_of_their_own(tmp_path, capsys):
+    """Read and written in the order of the layers, rows of no layer too under the checksum."""
+    folder = checkpoints.save(checkpoints.model("qwen3_moe", num_hidden_layers=5), tmp_path / "folder")
+    workdir = saved(folder, tmp_path / "run", {"mesh.stage": 2, "mesh.fsdp": 1, "pipeline.schedule": "v",
+                                               "batch.mode": "scan", "batch.accumulation": 4}, 2)
+    meta = json.loads((workdir / "checkpoints" / "3" / "meta" / "metadata").read_text())
+    # Layers 0 and 4 lie on the first stage, where the V begins and ends, 1 to 3 on the other; a chunk has 2 rows.
+    assert meta["order"] == {"dense_blocks": [0, -1, -1, -1], "blocks": [-1, -1, 4, -1, 1, 2, 3, -1]}
+    assert cli.main(["export", str(workdir), str(tmp_path / "out")]) == 0
+    assert tensors(tmp_path / "out") == tensors(folder)
+    record_another_sum(workdir / "checkpoints" / "3", "experts")
+    assert cli.main(["export", str(workdir), str(tmp_path / "other")]) == 2
+    assert "does not match its checksum" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     """A run of two checkpoints, with a number that float16 does not hold."""
@@ -207,11 +223,11 @@ def rewrite(checkpoint):
     tensorstore.open({"driver": "zarr", "kvstore": kvstore}).result()[127, 0].write(0.125).result()
 
 
-def record_another_sum(checkpoint):
+def record_another_sum(checkpoint, array="mlp"):
     """The checksum of a stack of layers is another."""
     path = checkpoint / "meta" / "metadata"
     meta = json.loads(path.read_text())
-    meta["checksums"][list(meta["arrays"]).index(".params['blocks']['mlp']['w_down']")] ^= 1
+    meta["checksums"][list(meta["arrays"]).index(f".params['blocks']['{array}']['w_down']")] ^= 1
     path.write_text(json.dumps(meta))
 
 
