@@ -20,7 +20,7 @@ from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, parted
 from bytescope.model.names import NAMES
-from bytescope.model.transformer import KEEP_ALL, contracted, logical_axes, wide
+from bytescope.model.transformer import contracted, logical_axes, wide
 from bytescope.train.batch import BatchAlgebra, batch_names
 from bytescope.train.checks import check_fused, check_traced
 from bytescope.train.choices import Choices, check
@@ -150,14 +150,6 @@ class Program(Choices):
         if asked and self.mesh.devices.flat[0].platform != "cpu" and not compilation.stats.host_temp_bytes:
             raise ValueError(f"remat.policy={asked[0]} moves nothing to host memory here: offload other names, of "
                              f"{', '.join(NAMES)}, or use full")
-
-    def trace_gradient(self) -> Any:
-        """ClosedJaxpr of the gradient of one micro-batch with nothing recomputed, so that every name is in it."""
-        graph, _ = nnx.split(nnx.eval_shape(lambda: self.transformer(nnx.Rngs(params=0), remat=KEEP_ALL)))
-        loss = make_loss(self.config, graph, self.layout, self.precision, self.batch.micro, self.frozen)
-        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.batch.rows))
-        gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))
-        return gradient(self.state.params, self.eval_shapes, keys, self.state.frozen)
 
     def init(self) -> TrainState:
         """The initial state, created on the devices in its shardings; its values are the same on every mesh."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path, write
-from bytescope.memory.config_keys import MESH, MESH_CONTEXT, MESH_STAGE
+from bytescope.memory.config_keys import MESH, MESH_CONTEXT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapters, training_state, transformer
 from bytescope.memory.formulas.adapters import Adapters
@@ -128,9 +128,6 @@ def _notes_on(args: argparse.Namespace, config: Mapping[str, Any]) -> tuple[str,
     if config[MESH_CONTEXT] != 1:
         notes.append(f"{MESH_CONTEXT}={config[MESH_CONTEXT]} is left out, which would divide the activations of a "
                      "device by it: bytescope report --formulas counts it.")
-    if (stages := config.get(MESH_STAGE, 1)) != 1:
-        notes.append(f"{MESH_STAGE}={stages} is left out, which would divide the layers and the tables by it, and keep "
-                     "a stash: bytescope report compiles it.")
     return tuple(notes)
 
 
@@ -189,7 +186,8 @@ def show(found: Estimate, console: Any = None) -> None:
         trained = f"; LoRA of rank {asked.rank} on {', '.join(adapters.adapted_anywhere(q.model))}: " \
                   f"{adapters.adapter_count(q.model):,} trained, frozen weights in {asked.base}"
     shared = f", experts over {layout.expert} of them" if layout.expert > 1 else ""
-    tensor = f"tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
+    stages = f"{layout.pipeline} stages, a stash of {layout.stash:.3g} of all layers, " if layout.stash else ""
+    tensor = f"{stages}tensor {layout.tensor}{' with sequence' if layout.sequence else ''}"
     parts = [
         Items([Text(f"{q.parameters:,.0f} parameters", style="bold"), *_mixture(q), f"{q.model.layers} layers, width "
                f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens"]),

@@ -14,11 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.config_keys import (
-    BATCH_ACCUMULATION,
-    BATCH_ACCUMULATION_SCHEDULE,
     BATCH_MICRO,
     BATCH_MODE,
-    BATCH_TOKENS,
     DATA_SEQ_LEN,
     LORA_RANK,
     MESH_DISPATCH,
@@ -37,7 +34,7 @@ from bytescope.memory.config_keys import (
     REMAT_SAVE,
 )
 from bytescope.memory.formulas import experts
-from bytescope.memory.formulas.config import model_of
+from bytescope.memory.formulas.config import accumulation, model_of
 from bytescope.memory.formulas.expert_exchange import chosen_dispatch, repeats, sent
 from bytescope.memory.formulas.training_state import PRECISIONS
 from bytescope.memory.formulas.transformer import Model
@@ -191,15 +188,6 @@ def plan_of(config: Mapping[str, Any], axes: Mapping[str, int]) -> Plan | None:
     data = {axis: size for axis, size in many.items() if axis == "data"}
     strategy = str(config.get(MESH_STRATEGY, "zero3")) if shard else "ddp"  # nothing is sharded, whatever the name
     return Plan(strategy, data, shard, axes.get("tensor", 1), axes.get("context", 1), axes.get("expert", 1))
-
-
-def accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps per update of a trainer's config (dotted keys) on `ranks` data-parallel ranks; of a schedule the
-    most."""
-    if tokens := config.get(BATCH_TOKENS, 0):
-        return max(tokens // (config[BATCH_MICRO] * config[DATA_SEQ_LEN] * ranks), 1)
-    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get(BATCH_ACCUMULATION_SCHEDULE, ())]
-    return max(scheduled, default=config.get(BATCH_ACCUMULATION, 1))
 
 
 def of_config(config: Mapping[str, Any], axes: Mapping[str, int], parameters: int,

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.config_keys import (
+    BATCH_ACCUMULATION,
+    BATCH_ACCUMULATION_SCHEDULE,
     BATCH_MICRO,
+    BATCH_TOKENS,
     DATA_SEQ_LEN,
     LORA_BASE,
     LORA_RANK,
@@ -18,6 +21,7 @@ from bytescope.memory.config_keys import (
     MESH_EXPERT,
     MESH_FSDP,
     MESH_SEQUENCE_PARALLEL,
+    MESH_STAGE,
     MESH_STRATEGY,
     MESH_TENSOR,
     MODEL,
@@ -30,6 +34,8 @@ from bytescope.memory.config_keys import (
     OPTIMIZER_FREEZE,
     OPTIMIZER_FUSED_BACKWARD,
     OPTIMIZER_NAME,
+    PIPELINE_SCHEDULE,
+    PIPELINE_VIRTUAL,
     PRECISION_PRESET,
 )
 from bytescope.memory.errors import ReportError
@@ -39,6 +45,8 @@ from bytescope.memory.formulas.estimate import Question
 from bytescope.memory.formulas.experts import Experts, idle_count, routed_count
 from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.formulas.transformer import Layout, Model
+from bytescope.memory.pipeline.figures import held_share
+from bytescope.memory.pipeline.schedules import make_schedule
 
 # The trainer's attention kernels -> those of the formulas; all but the naive one keep no scores.
 KERNELS = {"naive": "naive", "chunked": "flash", "cudnn": "flash", "auto": ""}
@@ -108,6 +116,21 @@ def routed_share(config: Mapping[str, Any]) -> float:
     return routed_count(model) / transformer.parameter_count(model)
 
 
+def accumulation(config: Mapping[str, Any], ranks: int) -> int:
+    """Micro-steps per update of a trainer's config (dotted keys) on `ranks` data-parallel ranks; of a schedule the
+    most."""
+    if tokens := config.get(BATCH_TOKENS, 0):
+        return max(tokens // (config[BATCH_MICRO] * config[DATA_SEQ_LEN] * ranks), 1)
+    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get(BATCH_ACCUMULATION_SCHEDULE, ())]
+    return max(scheduled, default=config.get(BATCH_ACCUMULATION, 1))
+
+
+def _stash(config: Mapping[str, Any], stages: int, ranks: int, layers: int) -> float:
+    """What each stage keeps of layers, in units of all of them, by the config's schedule."""
+    schedule = make_schedule(config[PIPELINE_SCHEDULE], stages, accumulation(config, ranks), config[PIPELINE_VIRTUAL])
+    return float(held_share(schedule, layers))
+
+
 def question_of(config: Mapping[str, Any]) -> Question:
     """The question that a trainer's config (dotted key -> value) asks; -1 in its mesh counts as 1 device.
 
@@ -132,8 +155,11 @@ def question_of(config: Mapping[str, Any]) -> Question:
     shared, copies = config[MESH_FSDP] == -1 or shards > 1, config[MESH_DATA]
     ranks = shards if shared else copies
     tensor = max(config[MESH_TENSOR], 1)
+    stages = max(config.get(MESH_STAGE, 1), 1)
     layout = Layout(tensor, config[MESH_SEQUENCE_PARALLEL] and tensor > 1, max(ranks, 1),
-                    zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0, expert=expert)
+                    zero=training_state.STRATEGIES[config[MESH_STRATEGY]].stage if shared else 0, expert=expert,
+                    pipeline=stages, interleave=config[PIPELINE_VIRTUAL] if stages > 1 else 1,
+                    stash=_stash(config, stages, shards * max(copies, 1), model.layers) if stages > 1 else 0.0)
     # What `auto` takes on a GPU: the naive kernel where dropout needs it, and for short sequences where cuDNN has none.
     short = (config[PRECISION_PRESET] == "fp32" or m["attention_softcap"]) and config[DATA_SEQ_LEN] <= 1024
     attention = KERNELS[m["attention"]] or ("naive" if model.dropout or short else "flash")

@@ -17,15 +17,14 @@ from bytescope.memory.config_keys import (
     BATCH_MODE,
     MESH,
     MESH_CONTEXT,
-    MESH_STAGE,
     MODEL_ATTENTION,
     MODEL_EXPERTS,
     REMAT_GRANULARITY,
 )
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import estimate, flops, rematerialized, transformer
-from bytescope.memory.formulas.communication import BATCH_AXES, accumulation
-from bytescope.memory.formulas.config import question_of
+from bytescope.memory.formulas.communication import BATCH_AXES
+from bytescope.memory.formulas.config import accumulation, question_of
 from bytescope.memory.formulas.experts import by_kind
 from bytescope.memory.formulas.training_state import PRECISIONS, state_bytes
 
@@ -78,8 +77,6 @@ def formula_of(config: Mapping[str, Any], settled: Mapping[str, Any], platform: 
         platform: of the target; on "cpu" there is no other memory to offload to.
     """
     segments, resolved = settled["segments"], {**config, **settled}
-    if (stages := resolved.get(MESH_STAGE, 1)) > 1:
-        return f"no formula: {MESH_STAGE}={stages} cuts the layers into stages, which the formulas do not know"
     try:
         asked = question_of(resolved)
     except ReportError as error:
@@ -148,7 +145,8 @@ def _state(asked: estimate.Question, config: Mapping[str, Any], micro_steps: int
                            optimizer=asked.optimizer, layout=layout, offload=asked.offload, fused=asked.fused,
                            routed=estimate.trained_share(asked))
 
-    stage, summed, trained = asked.layout.zero, micro_steps > 1, estimate.trained_parameters(asked)
+    stage, trained = asked.layout.zero, estimate.trained_parameters(asked)
+    summed = micro_steps > 1 and not asked.layout.stash  # stages add to the gradients that they return
     state = sharded(3 if stage else 0)
     state["gradients"] = sharded(stage)["gradients"]
     like = state["gradients" if config[BATCH_MODE] == "scan" else "params"]
@@ -174,14 +172,15 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
           platform: str) -> Kept | None:
     """What the layers of one kind, those of `asked.model`, keep and recompute in a segment; None for a policy without
     a formula."""
-    policy, model, layers, groups = segment["policy"], asked.model, asked.model.layers, segment["groups"]
+    policy, model, groups = segment["policy"], asked.model, segment["groups"]
+    layers, held = model.layers, transformer.layers_in_flight(model.layers, asked.layout)
     tiled = asked.mlp_tokens > 0
     everything = transformer.layer_bytes(model, asked.layout, asked.sequence, asked.batch, attention=asked.attention,
                                          tile=asked.mlp_tokens, itemsize=_itemsize(asked),
                                          operand=PRECISIONS[asked.precision].operand)
     if policy == "none":
         tiles = layers * rematerialized.tiles_flops(model, asked.sequence) if tiled else 0.0
-        return Kept(layers * everything, 0.0, 0.0, tiles)
+        return Kept(held * everything, 0.0, 0.0, tiles)
     if policy not in NAMED_POLICIES + PRODUCT_POLICIES:
         return None
     save, offload = set(segment["save"]), set(segment["offload"])
@@ -198,7 +197,7 @@ def _kept(asked: estimate.Question, segment: Mapping[str, Any], config: Mapping[
                     for names in (path.kept - moved, moved))
     flops = layers * rematerialized.recomputed_flops(model, asked.attention, path.recomputed, asked.sequence)
     if groups == 1:
-        return Kept(device * layers, host * layers, everything - device, flops)
+        return Kept(device * held, host * layers, everything - device, flops)
     # Chen et al. 2016 (arXiv 1604.06174): the inputs of groups, and those of one group's blocks while it is recomputed.
     flops += layers * rematerialized.forward_flops(model, asked.attention, asked.sequence)
     return Kept(device * (groups + layers / groups), 0.0, everything - device, flops)
@@ -228,6 +227,9 @@ def _notes(config: Mapping[str, Any], asked: estimate.Question, segments: Sequen
          "FLOPs: the chunked kernel skips blocks above the diagonal, the formulas count them"),
         (asked.model.experts, "experts: rows are balanced over devices, tiles and buffers are as full as they can be"),
         (True, "parameters: formulas leave out norms, biases and learned positions"),
+        (asked.layout.stash and asked.model.layers % (asked.layout.pipeline * asked.layout.interleave),
+         "state: every stage has as many rows of layers as the fullest, the formulas divide layers evenly"),
+        (asked.layout.stash, "total: a stage has its input and output of a tick, and their gradients, besides"),
         (True, "gradients: at the peak those of the layers still to come are not there yet"),
         (True, "total: gathered parameters, kernels' workspace and the optimizer's temporaries have no formula"),
     )

@@ -57,7 +57,8 @@ class Model:
 class Layout:
     """How a training step is sharded: `tensor` t ways, with `sequence` the activations between the tensor-parallel
     products too; `data` ranks that shard state by the ZeRO stage `zero`, of which each `expert` share the routed
-    experts; `pipeline` stages of `interleave` chunks each."""
+    experts; `pipeline` stages of `interleave` chunks each. `stash`: what each stage of one program that runs on all of
+    them keeps of layers, in units of all layers; 0 for a program per stage, of which the first one's is meant."""
 
     tensor: int = 1
     sequence: bool = False
@@ -66,6 +67,7 @@ class Layout:
     pipeline: int = 1
     interleave: int = 1
     expert: int = 1
+    stash: float = 0.0
 
     def held(self, sharded: bool, routed: float = 0.0) -> float:
         """Share of some parameters that a device holds. sharded: by ZeRO; routed: the share of routed experts in them,
@@ -254,8 +256,11 @@ def layers_in_flight(layers: int, layout: Layout) -> float:
     """Layers' worth of activations on the first pipeline stage.
 
     One-forward-one-backward: p micro-batches of L/p layers, so L for any p; interleaving multiplies by
-    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Leaves out that later stages hold less.
+    1 + (p-1)/(pm) (Korthikanti et al. 2022, section 4.2.3). Leaves out that later stages hold less. Of one program on
+    all stages: what its schedule has each of them hold.
     """
+    if layout.stash:
+        return layers * layout.stash
     p, m = layout.pipeline, layout.interleave
     return layers * (1 + (p - 1) / (p * m) if m > 1 else 1)
 
@@ -265,15 +270,16 @@ def outside_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, it
     """Bytes on a device of embedding, final norm, head and logits (Korthikanti et al. 2022, section 4.3):
     (sbhL/t)(p/L + [p=1](4/L)(1 + v/h)) with sequence parallelism.
 
-    `logit_tokens`: how many tokens have logits at once, for losses in chunks; None for all.
+    `logit_tokens`: how many tokens have logits at once, for losses in chunks; None for all. Of one program on all
+    stages the vocabulary is sharded over them, and embedding and loss are those of one micro-batch.
     """
     tokens = sequence * batch
-    mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize) * layout.pipeline
-    if layout.pipeline > 1:
-        return mask
+    mask = tensor_bytes(EMBEDDING_MASK, model, layout, sequence, tokens, itemsize)
+    if layout.pipeline > 1 and not layout.stash:
+        return mask * layout.pipeline
     head = sum(tensor_bytes(tensor, model, layout, sequence, tokens, itemsize) for tensor in HEAD)
     at_once = tokens if logit_tokens is None else min(logit_tokens, tokens)
-    return mask + head + tensor_bytes(LOGITS, model, layout, sequence, at_once, itemsize)
+    return mask + head + tensor_bytes(LOGITS, model, layout, sequence, at_once, itemsize) / layout.pipeline
 
 
 def recomputed_bytes(model: Model, layout: Layout, sequence: int, batch: int, *, recompute: str,

@@ -32,7 +32,7 @@ from bytescope.memory.pages.elements import (
 )
 from bytescope.memory.pages.frame import page
 from bytescope.memory.text.compare import as_fast
-from bytescope.memory.text.fit import STAGES
+from bytescope.memory.text.fit import AT_LEAST, STAGES, slower
 from bytescope.memory.units import column_unit, human
 
 NOTES = (
@@ -52,7 +52,8 @@ def render(out: Mapping[str, Any]) -> str:
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}", where=where(target),
         facts=facts([_subject(out)], out["given"]),
         versions=versions(out["versions"]), verdict=_verdict(out), figures=_figures(out), stopped=out["stopped"],
-        answer=_answer(out), walk=_walk(out), reach=_reach(out), notes=_notes(out), stages=_stages(out))
+        answer=_answer(out), walk=_walk(out), layouts=_layouts(out), at_least=AT_LEAST, reach=_reach(out),
+        notes=_notes(out), stages=_stages(out))
 
 
 def _notes(out: Mapping[str, Any]) -> list[str]:
@@ -201,6 +202,20 @@ def _reach(out: Mapping[str, Any]) -> Table | None:
             out["config"], out["target"], row["flags"], fits=row["fits"]))),
     )
     return table(columns, out["reach"]) if out.get("reach") else None
+
+
+def _layouts(out: Mapping[str, Any]) -> Table | None:
+    """Each mesh beside the choice; None where one was tried, or nothing fits."""
+    columns = (
+        ("mesh", "text", lambda row: row["layout"]),
+        ("its best variant", "text what", lambda row: row["what"].removeprefix(f"{row['layout']}, ")),
+        ("allocated", "num", lambda row: _known(row["allocated_bytes"])),
+        ("step, predicted", "num", lambda row: seconds(row["predicted_seconds"])),
+        ("slower by", "num", slower),
+        ("verdict", "text", lambda row: Cell(row["verdict"], kind=_kind(row))),
+    )
+    rows = out.get("layouts") or ()
+    return table(columns, rows) if out["best"] and len(rows) > 1 else None
 
 
 def _known(size: int | None) -> str:

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from bytescope.memory.pipeline.layers import divide_layers
 from bytescope.memory.pipeline.schedule import IDLE, Schedule
 
 
@@ -37,6 +38,13 @@ def expected_bubble(schedule: Schedule) -> tuple[str, Fraction]:
     """(formula, value) of a schedule's bubble: several chunks make it smaller in a ring; in a V each waits for two."""
     words, virtual = ("(P-1)/(M+P-1)", 1) if schedule.bends else ("(P-1)/(vM+P-1)", schedule.virtual)
     return words, bubble(schedule.stages, schedule.micro_batches, virtual)
+
+
+def held_share(schedule: Schedule, layers: int) -> Fraction:
+    """What each stage of one program allocates for residuals, in units of those of all `layers` for one micro-batch:
+    the slots of the fullest stage, each for as many layers as the fullest chunk has."""
+    fullest = max(divide_layers(layers, schedule.virtual_stages))
+    return Fraction(max(schedule.stash_slots) * fullest, layers)
 
 
 def stash_by_stage(schedule: Schedule) -> tuple[Fraction, ...]:

@@ -131,7 +131,8 @@ class Trials:
             policies = {**policies, **described["moving"]}
         micro_steps = described["micro_steps"] * full["calls_per_update"]
         problem = problem_of(Block.from_json(described["block"]), self.predicted(full).by_phase, micro_steps,
-                             self.rates, self.target, cost=cost, offload=offload, policies=policies)
+                             self.rates, self.target, cost=cost, offload=offload, policies=policies,
+                             ranges=described["ranges"])
 
         def compile_plans(plans: Sequence[Plan]) -> list[Compiled]:
             variants = [{**keys, **plan.keys()} for plan in plans]

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from bytescope.memory.costs import flops
@@ -86,12 +87,14 @@ class Block:
         return cls(**{**values, "steps": steps, "read": tuple(values["read"]), "bound": bound})
 
 
-def block_of(jaxpr: Any, parts: Callable[[str], int], bound: Mapping[str, tuple[str, ...]] | None = None) -> Block:
+def block_of(jaxpr: Any, parts: Callable[[str], int | Fraction],
+             bound: Mapping[str, tuple[str, ...]] | None = None) -> Block:
     """The block of a ClosedJaxpr: the body of its loop over the blocks.
 
     Args:
         jaxpr: of the gradient of one micro-batch, nothing recomputed, layers scanned.
         parts: name -> devices over which its tensor is sharded; values without a name lie as the name before them.
+            Fractions where a device keeps the tensors of a layer more or less often than once.
         bound: see `Block`.
 
     Raises ReportError where no loop names a tensor.
@@ -187,7 +190,7 @@ def _aliases(body: Any, made: Sequence[tuple[Any, list, list]]) -> dict[Any, Any
     return out
 
 
-def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int) -> Step:
+def step_of(equation: Any, outs: Sequence[int], ins: Collection[int], name: str, parts: int | Fraction) -> Step:
     """The step of an equation, its results and operands given as numbers; `parts`: devices that its results are sharded
     over."""
     counted = flops.of_equation(equation)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bytescope.memory.costs import roofline
 from bytescope.memory.remat.block_graph import Block
-from bytescope.memory.remat.ilp import Passes, Plan
+from bytescope.memory.remat.ilp import MOST_RANGES, Passes, Plan
 from bytescope.memory.remat.patterns import Rates
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Problem:
         cost: a row of `memory.remat.ilp.COSTS`. offload: whether tensors may go to host memory.
         host_budget: bytes of host memory for one device.
         policies: policy -> the names that it keeps, None where only the compiler knows; they are candidates too.
+        ranges: ranges of layers with patterns of their own, at most.
     """
 
     block: Block
@@ -34,22 +35,25 @@ class Problem:
     offload: bool = False
     host_budget: float = math.inf
     policies: Mapping[str, Sequence[str] | None] = dataclasses.field(default_factory=dict)
+    ranges: int = MOST_RANGES
 
 
 def problem_of(block: Block, by_phase: Mapping[str, float], micro_steps: int, figures: roofline.Figures,
-               target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None]) -> Problem:
+               target: Target, *, cost: str, offload: bool, policies: Mapping[str, Sequence[str] | None],
+               ranges: int = MOST_RANGES) -> Problem:
     """The problem of a program on a target.
 
     Args:
         by_phase: seconds of `micro_steps` micro-batches of the program that recomputes everything.
         figures: what a device reaches with large products and copies: the costs of recomputed and of kept values, for
             ranking plans before they are compiled; the compiled ones are ranked by their own seconds.
+        ranges: as in `Problem`: 1 where one program runs on all stages of a pipeline.
     """
     rates = Rates({unit: figures.flops_per_s(unit) for unit in roofline.UNITS}, figures.hbm_bytes_per_s,
                   target.n_devices)
     passes = Passes(by_phase["forward"] / micro_steps, by_phase["backward"] / micro_steps,
                     figures.host_link_bytes_per_s if offload else 0.0)
-    return Problem(block, rates, passes, cost, offload, target.host_bytes_per_device, policies)
+    return Problem(block, rates, passes, cost, offload, target.host_bytes_per_device, policies, ranges)
 
 
 @dataclasses.dataclass(frozen=True)

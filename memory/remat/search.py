@@ -153,7 +153,8 @@ class Search:
         """The plans that the model proposes for a budget, cheapest first: with one pattern, with several, and policies
         that cost about the same. `above`: bytes by which each may exceed its room."""
         problem, plans, usable, host_room = self.problem, [], self._usable(), self._host_room()
-        for most, moved in itertools.product((1, 2), (False, True) if problem.offload else (False,)):
+        moves = (False, True) if problem.offload else (False,)
+        for most, moved in itertools.product(range(1, problem.ranges + 1), moves):
             patterns = [p for p in usable if moved or not p.host_bytes]
             plans.append(solve(patterns, problem.block.layers, self.room(budget, (most > 1, moved)) + above,
                                problem.passes, cost=problem.cost, host_budget=host_room, most=most))

@@ -19,7 +19,7 @@ from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.console import make_console, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, ignoring, wrap
 from bytescope.memory.text.seconds.prediction import rounded, within
-from bytescope.memory.text.table import FigureTable, figure, fixed
+from bytescope.memory.text.table import FigureTable, figure, fixed, label
 from bytescope.memory.units import human
 
 # Stage -> what is done in it.
@@ -31,6 +31,8 @@ STAGES = {
     "squeeze": "smaller state and activations, since recomputation is not enough",
     "neighbour": "one more name kept",
 }
+AT_LEAST = ('"at least" and "at best" are of meshes compiled with everything recomputed alone: what they would lose '
+            "with nothing recomputed")
 # Columns of a verdict, such as "fits, fastest so far".
 _VERDICT = 20
 
@@ -181,4 +183,33 @@ def _best(best: Mapping[str, Any], out: Mapping[str, Any], config: str, effort: 
         Prose(f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}{host}, "
               f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"),
         Text("run it with:", style="bold"),
-        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()), *_reach(out))
+        Command(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()), *_layouts(out),
+        *_reach(out))
+
+
+def _layouts(out: Mapping[str, Any]) -> list[RenderableType]:
+    """Each mesh beside the choice, a line each; none where one was tried."""
+    rows = out.get("layouts") or ()
+    if len(rows) < 2:
+        return []
+    table = FigureTable(label("mesh"), *map(figure, ("allocated", "update", "slower by")), fixed())
+    for row in rows:
+        ran = row["predicted_seconds"] is not None
+        table.add(row["layout"], human(row["allocated_bytes"]) if ran else "", seconds(row["predicted_seconds"]),
+                  slower(row), "" if row["fits"] else _failed(row), style="" if row["fits"] else "dim")
+    return [Text("each mesh, beside the choice", style="bold"), table,
+            Prose(AT_LEAST, "dim")]
+
+
+def slower(row: Mapping[str, Any]) -> str:
+    """By how much a mesh loses: "12%", "at least 34%", "a tie"; "" of the choice, and where it does not fit."""
+    if row["slower"] is None or not row["fits"]:
+        return ""
+    bounded = row["least_seconds"]
+    if row["slower"] < TIE:
+        return "a tie at best" if bounded else "a tie" if row["slower"] else ""
+    return f"{'at least ' if bounded else ''}{row['slower']:.1%}"
+
+
+def _failed(row: Mapping[str, Any]) -> str:
+    return row["verdict"] if row["predicted_seconds"] is not None else "cannot run"

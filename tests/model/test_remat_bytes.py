@@ -21,6 +21,7 @@ from bytescope.model.remat.policies import (
     OUTSIDE_CORE,
     QUANTIZED,
 )
+from bytescope.train.planning.block import trace_gradient
 from support.crossing import INPUT, crossing, custom, gradient
 from support.described import LAYERS, WIDE_GPU, compile_described
 from support.toy import small_program
@@ -86,7 +87,7 @@ def test_what_crosses_is_what_the_policy_names(drawn):
 def test_more_than_none_only_by_what_autodiff_does_not_keep(drawn):
     keys, names = drawn
     program = small_program(custom(keys, names))
-    none = program.trace_gradient()
+    none = trace_gradient(program)
     autodiff = {tensor.name for tensor in named_tensors(none) if tensor.autodiff}
     layer = bytes_of(program.model, asked(names), jnp.dtype(program.precision.compute).itemsize)
     beyond = {name for name in layer if (name if name != INPUT else "block_in") not in autodiff}
@@ -160,7 +161,7 @@ def test_a_name_wider_than_its_readers_is_told():
 @pytest.mark.parametrize("scan", [True, False])
 def test_no_name_of_the_model_is_too_wide(preset, scan):
     """Every tensor is named in the dtype in which it is read; autodiff keeps the stream only where nothing casts it."""
-    tensors = named_tensors(small_program({"precision.preset": preset, "model.scan": scan}).trace_gradient())
+    tensors = named_tensors(trace_gradient(small_program({"precision.preset": preset, "model.scan": scan})))
     assert too_wide(tensors) == ()
     kept = {tensor.name for tensor in tensors if tensor.autodiff}
     assert {"attn_norm", "q_rot", "k_rot", "v", "context", "mlp_norm", "up", "act"} <= kept

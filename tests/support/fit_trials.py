@@ -3,7 +3,8 @@
 One layer makes two tensors, `a` and `b`, at 50 TFLOP each a sequence, and hands on 1/4 GiB; parameters, Adam's state
 and gradients are 4, 8 and 4 GiB. Under adapters these are a thousandth a rank, over 8 GiB of frozen weights in 16 bits;
 8 and 4 bits take half and a quarter, and 100 ms a micro-batch. Activations grow with the sequence. Beside its
-sequences a micro-batch moves memory for 250 ms at the data sheet's rate.
+sequences a micro-batch moves memory for 250 ms at the data sheet's rate. Stages share the state, hold 2 - 1/P of what
+layers keep, in a V all of it once, and wait for (P-1)/(vM) of their time.
 """
 
 import dataclasses
@@ -31,10 +32,11 @@ FLAT = {"model.n_heads": 8, "model.n_kv_heads": 8, "data.seq_len": SEQ, "batch.m
         "model.experts": 0, "mesh.expert": 1,
         "batch.accumulation": 8, "batch.accumulation_schedule": (), "batch.mode": "scan", "precision.preset": "bf16",
         "optimizer.name": "adamw", "lora.rank": 0, "lora.base": "bf16", "model.max_seq_len": 8 * SEQ,
-        "optimizer.fused_backward": "false", "optimizer.clip": "global",
-        "offload.optimizer": "false", "offload.params": "false", "remat.policy": "none", "remat.layers": "()",
+        "optimizer.fused_backward": False, "optimizer.clip": "global",
+        "offload.optimizer": False, "offload.params": False, "remat.policy": "none", "remat.layers": "()",
         "remat.save": "()", "remat.offload": "()", "mesh.data": 1, "mesh.fsdp": -1, "mesh.context": 1, "mesh.tensor": 1,
-        "mesh.strategy": "zero3", "mesh.sequence_parallel": "false"}
+        "mesh.strategy": "zero3", "mesh.sequence_parallel": False, "mesh.stage": 1, "pipeline.schedule": "1f1b",
+        "pipeline.virtual": 1, "model.n_layers": LAYERS, "model.scan": False, "model.moe_every": 1}
 
 
 def block(micro, split):
@@ -68,14 +70,16 @@ def answer(flat, target):
     shares = {"params": ("zero3",), "gradients": ("zero2", "zero3"), "optimizer": ("zero1", "zero2", "zero3")}
     small = {"params": 0.5 if flat["precision.preset"] == "bf16_params" else 1.0,
              "optimizer": {"adamw_8bit": 0.25, "adafactor": 0.0}.get(flat["optimizer.name"], 1.0),
-             "gradients": 0.0 if flat["optimizer.fused_backward"] == "true" else 1.0}
+             "gradients": 0.0 if flat["optimizer.fused_backward"] else 1.0}
     rank, base = int(flat["lora.rank"]), flat["lora.base"]
     if rank:
         small = dict.fromkeys(small, rank / 1000)
-    state = {name: gib * small[name] / axes["tensor"] / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
+    stages = axes["stage"]
+    each = axes["tensor"] * stages
+    state = {name: gib * small[name] / each / (axes["fsdp"] if axes["strategy"] in shares[name] else 1)
              for name, gib in STATE.items()}
-    host = sum(state[name] for name in ("params", "optimizer") if flat["offload." + name] == "true")
-    state = {name: gib for name, gib in state.items() if flat.get("offload." + name) != "true"}
+    host = sum(state[name] for name in ("params", "optimizer") if flat["offload." + name])
+    state = {name: gib for name, gib in state.items() if not flat.get("offload." + name)}
     here = away = again = 0.0
     for layer in plan_of(flat):
         kept, moved = layer or ({"a", "b"}, ())
@@ -87,7 +91,10 @@ def answer(flat, target):
     scale = micro * int(flat["data.seq_len"]) / SEQ / axes["tensor"]
     overhead = OVERHEAD + (0.1 if rank and base != "bf16" else 0.0)
     flops = FLOPS * scale * axes["tensor"] * axes["data"] * axes["fsdp"] / target.n_devices * steps
-    sums = {**state, "residuals": here * scale, "workspace": WORKSPACE}
+    stash = 1.0 if axes["schedule"] in ("", "v") else 2 - 1 / stages
+    chunks = 1 if axes["schedule"] == "v" else int(flat["pipeline.virtual"])
+    flops *= 1 + (stages - 1) / (chunks * steps)
+    sums = {**state, "residuals": here * scale * stash, "workspace": WORKSPACE}
     breakdown = {name: round(gib * GIB) for name, gib in sums.items()}
     model = 3 * 2 * LAYERS * FLOPS
     moving = round(away * scale * GIB * steps)
@@ -141,7 +148,7 @@ class Pool:
         micro, tensor = int(job.flat["batch.micro"]), int(job.flat["mesh.tensor"])
         described = dataclasses.asdict(block(micro, tensor)) | {"bound": {}}
         return {"status": "ok", "block": described, "micro_steps": int(job.flat["batch.accumulation"]), "policies": {},
-                "moving": {}}
+                "moving": {}, "ranges": 1 if int(job.flat["mesh.stage"]) > 1 else 2}
 
 
 def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0, broken=lambda flat: "", most=1e9,
@@ -156,7 +163,8 @@ def walk(budget, levers="remat,micro,accumulation", *, devices="h100", host=0.0,
     base = {**FLAT, **{key.replace("_", ".", 1): value for key, value in flat.items()}}
 
     def config(name, pairs):
-        return {**base, **{key: type(base[key])(text) for key, text in pairs}}
+        return {**base, **{key: text == "true" if isinstance(base[key], bool) else type(base[key])(text)
+                           for key, text in pairs}}
 
     trainer = SimpleNamespace(config=config, sources=lambda: [])
     one = variants.Trials("x", target, given, trainer, Pool(target, broken), None, progress, most=most)

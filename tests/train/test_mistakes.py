@@ -235,7 +235,6 @@ MISTAKES["calibrate"] = [
     ("--out=.", "is a folder"), ("--out=", "no name of a file"), ("tiny", "unrecognized"),
     ("--secnds=3", "did you mean --seconds?"), ("--rates=rates.json", "unrecognized"),
     ("--config.train.steps=1", "takes no --config.train.steps")]
-MISTAKES["fit"] += [("tiny cpu:8 --config.mesh.stage=2", "a fit looks for layouts without stages")]
 MISTAKES["pipeline"] = [
     ("", "give --stages=N"), ("--stages=4", "give --micro-batches=N"), ("--stages=4 --micro-batches=four", "four"),
     ("--stages=0 --micro-batches=4", "0 stages: give 1 or more"), ("--stages=4 --micro-batches=-1", "give 1 or more"),

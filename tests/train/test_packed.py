@@ -8,6 +8,7 @@ import pytest
 
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.feed import calls
+from bytescope.train.planning.block import trace_gradient
 from bytescope.train.program import build
 from support.described import described
 from support.toy import first_state, small_config, small_program
@@ -100,7 +101,7 @@ def test_rows_of_one_text_or_one_example_have_no_segments():
 def test_the_gradient_is_traced_with_segments():
     """For checkpoint names that a config asks for, and for those that a report lists."""
     program = small_program({**PACKED, "remat.policy": "custom", "remat.save": "q_rot,v"})
-    assert "segments" in str(program.trace_gradient().jaxpr.debug_info.arg_names)
+    assert "segments" in str(trace_gradient(program).jaxpr.debug_info.arg_names)
 
 
 def test_cudnn_has_one_mask_for_all_layers_and_each_device_that_of_its_rows():

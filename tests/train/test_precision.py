@@ -14,6 +14,7 @@ from bytescope.model import PRECISIONS, Precision
 from bytescope.model.layers import look_up
 from bytescope.train.optimizer.rounding import apply_updates, random_bits, round_stochastic
 from bytescope.train.optimizer.rules import OPTIMIZERS
+from bytescope.train.planning.block import trace_gradient
 from bytescope.train.program import build
 from support.described import described
 from support.hlo_text import collectives
@@ -65,7 +66,7 @@ def test_roles_reach_the_program():
     def traced(**keys):
         program = small_program({"precision.preset": "fp32", "loss.kind": "full",
                                  **{f"precision.{key}": value for key, value in keys.items()}})
-        return str(program.trace_gradient())
+        return str(trace_gradient(program))
 
     assert not re.search("bf16|f16", traced())
     assert "bf16[8,32,64]" in traced(logits="bfloat16")

@@ -74,12 +74,13 @@ class Adapter:
         """See `Trainer.describe`."""
         from bytescope.memory.config_keys import MODEL_SCAN
         from bytescope.memory.plan.worker import tokens_of
-        from bytescope.train.planning.remat_auto import describe_block, fixed_policies
+        from bytescope.train.planning.block import describe_block, most_ranges
+        from bytescope.train.planning.remat_auto import fixed_policies
 
         program = self.program(name, (*overrides, (MODEL_SCAN, "true")), target)
         micro_steps = program.batch.accumulation if program.scanned else 1
         return {"block": dataclasses.asdict(describe_block(program)), "micro_steps": micro_steps,
-                "policies": fixed_policies(), "moving": fixed_policies(moving=True),
+                "ranges": most_ranges(program), "policies": fixed_policies(), "moving": fixed_policies(moving=True),
                 "tokens_per_update": tokens_of(program)}
 
     def choices(self, program: Program) -> str:
@@ -110,6 +111,7 @@ class Adapter:
         """See `Trainer.names`."""
         from bytescope.model.names import NAMES
         from bytescope.train.parallel.axes import activation_axes
+        from bytescope.train.planning.block import trace_gradient
 
         program = self.program(name, overrides, target)
 
@@ -119,7 +121,7 @@ class Adapter:
             text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
             return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
 
-        return program.trace_gradient(), sharding
+        return trace_gradient(program), sharding
 
     def configs(self) -> Mapping[str, str]:
         """See `Trainer.configs`."""

@@ -4,7 +4,6 @@ The search is memory/remat/search.py; this module describes the program to it an
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,26 +16,22 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records import Report
-from bytescope.memory.remat.block_graph import Block, block_of
 from bytescope.memory.remat.ilp import Plan
 from bytescope.memory.remat.problem import Compiled, Problem, Tried, problem_of
 from bytescope.memory.remat.search import FULL, NONE, Search
 from bytescope.memory.seconds import prediction, ranking, rates
 from bytescope.memory.units import human
-from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import AUTO, POLICIES
 from bytescope.train.checks import check_values
 from bytescope.train.config import flatten, override
 from bytescope.train.errors import DoesNotFit
-from bytescope.train.parallel.axes import activation_axes
+from bytescope.train.planning.block import describe_block, most_ranges
 from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program, build
 
 # Peaks of an unknown device, and of a CPU, whose measured rates would differ between processes: FLOP/s and bytes/s of a
 # core or two. They are for ranking plans only.
 NOMINAL = roofline.Figures({"fp32": 1e11}, 2e10, 2e10, dict.fromkeys(roofline.LINKS, 2e10), "nominal rates")
-# Names that a kernel outside of the checkpoint keeps together with its result (`model.block.CUTS`).
-AROUND_KERNEL = ("q_rot", "k_rot", "v")
 
 
 def figures_of(target: targets.Target) -> roofline.Figures:
@@ -46,16 +41,6 @@ def figures_of(target: targets.Target) -> roofline.Figures:
     """
     unknown = target.platform == "cpu" and not rates.chosen()
     return NOMINAL if unknown else ranking.large(target) or NOMINAL
-
-
-def describe_block(program: Program) -> Block:
-    """The graph of one block of a program whose layers are scanned."""
-    def shards(name: str) -> int:
-        dims = program.layout.split(activation_axes(NAMES[name][0]))
-        return math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
-
-    kept_together = {"context": AROUND_KERNEL} if program.kernel[0] == "cudnn" else {}
-    return block_of(program.trace_gradient(), shards, kept_together)
 
 
 def fixed_policies(moving: bool = False) -> dict[str, tuple[str, ...] | None]:
@@ -124,9 +109,9 @@ class Compiler:
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
         policies = {name: names for name, names in fixed_policies().items() if names is not None}
+        moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
         return problem_of(describe_block(scanned), self._by_phase(self.report), micro_steps, self.rates, self.target,
-                          cost=config.remat.cost, offload=config.remat.auto_offload and self.target.platform != "cpu",
-                          policies=policies)
+                          cost=config.remat.cost, offload=moving, policies=policies, ranges=most_ranges(self.full))
 
 
 def settled_program(config: ConfigDict, devices: Sequence[jax.Device] | None = None,
@@ -169,9 +154,6 @@ def settle(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[st
 def _decide(config: ConfigDict, devices: Sequence[jax.Device], tell: Callable[[str], None],
             agree: Callable[[Any], Any]) -> tuple[ConfigDict, str]:
     """The config with a plan in the place of `auto`, and the plan in a line; raises as `settle` does."""
-    if config.mesh.stage != 1:
-        raise ValueError(f"mesh.stage={config.mesh.stage} with remat.policy=auto, which plans layer by layer: all "
-                         "stages run one program; set a remat.policy for all layers, such as full")
     if config.remat.granularity != "block":
         raise ValueError(f"remat.granularity={config.remat.granularity} with remat.policy=auto, which chooses what a "
                          "whole block keeps; set remat.granularity=block")

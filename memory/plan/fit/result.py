@@ -14,6 +14,9 @@ Its keys (sizes are bytes on ONE device):
   `micro`, `base`, `policy`, `most` (what is the most here: "length" or "micro"), `beyond` (the least of it that does
   not fit, 0 where the model or the update has no more), `allocated_bytes`, `host_bytes`, `predicted_seconds`,
   `tokens_per_s`, `fits`, `verdict`, `flags`; [] without adapters.
+- `layouts`: each mesh that was tried, the choice's first: `layout`, its best variant's `what`, `allocated_bytes`,
+  `predicted_seconds`, `fits`, `verdict`; `slower`: the share of the choice's seconds that it takes more; at
+  least so much where `least_seconds` is known, which no variant of the mesh is expected to beat.
 - `budget_bytes`, `host_budget_bytes`, `batch_tokens`; `config`, `given`, `target`, `versions`: as in a comparison, but
   that the flags above hold the given ones; `programs`: how many were compiled, those
   in the cache left out; `seconds`; `stopped`: why the search ended early, "" for one that came to its end.
@@ -26,6 +29,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bytescope.memory.plan.fit.layouts import standings
 from bytescope.memory.plan.fit.reach import Reach
 from bytescope.memory.plan.fit.walk import Walk
 from bytescope.memory.plan.grids import given_flags
@@ -55,4 +59,5 @@ def to_json(walk: Walk, flags: Callable[[Mapping[str, str]], str], versions: Map
         "rates": next((step.prediction.rates for step in walk.steps if step.prediction), ""),
         "programs": walk.trials.compiles, "seconds": walk.seconds,
         "stopped": walk.stopped or (reach.stopped if reach else ""), "reach": reach.to_json(flags) if reach else [],
+        "layouts": [standing.to_json() for standing in standings(walk)],
     }

@@ -35,11 +35,14 @@ from bytescope.memory.config_keys import (
     OPTIMIZER_CLIP,
     OPTIMIZER_FUSED_BACKWARD,
     OPTIMIZER_NAME,
+    PIPELINE_SCHEDULE,
+    PIPELINE_VIRTUAL,
     PRECISION_PRESET,
     REMAT,
 )
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.formulas.communication import BATCH_AXES
+from bytescope.memory.plan.fit.stages import stage_meshes, takes
 
 Keys = dict[str, str]
 
@@ -57,8 +60,9 @@ LEVERS: Mapping[str, str] = {
 # Start of a key -> the lever that changes it: where such a key is given, the lever is not used.
 HELD = {REMAT: "remat", BATCH_MICRO: "micro", BATCH_ACCUMULATION: "accumulation", MESH: "sharding"}
 
-AXES = (*BATCH_AXES, "context", "tensor")
-ONE_AXIS = {MESH_DATA: "1", MESH_EXPERT: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1", MESH_SEQUENCE_PARALLEL: "false"}
+AXES = ("stage", *BATCH_AXES, "context", "tensor")
+ONE_AXIS = {MESH_STAGE: "1", MESH_DATA: "1", MESH_EXPERT: "1", MESH_CONTEXT: "1", MESH_TENSOR: "1",
+            MESH_SEQUENCE_PARALLEL: "false", PIPELINE_VIRTUAL: "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +139,8 @@ class Space:
 
     def meshes(self) -> list[Keys]:
         """The meshes to try, as keys, the config's own ({}) first: ZeRO-3 over all devices, hosts as replicas, the
-        other strategies, experts shared by all devices, by those of a host or half of them, and tensor parallelism
-        within a host. Those that cannot have the batch are left out."""
+        other strategies, experts shared by all devices, by those of a host or half of them, tensor parallelism within
+        a host, and stages. Those that cannot have the batch are left out."""
         if "sharding" not in self.levers or self.n_devices == 1:
             return [{}]
         hosts, found = self.n_devices // self.per_host, [{}]
@@ -152,6 +156,7 @@ class Space:
         found += [{**ONE_AXIS, MESH_STRATEGY: "zero3", MESH_FSDP: "-1", MESH_TENSOR: str(size),
                    MESH_SEQUENCE_PARALLEL: "true"}
                   for size in (2, 4, 8) if self.per_host % size == 0 and heads % size == 0]
+        found += [{**ONE_AXIS, **keys} for keys in stage_meshes(self.flat, self.given, self.n_devices, self.per_host)]
         different: dict[tuple[Any, ...], Keys] = {}
         for keys in found:
             different.setdefault(tuple(sorted(self._axes(keys).items())), keys)
@@ -167,8 +172,13 @@ class Space:
         rest = math.prod(size for size in sizes.values() if size > 0)
         sizes = {axis: size if size > 0 else max(self.n_devices // rest, 1) for axis, size in sizes.items()}
         shared = sizes["fsdp"] * sizes["expert"] * sizes["context"] > 1
-        return {**sizes, "strategy": value("strategy") if shared else "ddp",
+        return {**sizes, "strategy": value("strategy") if shared else "ddp", "schedule": self.schedule(keys),
                 "sequence_parallel": str(value("sequence_parallel")).lower() if sizes["tensor"] > 1 else "false"}
+
+    def schedule(self, mesh: Mapping[str, str]) -> str:
+        """The schedule of a mesh with stages, given as keys; "" of one without."""
+        stages = mesh.get(MESH_STAGE) or self.flat[MESH_STAGE]
+        return mesh.get(PIPELINE_SCHEDULE) or self.flat[PIPELINE_SCHEDULE] if int(stages) > 1 else ""
 
     def ranks(self, mesh: Mapping[str, str]) -> int:
         """Data-parallel ranks of a mesh, given as keys."""
@@ -177,7 +187,7 @@ class Space:
 
     def micros(self, mesh: Mapping[str, str]) -> list[int]:
         """Micro-batches that divide the update on a mesh, smallest first; [] for a mesh that cannot have the batch."""
-        ranks = self.ranks(mesh)
+        ranks, schedule = self.ranks(mesh), self.schedule(mesh)
         if self.sequences % ranks:
             return []
         each = self.sequences // ranks
@@ -186,6 +196,9 @@ class Space:
             sizes = [each // steps] if each % steps == 0 else []
         else:
             sizes = [size for size in range(1, each + 1) if each % size == 0]
+        if schedule and mesh:
+            stages = self._axes(mesh)["stage"]
+            sizes = [size for size in sizes if takes(schedule, stages, each // size)]
         own = self.flat[BATCH_MICRO]
         return sizes if "micro" in self.levers else [size for size in sizes if size == own]
 
@@ -194,7 +207,8 @@ class Space:
         updates once."""
         steps = self.sequences // (self.ranks(mesh) * micro)
         keys = {BATCH_MICRO: str(micro), BATCH_TOKENS: "0", BATCH_ACCUMULATION: str(steps)}
-        return keys if BATCH_MODE in self.given or steps == 1 else {**keys, BATCH_MODE: "scan"}
+        once = steps == 1 and not self.schedule(mesh)
+        return keys if BATCH_MODE in self.given or once else {**keys, BATCH_MODE: "scan"}
 
     def squeezes(self) -> list[Squeeze]:
         """The squeezes that the levers allow and no given key contradicts; none replaces an optimizer other than
@@ -241,14 +255,11 @@ def space_of(flat: Mapping[str, Any], given: Collection[str], levers: frozenset[
         n_devices, per_host: devices of the target, and of one of its hosts.
         tokens: per update, None for the config's. narrow: whether the target has units for 16-bit products.
 
-    Raises ReportError for a schedule of batches, for stages of a pipeline, and for a batch that no mesh can have.
+    Raises ReportError for a schedule of batches, and for a batch that no mesh can have.
     """
     if flat[BATCH_ACCUMULATION_SCHEDULE]:
         raise ReportError(f"{BATCH_ACCUMULATION_SCHEDULE}: a fit plans one batch size; fit the largest one with "
                           "--batch-tokens, and give the schedule when training")
-    if (stages := flat.get(MESH_STAGE, 1)) != 1:
-        raise ReportError(f"{MESH_STAGE}={stages}: a fit looks for layouts without stages; set {MESH_STAGE}=1, or give "
-                          "the stages to bytescope report")
     length = flat[DATA_SEQ_LEN]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:
@@ -272,13 +283,18 @@ def _indivisible(space: Space) -> str:
     return text if len(fixed) == 2 else f"{text} or a multiple"
 
 
-def words(keys: Mapping[str, str], space: Space) -> str:
-    """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
+def layout(keys: Mapping[str, str], space: Space) -> str:
+    """The mesh of a variant in a few words: its strategy, its axes, the schedule of its stages."""
     axes = space._axes(keys)
     mesh = " x ".join(f"{axis} {axes[axis]}" for axis in AXES if axes[axis] > 1)
-    if any(axes[axis] > 1 for axis in AXES if axis != "tensor"):
+    if any(axes[axis] > 1 for axis in AXES if axis not in ("stage", "tensor")):
         mesh = f"{axes['strategy']} {mesh}"
-    parts = [mesh or "one device",
+    return " ".join(filter(None, (mesh or "one device", axes["schedule"])))
+
+
+def words(keys: Mapping[str, str], space: Space) -> str:
+    """A variant in a few words: mesh, batch as micro-batch x accumulation, squeezes."""
+    parts = [layout(keys, space),
              f"{keys.get(BATCH_MICRO, space.flat[BATCH_MICRO])} x {keys.get(BATCH_ACCUMULATION, '?')}"]
     for key, value in keys.items():
         if key in (PRECISION_PRESET, OPTIMIZER_NAME, LORA_BASE):

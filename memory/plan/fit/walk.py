@@ -168,7 +168,7 @@ class Walk:
             if sizes:
                 starts.append((mesh, {**base, **mesh, **self.space.batch(mesh, sizes[0]), **squeeze.keys}))
         steps = self._try(stage, [{**keys, **remat_keys(FULL)} for _, keys in starts], FULL)
-        ranked = sorted((self._bound(step), number) for number, step in enumerate(steps)
+        ranked = sorted((self.bound(step), number) for number, step in enumerate(steps)
                         if step.ok and self._can_fit(step, squeeze))
         # Meshes are compared at their smallest micro-batch: a larger one pays on all of them.
         to_beat = math.inf if self.best is None else self.best.seconds
@@ -184,16 +184,19 @@ class Walk:
             return True
         over = step.allocated - self.budget
         room = self.trials.host_budget - step.answer["host_bytes"]
-        return squeeze.activations and over <= step.answer["residual_bytes"] and max(over, 0) <= room
+        moves = squeeze.activations and not self.space.schedule(step.keys)
+        return moves and over <= step.answer["residual_bytes"] and max(over, 0) <= room
 
     def _sizes(self, squeeze: Squeeze, mesh: Keys) -> list[int]:
         """Micro-batches to try on a mesh, smallest first."""
         sizes = self.space.micros(mesh)
+        if self.space.schedule(mesh) and squeeze.activations and not squeeze.keys:
+            return []  # stages keep their stash on the device
         if squeeze.whole:
             sizes = [size for size in sizes if self.space.sequences == size * self.space.ranks(mesh)]
         return sizes
 
-    def _bound(self, step: Step) -> float:
+    def bound(self, step: Step) -> float:
         """Seconds per update that no plan with the same mesh and micro-batch is expected to beat: those of `step`,
         which recomputes everything, without its recomputation."""
         return step.seconds - min(self._saved_share * ALIKE, 1.0) * self._recompute_seconds(step)
@@ -222,7 +225,7 @@ class Walk:
                 break
             best = self.best
             limit = best.seconds if found and best is not None else to_beat
-            if self._bound(full) < limit * (1 - TIE):
+            if self.bound(full) < limit * (1 - TIE):
                 seconds = self._least_recomputation(keys, squeeze.activations)
             elif best is not None and _same(best.keys, keys):  # the best has this very micro-batch already
                 seconds = best.seconds
@@ -243,7 +246,8 @@ class Walk:
             self.record("remat", variant, self.trials.compile([variant])[0], str(tried.plan))
 
         try:
-            search = self.trials.search(keys, offload=activations, tell=record)
+            moves = activations and not self.space.schedule(keys)
+            search = self.trials.search(keys, offload=moves, tell=record)
         except ReportError as error:  # it compiles, but nothing is known of its blocks
             self.record("remat", keys, {"status": str(error)}, "what to keep")
             return None

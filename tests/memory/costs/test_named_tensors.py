@@ -8,12 +8,13 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.costs.named_tensors import named_tensors
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTERS, EXPERTS, LATENTS, QUANTIZED
+from bytescope.train.planning.block import trace_gradient
 from support.toy import small_program
 
 
 def table(**overrides):
     program = small_program(overrides)
-    return program, {tensor.name: tensor for tensor in named_tensors(program.trace_gradient())}
+    return program, {tensor.name: tensor for tensor in named_tensors(trace_gradient(program))}
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -119,6 +119,25 @@ def test_flops_equal_the_count_of_the_program(overrides):
     assert formula.hardware_flops == counted.hardware_flops
 
 
+@pytest.mark.parametrize("overrides", [
+    {"remat.policy": "full"}, {"remat.policy": "minimal", "pipeline.schedule": "v"},
+    {"remat.policy": "selective", "pipeline.schedule": "interleaved", "pipeline.virtual": 2, "mesh.tensor": 2}],
+                         ids=str)
+def test_what_stages_hold(overrides):
+    """State, residuals and FLOPs of a pipeline by formula are those of the program."""
+    overrides = {"model.n_layers": 8, "mesh.stage": 2, "mesh.fsdp": 1, "batch.mode": "scan", "batch.accumulation": 4,
+                 **overrides}
+    devices = 2 * overrides.get("mesh.tensor", 1)
+    program = small_program(overrides, devices)
+    compilation = program.compile_for_report()
+    formula = reconcile.formula_of(flatten(small_config(overrides)), Adapter().settled(program), "cpu")
+    report, counted = report_of(compilation), flops.count(compilation.jaxpr)
+    assert report.breakdown["residuals"] == pytest.approx(formula.residual_bytes, rel=0.01)
+    assert (counted.model_flops, counted.hardware_flops) == (formula.model_flops, formula.hardware_flops)
+    assert report.breakdown["params"] == pytest.approx(formula.params_bytes, rel=0.02)
+    assert formula.accumulator_bytes == report.breakdown.get("accumulator", 0) == 0
+
+
 def test_a_flash_kernel_repeats_one_product_of_three():
     """One block of the chunked kernel holds the whole sequence: nothing is skipped. Its row sums of dO O are counted
     as a product, 2 a width and token; the paper's formula leaves them out."""

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from bytescope.memory.analyze import report_of
+from bytescope.memory.costs import roofline
 from bytescope.memory.devices import targets
+from bytescope.memory.remat.patterns import Rates, kept_under
 from bytescope.memory.seconds import rates
+from bytescope.model.remat.policies import POLICIES
 from bytescope.train.__main__ import main
 from bytescope.train.errors import DoesNotFit
+from bytescope.train.planning.block import describe_block
 from bytescope.train.planning.remat_auto import NOMINAL, figures_of, settle, settled_program
 from support.described import WIDE_GPU, compile_described
 from support.toy import run_losses, small_config, small_program
@@ -77,6 +81,21 @@ def test_a_mixture_is_planned_within_its_budget():
     assert report.allocated_bytes <= budget and report.work["recompute"]["flops"]
 
 
+def test_stages_are_planned_alike_within_their_budget():
+    """One pattern for all layers, of which each stage holds what its schedule says; the model knows how much."""
+    keys = {"model.n_layers": 5, "model.attention": "naive", "batch.micro": 8, "mesh.stage": 2, "mesh.fsdp": 1,
+            "batch.mode": "scan", "batch.accumulation": 2, "remat.cost": "flops"}
+    config = small_config({**keys, "remat.policy": "auto", "remat.budget": between(keys, 0.4, 2)})
+    program = settled_program(config, jax.devices()[:2])
+    report = report_of(program.compile_for_report())
+    assert program.decided.startswith("auto: 5 x ") and "," not in program.decided.partition(";")[0]
+    assert report.work["recompute"]["flops"] and report.allocated_bytes <= int(config.remat.budget)
+    block = describe_block(program)
+    kept = kept_under(block, Rates(dict.fromkeys(roofline.UNITS, 1.0), 1.0), "", POLICIES["minimal"].names)
+    slots = report_of(small_program({**keys, "remat.policy": "minimal"}, 2).compile_for_report()).breakdown["residuals"]
+    assert kept.bytes * block.layers == pytest.approx(slots, rel=0.02)
+
+
 def test_unrolled_layers_with_room_make_nothing_again(plain):
     """The graph is that of a loop over the layers; the program has none."""
     keys = {**KEYS, "model.scan": False, "remat.policy": "auto", "remat.cost": "flops"}
@@ -91,7 +110,6 @@ def test_unrolled_layers_with_room_make_nothing_again(plain):
     ({"remat.budget": "x"}, "'x' is not a valid size"),
     ({"remat.budget": "9000TiB"}, "remat.budget=9000TiB: a device has"),
     ({"remat.cost": "dollars"}, "remat.cost"), ({"remat.granularity": "parts"}, "set remat.granularity=block"),
-    ({"mesh.stage": "2"}, "mesh.stage=2 with remat.policy=auto"),
     ({"remat.layers": "0-1:full"}, "remat.layers=0-1:full with remat.policy=auto")])
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
     words = ["--config.train.cache_dir=none", *(f"--config.{key}={value}" for key, value in keys.items())]

@@ -53,6 +53,37 @@ def test_experts_are_shared_by_a_host_or_half_of_it():
     assert fit_space.words({"mesh.expert": "4", "mesh.fsdp": "-1"}, own).startswith("zero3 fsdp 2 x expert 4")
 
 
+def staged(one):
+    """The meshes with stages: stages, fsdp, tensor, schedule, chunks."""
+    found = [(one._axes(keys), keys) for keys in one.meshes()]
+    return [(axes["stage"], axes["fsdp"], axes["tensor"], axes["schedule"], keys["pipeline.virtual"])
+            for axes, keys in found if axes["stage"] > 1]
+
+
+def test_stages_are_meshes_too():
+    """In chunks, the most of them as a V, on several hosts with tensor parallelism; 4 of 4 layers have one chunk."""
+    deep = {"model_scan": True, "model_n_layers": 32, "sequences": 64}
+    assert staged(space(**deep)) == [(2, 4, 1, "interleaved", "2"), (4, 2, 1, "interleaved", "2"),
+                                     (8, 1, 1, "interleaved", "2"), (8, 1, 1, "v", "2")]
+    assert staged(space(16, 8, **deep))[-2:] == [(8, 2, 1, "v", "2"), (2, 1, 8, "interleaved", "2")]
+    assert staged(space(model_scan=True, sequences=64)) == [
+        (2, 4, 1, "interleaved", "2"), (4, 2, 1, "1f1b", "1"), (2, 4, 1, "v", "2")]
+    for refused in ({"model_scan": False}, {"given": ["pipeline.virtual"]}, {"offload_params": True},
+                    {"given": ["batch.mode"], "batch_mode": "multisteps"}):
+        assert not staged(space(**{**deep, **refused}))
+
+
+def test_stages_have_at_least_as_many_micro_batches():
+    one = space(model_scan=True, model_n_layers=32, sequences=48)
+    by_stages = {axes["stage"]: one.micros(keys) for keys in one.meshes()
+                 if (axes := one._axes(keys))["schedule"] == "interleaved"}
+    assert by_stages == {2: [1, 2, 3, 6], 4: [1, 2, 3, 6], 8: [1, 2, 3, 6]}
+    assert space(model_scan=True, model_n_layers=32, sequences=8, batch_mode="multisteps").batch(
+        {"mesh.stage": "8", "mesh.fsdp": "1"}, 1)["batch.mode"] == "scan"
+    own = space(model_scan=True, mesh_stage=2, mesh_fsdp=4, pipeline_schedule="gpipe", sequences=4)
+    assert own.meshes()[0] == {} and own.micros({}) == [1], "what is given runs with few micro-batches too"
+
+
 def test_the_configs_own_mesh_stays_first_and_comes_once():
     own = space(mesh_tensor=2, mesh_strategy="zero3", mesh_sequence_parallel=True)
     assert own.meshes()[0] == {} and names(own)[0] == "zero3 f4 t2" and names(own).count("zero3 f4 t2") == 1

@@ -99,6 +99,25 @@ def test_several_meshes_the_bound_decides_which_are_gone_on_with():
     assert not [what for stage, what in whats(done) if stage == "remat" and "tensor" in what]
 
 
+def test_stages_are_weighed_and_each_mesh_is_told_by_how_much_it_loses():
+    done = walk(30, PLAIN + ",sharding", devices="h100:8", model_scan=True, batch_accumulation=32)
+    rows = {row["layout"]: row for row in as_json(done)["layouts"]}
+    assert next(iter(rows)) == "zero3 fsdp 8" and rows["zero3 fsdp 8"]["slower"] == 0 and len(rows) == 10
+    staged = [row for words, row in rows.items() if "stage" in words]
+    assert sorted(row["layout"].split()[-1] for row in staged) == ["1f1b", "interleaved", "v"]
+    for row in staged:  # the bubble, and what is recomputed
+        seconds = row["least_seconds"] or row["predicted_seconds"]
+        assert row["slower"] == pytest.approx(seconds / done.best.seconds - 1) and row["slower"] > 0
+    assert {row["fits"] for row in staged} == {True}
+
+
+def test_stages_win_where_their_state_alone_fits():
+    """All of it is kept by replicas, and half of it by a stage: no tensor goes to the host."""
+    done = walk(12, HOST, devices="h100:2", model_scan=True, mesh_stage=2, mesh_fsdp=1, pipeline_schedule="v")
+    assert done.best.what.startswith("stage 2 v, ") and done.best.answer["host_bytes"] == 0
+    assert "@" not in remat(done.best)
+
+
 def test_a_mesh_that_alone_fits_is_taken():
     assert walk(12, PLAIN + ",sharding", devices="h100:8", mesh_strategy="ddp").best.what.startswith("zero")
 
@@ -248,7 +267,7 @@ def test_every_step_is_told_once_as_it_is_done():
 STEP = {"stage", "what", "keys", "allocated_bytes", "host_bytes", "predicted_seconds", "predicted_seconds_low",
         "predicted_seconds_high", "recompute_flops_fraction", "fits", "verdict"}
 WHOLE = {"best", "walk", "certificate", "budget_bytes", "host_budget_bytes", "batch_tokens", "config", "given",
-         "target", "versions", "programs", "seconds", "stopped", "ties", "rates", "reach"}
+         "target", "versions", "programs", "seconds", "stopped", "ties", "rates", "reach", "layouts"}
 
 
 def test_the_json_has_every_key():
