@@ -56,11 +56,12 @@ def published_stash(name: str, stages: int, micro_batches: int, virtual: int = 1
     """The same at the fullest stage as published, for programs of which every stage has its own; None for none.
 
     gpipe: all micro-batches. 1f1b: P of them, of L/P layers each; interleaved: 1 + (P - 1)/(Pv) (Korthikanti et al.
-    2022, arXiv 2205.05198, section 4.2.3). v: half of 1F1B's (V-Half, arXiv 2405.15362).
+    2022, arXiv 2205.05198, section 4.2.3). v: (P + 2)/2 micro-batches, about half of 1F1B's (V-Half, arXiv 2405.15362).
     """
     whole = Fraction(min(stages, micro_batches), stages)
     rows = {"gpipe": Fraction(micro_batches, stages), "1f1b": whole, "zero_bubble": whole,
-            "interleaved": 1 + Fraction(stages - 1, virtual * stages) if virtual > 1 else whole, "v": Fraction(1, 2)}
+            "interleaved": 1 + Fraction(stages - 1, virtual * stages) if virtual > 1 else whole,
+            "v": Fraction((stages + 2) // 2, stages)}
     return rows.get(name)
 
 

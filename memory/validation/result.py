@@ -51,7 +51,7 @@ class Result:
             "left": list(self.left), "elsewhere": [list(each) for each in self.elsewhere],
             "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
             "sources": [dataclasses.asdict(source) for source in self.sources],
-            "groups": [dataclasses.asdict(group) for group in self.groups],
+            "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid]}
 

@@ -17,7 +17,7 @@ class Row:
         quality: A read from a table, log or script with the setup known; B a fact or two derived; C prose.
         source: where the figures were read. reason: why this row is not compiled or not scored; "" for one that is.
         setup: what tells it from others of its model, in words.
-        tensor: devices that share a layer's products, by which a person would sort.
+        tensor: devices that share a layer's products, by which a person would sort. stages: of its pipeline.
         launch_seconds: what the host of the measured framework needs at least to launch the update; 0 where launches
             were no bound, or are not known. Our programs have no such floor.
         host_bound: whether launches set its pace, so that its level says nothing of the device; None where not known.
@@ -44,6 +44,7 @@ class Row:
     reason: str = ""
     setup: str = ""
     tensor: int = 1
+    stages: int = 1
     launch_seconds: float = 0.0
     host_bound: bool | None = None
     network: str = ""

@@ -72,9 +72,11 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The scores of one model on one number of GPUs.
+    """The scores of one model on one number of GPUs; runs with stages of a pipeline are a group of their own.
 
     Fields:
+        staged: whether these are the runs with stages. pairs: of runs with as many stages. across: of runs that differ
+            in their stages, those without any among them; None in a group without stages.
         ratios: quantiles 0, 0.1, 0.5, 0.9 and 1 of predicted/measured. within: share of them within `WITHIN`.
         free_median, free_rows: of the rows that launches do not bind. spearman, spearman_by_tensor: None below three
             rows, and where all are equal.
@@ -95,6 +97,13 @@ class Group:
     bytes_rows: int
     bytes_below: float | None
     bytes_median: float | None
+    staged: bool = False
+    across: Pairs | None = None
+
+    @property
+    def name(self) -> str:
+        """The model, and that its runs have stages."""
+        return f"{self.model} in stages" if self.staged else self.model
 
 
 def launched(seconds: float, row: Row) -> float:
@@ -104,15 +113,17 @@ def launched(seconds: float, row: Row) -> float:
 
 
 def groups(scored: Iterable[Scored]) -> list[Group]:
-    """The scores by model and GPUs, in their order; rows without measured seconds count for
+    """The scores by model, GPUs and whether there are stages, in their order; rows without measured seconds count for
     their bytes alone."""
-    found: dict[tuple[str, int], list[Scored]] = {}
+    found: dict[tuple[str, int, bool], list[Scored]] = {}
     for one in scored:
-        found.setdefault((one.row.model, one.row.gpus), []).append(one)
-    return [_group(model, gpus, some) for (model, gpus), some in sorted(found.items())]
+        found.setdefault((one.row.model, one.row.gpus, one.row.stages > 1), []).append(one)
+    return [_group(model, gpus, some, [*found.get((model, gpus, False), ()), *some] if staged else [])
+            for (model, gpus, staged), some in sorted(found.items())]
 
 
-def _group(model: str, gpus: int, some: Sequence[Scored]) -> Group:
+def _group(model: str, gpus: int, some: Sequence[Scored], all_stages: Sequence[Scored]) -> Group:
+    """all_stages: of a group with stages, the runs of the model on as many GPUs with any number of them."""
     timed = [one for one in some if one.ratio]
     ratios = sorted(one.ratio for one in timed)
     free = [one.ratio for one in timed if not one.row.host_bound]
@@ -123,7 +134,8 @@ def _group(model: str, gpus: int, some: Sequence[Scored]) -> Group:
         statistics.median(free) if free else None, len(free),
         spearman([one.predicted_seconds for one in timed], measured),
         spearman([one.row.tensor for one in timed], measured), pairs_of(timed), len(sized),
-        share(sized, lambda ratio: ratio <= 1), statistics.median(sized) if sized else None)
+        share(sized, lambda ratio: ratio <= 1), statistics.median(sized) if sized else None, bool(all_stages),
+        pairs_of([one for one in all_stages if one.ratio], across=True) if all_stages else None)
 
 
 def quantiles(ratios: Sequence[float], at: Sequence[float] = (0.0, 0.1, 0.5, 0.9, 1.0)) -> tuple[float, ...]:
@@ -138,13 +150,14 @@ def share(values: Sequence[float], holds: Callable[[float], bool]) -> float | No
     return sum(map(holds, values)) / len(values) if values else None
 
 
-def pairs_of(timed: Sequence[Scored]) -> Pairs:
-    """How many pairs are in the right order, by prediction and by the tensor split."""
+def pairs_of(timed: Sequence[Scored], across: bool = False) -> Pairs:
+    """How many pairs are in the right order, by prediction and by the tensor split: of runs with as many stages, or
+    `across` different numbers of them."""
     apart: list[tuple[float, float, float]] = []  # (factor between them, by prediction, by tensor)
     for one, other in itertools.combinations(timed, 2):
         fast, slow = sorted((one, other), key=lambda each: each.row.measured_seconds)
         factor = slow.row.measured_seconds / fast.row.measured_seconds
-        if factor > APART:
+        if factor > APART and (one.row.stages != other.row.stages) == across:
             apart.append((factor, _ordered(fast.predicted_seconds, slow.predicted_seconds),
                           _ordered(fast.row.tensor, slow.row.tensor)))
     near = [each for each in apart if each[0] <= _NEAR]

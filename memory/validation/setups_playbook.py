@@ -17,6 +17,9 @@ h and MLP width f. nanotron has 20h + 8f: silu(gate) besides, and the storage of
 queries are a view of it. `none` is autodiff of every operation, 36h + 12f: six float32 tensors of the norms, three of
 silu.
 
+Stages are nanotron's 1F1B, a program for each: the last one alone has the head, whose vocabulary is a share of many
+layers in small models, and the first holds most. Ours are one program, in which all stages share embedding and head.
+
 What differs from our program: the order of nanotron's collectives and its buckets, unfused norms and gates, and the
 slack of torch's allocator. Launches from Python are taken into account (`LAUNCH`), and the network is that of such
 instances, measured by others.
@@ -35,6 +38,7 @@ from bytescope.memory.config_keys import (
     LOSS_KIND,
     MESH_FSDP,
     MESH_SEQUENCE_PARALLEL,
+    MESH_STAGE,
     MESH_STRATEGY,
     MESH_TENSOR,
     MODEL_D_FF,
@@ -47,6 +51,7 @@ from bytescope.memory.config_keys import (
     MODEL_ROPE_SCALING,
     MODEL_TIE_EMBEDDINGS,
     MODEL_VOCAB_SIZE,
+    PIPELINE_SCHEDULE,
     PRECISION_PRESET,
     REMAT_POLICY,
 )
@@ -92,15 +97,15 @@ def rows() -> tuple[Row, ...]:
 
 def _row(number: int, fact: Fact) -> Row:
     gpus, reason = int(fact["gpus"]), _reason(fact)
-    unsaid = int(fact["pp"]) > 1
-    slots = SHAPES[fact["model"]][0] * int(fact["ga"])
+    stages = int(fact["pp"])
+    slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # of a stage, its bubble included
     launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
     return Row(
         set=NAME, id=str(number), model=fact["model"], chip="h100", gpus=gpus,
-        overrides={} if unsaid else _overrides(fact), config="" if unsaid else "llama_8b",
-        target="" if unsaid else target("h100", gpus, _PER_HOST), measured_seconds=float(fact["elapsed_ms"]) / 1e3,
+        overrides=_overrides(fact), config="llama_8b", target=target("h100", gpus, _PER_HOST),
+        measured_seconds=float(fact["elapsed_ms"]) / 1e3,
         measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None, quality="A",
-        source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]),
+        source=_SOURCE.format(fact["source"]), reason=reason, setup=_setup(fact), tensor=int(fact["tp"]), stages=stages,
         launch_seconds=launch * slots, host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _FREE * launch,
         network=_NETWORK if gpus > _PER_HOST else "", differs=_differs(number, fact), bytes_are="reserved",
         bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""))
@@ -108,8 +113,6 @@ def _row(number: int, fact: Fact) -> Row:
 
 def _reason(fact: Fact) -> str:
     """Why a row is not compiled or not scored."""
-    if int(fact["pp"]) > 1:
-        return "pipeline parallelism, which our mesh does not have"
     if fact["suspect"] == "1":
         return "suspect: runs that should take as long differ by 1.3x or more (network)"
     if int(fact["gbs_seqs"]) != _BATCH:
@@ -142,4 +145,8 @@ def _overrides(fact: Fact) -> dict[str, str]:
         DATA_SEQ_LEN: f"{_SEQ_LEN}", LOSS_KIND: "full", PRECISION_PRESET: "fp32_grads", REMAT_POLICY: _KEPT,
         MESH_STRATEGY: "zero1" if fact["zero_stage"] == "1" else "ddp", MESH_TENSOR: f"{split}",
         MESH_SEQUENCE_PARALLEL: f"{split > 1}", MESH_FSDP: fact["dp"], BATCH_MICRO: fact["mbs"],
-        BATCH_ACCUMULATION: fact["ga"], BATCH_MODE: "scan"}
+        BATCH_ACCUMULATION: fact["ga"], BATCH_MODE: "scan", **_stages(fact["pp"])}
+
+
+def _stages(stages: str) -> dict[str, str]:
+    return {MESH_STAGE: stages, PIPELINE_SCHEDULE: "1f1b"} if stages != "1" else {}

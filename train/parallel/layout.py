@@ -220,7 +220,9 @@ class Layout(Placement):
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
         """`function` applied to the shard of each array that a device holds (`Placement.own`), by `jax.shard_map`."""
-        if self._size(AXES) == 1:
+        left = set(AXES) - set(self.manual)
+        # Inside the stages of a pipeline axes of one device count too: the partitioner of a kernel refuses any left.
+        if not left or (self._size(AXES) == 1 and not self.manual):
             return function
         over = [tuple({mesh_axis for dim in self.split(axes) for mesh_axis in dim}) for axes in sums]
 
@@ -230,7 +232,7 @@ class Layout(Placement):
 
         specs = [jax.tree.map(self.spec, tree, is_leaf=_is_axes) for tree in (inputs, outputs)]
         return jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False,
-                             axis_names=set(AXES) - set(self.manual), **self._of_mesh)
+                             axis_names=left, **self._of_mesh)
 
     @property
     def _of_mesh(self) -> dict[str, Mesh]:

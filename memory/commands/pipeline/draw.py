@@ -11,6 +11,7 @@ from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.pipeline import figures
 from bytescope.memory.pipeline.layers import divide_layers
+from bytescope.memory.pipeline.published import PUBLISHED
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
 
@@ -66,12 +67,22 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     layers = [divide_layers(args.layers, one.virtual_stages) if args.layers else None for one in found]
     put(comparison(found, refused) if args.schedule == ALL else view(found[0], layers[0]))
     if args.json:
-        write(args.json, json.dumps({"schedules": [_plain(*both) for both in zip(found, layers)]}, indent=1) + "\n")
+        papers = [] if args.schedule != ALL else [_paper(name, found[0]) for name in PUBLISHED]
+        out = {"schedules": [_plain(*both) for both in zip(found, layers)], "published": papers}
+        write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:
         from bytescope.memory.pages.pipeline.schedule import render
 
         write(args.html, render(found, layers))
     return 0
+
+
+def _paper(name: str, like: Schedule) -> dict[str, Any]:
+    """A schedule as its paper counts it, for as many stages and micro-batches as another has; shares and units as in
+    `_plain`."""
+    row, sizes = PUBLISHED[name], (like.stages, like.micro_batches)
+    return {"name": name, "source": row.source, "bubble": float(row.share(*sizes)), "stash": float(row.stash(*sizes)),
+            "weights": row.parameters, "ours": row.ours, "differs": row.differs}
 
 
 def _plain(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def _seconds(value: float | None) -> Cell | str:
     return "" if value is None else Cell(seconds(value), value=value)
 
 
-def _pair(key: str) -> Any:
-    return lambda group: Cell(percent(group["pairs"][key]), value=group["pairs"][key])
+def _pair(key: str, pairs: str = "pairs") -> Any:
+    return lambda group: Cell(percent(group[pairs][key]), value=group[pairs][key]) if group[pairs] else ""
 
 
 def _quantile(group: Mapping[str, Any]) -> Cell | str:
@@ -132,7 +132,7 @@ def _cohort(title: str) -> tuple[Column, ...]:
 
 
 _GROUPS: tuple[Column, ...] = (
-    ("model", "name", lambda group: group["model"]),
+    ("model", "name", lambda group: group["name"]),
     ("GPUs", "num", lambda group: str(group["gpus"])),
     ("runs", "num", lambda group: str(group["rows"])),
     ("predicted/measured", "num", _quantile),
@@ -143,6 +143,8 @@ _GROUPS: tuple[Column, ...] = (
     ("by tensor split", "num", _pair("by_tensor")),
     ("near pairs right", "num", _pair("near_right")),
     ("by tensor split", "num", _pair("near_by_tensor")),
+    ("pairs across stages", "num", lambda group: str(group["across"]["count"]) if group["across"] else ""),
+    ("right", "num", _pair("right", "across")),
     ("rank correlation", "num", lambda group: _number(group["spearman"])),
     ("by tensor split", "num", lambda group: _number(group["spearman_by_tensor"])),
     ("bytes, ours/measured", "num", lambda group: _number(group["bytes_median"])),

@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from bytescope.memory.pipeline import figures
+from bytescope.memory.pipeline.published import PUBLISHED
 from bytescope.memory.pipeline.schedule import IDLE, Schedule
 from bytescope.memory.pipeline.schedules import SCHEDULES
 from bytescope.memory.text.layout import Prose, ignoring
@@ -86,4 +87,22 @@ def comparison(schedules: Sequence[Schedule], refused: Sequence[tuple[str, str]]
     notes = [Prose(f"{name}: {why}", "dim") for name, why in refused]
     return Group(table, *notes, Text(), Prose(
         "stash: of the fullest stage, in units of what all layers keep of one micro-batch; published: of programs of "
-        "which every stage has its own. bubble: time beyond the work of 1F1B, with blocks recomputed or kept."))
+        "which every stage has its own. bubble: time beyond the work of 1F1B, with blocks recomputed or kept."),
+        Text(), *_published(schedules))
+
+
+def _published(schedules: Sequence[Schedule]) -> list[RenderableType]:
+    """The papers' schedules for as many stages and micro-batches, beside the nearest of ours."""
+    stages, micro_batches = schedules[0].stages, schedules[0].micro_batches
+    ours = {one.name: one for one in schedules}
+    table = FigureTable(label("published"), figure("bubble"), figure("stash"), figure("weights"), figure("ours"),
+                        figure("bubble"), figure("stash"), words("what differs"))
+    for name, row in PUBLISHED.items():
+        own = ours.get(row.ours)
+        figures_of_own = ("", "", "") if own is None else (
+            own.name, share(figures.simulate(own, recomputed=False).bubble),
+            f"{float(max(figures.stash_by_stage(own))):.3f}")
+        table.add(name, share(row.share(stages, micro_batches)), f"{float(row.stash(stages, micro_batches)):.3f}",
+                  f"{row.parameters}x", *figures_of_own, row.differs)
+    return [Text("as the papers count, a program for each stage, and the nearest of ours", style="bold"), table,
+            Prose("activations kept; gradients of inputs and of weights take as long as a forward pass", "dim")]

@@ -14,8 +14,7 @@ from bytescope.memory.units import human
 from bytescope.memory.validation import score
 from bytescope.memory.validation.cohorts import BYTES_WITHIN, Cohort
 from bytescope.memory.validation.result import Result
-from bytescope.memory.validation.score import Group as Scores
-from bytescope.memory.validation.score import Scored
+from bytescope.memory.validation.score import Pairs, Scored
 
 _WORST = 10
 # Pairs below which a share of them says nothing.
@@ -32,7 +31,7 @@ def render(found: Result) -> RenderableType:
     that are known to differ, and what is not compared, with the reasons."""
     return blocks(_head(found), _cohorts(found.cohorts, "rows"), _cohorts(found.sources, "source"),
                   _cohort_bytes(found), _seconds(found) if found.groups else None,
-                  _order(found), None if found.cohorts else _bytes(found), _worst(found),
+                  _order(found), _across(found), None if found.cohorts else _bytes(found), _worst(found),
                   _reasons(found) if found.cohorts else _differing(found), _unsaid(found))
 
 
@@ -84,7 +83,7 @@ def _seconds(found: Result) -> RenderableType:
     for group in found.groups:
         quantiles = [_ratio(one) for one in group.ratios] or [""] * 5
         free = (_ratio(group.free_median), str(group.free_rows) if group.free_median else "")
-        table.add(group.model, str(group.gpus), str(group.rows), *quantiles, _percent(group.within),
+        table.add(group.name, str(group.gpus), str(group.rows), *quantiles, _percent(group.within),
                   *(free if hosts else ()))
     return Group(Prose("predicted seconds over measured ones" + (
         "; free of host: the median of runs that launches do not bind:" if hosts else ", by model and GPUs:")), table)
@@ -99,14 +98,26 @@ def _order(found: Result) -> RenderableType | None:
                         figure("near pairs"), figure("right"), figure("by tensor"), figure("rank corr."),
                         figure("by tensor"))
     for group in groups:
-        table.add(group.model, str(group.gpus), *_pairs(group), _ratio(group.spearman),
+        table.add(group.name, str(group.gpus), *_pairs(group.pairs), _ratio(group.spearman),
                   _ratio(group.spearman_by_tensor))
     return Group(Prose("order: pairs of runs that differ by more than 5 % (near: by less than 1.5x) and the share in "
-                       "the right order, beside what sorting by the tensor split gives:"), table)
+                       "the right order, of runs with as many stages, beside what sorting by the tensor split "
+                       "gives:"), table)
 
 
-def _pairs(group: Scores) -> tuple[str, ...]:
-    pairs = group.pairs
+def _across(found: Result) -> RenderableType | None:
+    """The order of runs that differ in their stages."""
+    groups = [group for group in found.groups if group.across and group.across.count]
+    if not groups:
+        return None
+    table = FigureTable(label("model"), figure("GPUs"), figure("pairs"), figure("right"), figure("by tensor"),
+                        figure("near pairs"), figure("right"), figure("by tensor"))
+    for group in groups:
+        table.add(group.model, str(group.gpus), *_pairs(group.across))
+    return Group(Prose("order across numbers of stages, none among them:"), table)
+
+
+def _pairs(pairs: Pairs) -> tuple[str, ...]:
     return (str(pairs.count), _percent(pairs.right), _percent(pairs.by_tensor), str(pairs.near_count),
             _percent(pairs.near_right), _percent(pairs.near_by_tensor))
 
@@ -117,7 +128,7 @@ def _bytes(found: Result) -> RenderableType | None:
         return None
     table = FigureTable(label("model"), figure("GPUs"), figure("runs"), figure("median"), figure("at or below"))
     for group in groups:
-        table.add(group.model, str(group.gpus), str(group.bytes_rows), _ratio(group.bytes_median),
+        table.add(group.name, str(group.gpus), str(group.bytes_rows), _ratio(group.bytes_median),
                   _percent(group.bytes_below))
     kinds = {one.row.bytes_are for one in found.scored if one.bytes_ratio} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""

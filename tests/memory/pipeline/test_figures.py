@@ -7,6 +7,7 @@ import pytest
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.pipeline.figures import bubble, expected_bubble, published_stash, simulate, stash_by_stage
+from bytescope.memory.pipeline.published import EQUAL, PUBLISHED, Work
 from bytescope.memory.pipeline.schedules import make_schedule
 
 pytestmark = pytest.mark.quick
@@ -41,8 +42,40 @@ def test_stashes_beside_those_of_programs_of_which_every_stage_has_its_own():
     assert interleaved == published_stash("interleaved", 4, 8, 2) == 1 + Fraction(3, 8)
     assert published_stash("interleaved", 4, 8, 3) == 1 + Fraction(3, 12)
     assert max(stash_by_stage(make_schedule("interleaved", 4, 8, 3))) == 1 + Fraction(3, 12)
-    # The published V-Half holds half of 1F1B's; with both passes in a tick a V holds half of what 1F1B then holds.
-    assert max(stash_by_stage(make_schedule("v", 4, 8, 2))) == 1 and published_stash("v", 4, 8) == Fraction(1, 2)
+    # The published V-Half holds about half of 1F1B's; with both passes in a tick a V holds half of what 1F1B then does.
+    assert max(stash_by_stage(make_schedule("v", 4, 8, 2))) == 1 and published_stash("v", 4, 8) == Fraction(3, 4)
+
+
+@pytest.mark.parametrize("stages, micro_batches", [(4, 8), (8, 32), (16, 64)])
+def test_tables_beside_the_papers(stages, micro_batches):
+    """Bubbles of GPipe, 1F1B and interleaved are the papers'. With gradients of weights apart (P - 1)(F + B) are lost,
+    between 1F1B's (P - 1)(F + B + W) and ZB-H1's (P - 1)(F + B - W): outputs move between ticks, not within."""
+    for name in ("GPipe", "1F1B", "interleaved, 2 chunks"):
+        row = PUBLISHED[name]
+        ours = make_schedule(row.ours, stages, micro_batches, 2 if row.ours == "interleaved" else 1)
+        assert simulate(ours, recomputed=False).bubble == pytest.approx(float(row.share(stages, micro_batches)))
+    apart = make_schedule("zero_bubble", stages, micro_batches)
+    assert simulate(apart, recomputed=False).seconds == pytest.approx(3 * micro_batches + 2 * (stages - 1))
+    for name in ("gpipe", "1f1b", "interleaved"):
+        row = next(row for row in PUBLISHED.values() if row.ours == name)
+        virtual = 2 if name == "interleaved" else 1
+        assert row.stash(stages, micro_batches) == published_stash(name, stages, micro_batches, virtual)
+
+
+def test_the_ratios_that_the_papers_print():
+    """Zero bubble: a third of 1F1B's bubble, or none at twice the memory. V schedules: a third and half of the memory.
+    DeepSeek-V3's table 2, its B being B + W here: 1F1B (P - 1)(F + B), ZB1P (P - 1)(F + B - 2W), DualPipe
+    (P/2 - 1)(F&B + B - 3W) at P + 1 activations and two copies of the weights."""
+    stages = 16
+    rows = {name: (row.bubble(stages, EQUAL), row.held(stages, 64), row.parameters) for name, row in PUBLISHED.items()}
+    assert rows["1F1B"] == (45, 16, 1) and rows["ZB-H1, ZB1P"] == (15, 16, 1) and rows["ZB-H2"] == (0, 31, 1)
+    assert [rows[name][1] for name in ("V-Min", "V-Half", "V-ZB")] == [6, 9, 16]
+    assert rows["DualPipe"] == (7 * (3 + 2 - 3), 17, 2)
+    uneven = Work(Fraction(2), Fraction(3), Fraction(1))
+    backward = uneven.inputs + uneven.weights
+    assert PUBLISHED["1F1B"].bubble(8, uneven) == 7 * (uneven.forward + backward)
+    assert PUBLISHED["ZB-H1, ZB1P"].bubble(8, uneven) == 7 * (uneven.forward + backward - 2 * uneven.weights)
+    assert PUBLISHED["DualPipe"].bubble(8, uneven) == 3 * (uneven.all + backward - 3 * uneven.weights)
 
 
 def test_gradients_of_weights_apart_pay_only_where_blocks_are_not_recomputed():
@@ -71,7 +104,7 @@ def test_the_command_compares_all_and_says_what_does_not_exist(capsys):
     assert main(["pipeline", "--stages=4", "--micro-batches=6"]) == 0
     out = capsys.readouterr().out
     assert "interleaved: pipeline.schedule=interleaved with 6 micro-batches" in " ".join(out.split())
-    assert all(name in out for name in ("gpipe", "1f1b", "v ", "zero_bubble"))
+    assert all(name in out for name in ("gpipe", "1f1b", "v ", "zero_bubble", *PUBLISHED))
     for arguments, words in ((["--stages=4", "--micro-batches=6", "--schedule=interleaved"], "batch.accumulation=8"),
                              (["--stages=0", "--micro-batches=6"], "give 1 or more"),
                              (["--stages=99999", "--micro-batches=99"], "give at most 200,000")):

@@ -11,9 +11,10 @@ from bytescope.memory.validation.score import Scored
 pytestmark = pytest.mark.quick
 
 
-def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=None, launch=0.0, bound=None):
+def scored(measured, predicted, *, tensor=1, model="m", gpus=8, held=None, ours=None, launch=0.0, bound=None,
+           stages=1):
     row = Row("s", f"{measured}", model, "h100", gpus, {}, "tiny", "h100:8", measured, held, "A", "somewhere",
-              tensor=tensor, launch_seconds=launch, host_bound=bound)
+              tensor=tensor, stages=stages, launch_seconds=launch, host_bound=bound)
     return Scored(row, predicted, score.launched(predicted, row), predicted, predicted, ours)
 
 
@@ -49,6 +50,18 @@ def test_groups_are_never_pooled():
     assert [(group.model, group.gpus, group.rows) for group in found] == [("m", 8, 2), ("m", 64, 1), ("n", 8, 1)]
     first = found[0]
     assert first.ratios[2] == pytest.approx(1.05) and first.within == 0.5 and first.pairs.right == 1.0
+
+
+def test_runs_in_stages_have_a_group_and_pairs_of_their_own():
+    runs = [scored(1.0, 1.0), scored(2.0, 2.1), scored(1.5, 3.0, stages=2), scored(3.0, 2.8, stages=2),
+            scored(6.0, 6.0, stages=4), scored(9.0, 9.0, gpus=64, stages=2)]
+    one, staged, alone = score.groups(runs)
+    assert (one.staged, one.across, one.rows, one.name) == (False, None, 2, "m") and one.pairs.count == 1
+    assert (staged.staged, staged.rows, staged.name) == (True, 3, "m in stages")
+    assert (staged.pairs.count, staged.pairs.right) == (1, 0.0)  # 1.5 before 3.0, predicted the other way
+    # Of eight pairs across 1, 2 and 4 stages one is wrong: 1.5 before 2.0, predicted 3.0 and 2.1.
+    assert (staged.across.count, staged.across.right) == (8, pytest.approx(7 / 8))
+    assert (alone.gpus, alone.across.count, alone.across.right) == (64, 0, None)
 
 
 def test_launches_set_the_pace_where_they_take_longer():

@@ -9,6 +9,7 @@ from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.train.config import flatten
 from bytescope.train.pipeline.assemble import notes_on
+from support.described import SMALL_GPU, compile_described
 from support.toy import small_program
 
 # The stream outweighs all else, so that bytes are those of the stash.
@@ -52,6 +53,16 @@ def test_what_stages_send_is_the_formula(one):
     sends, = [entry for entry in one.communication if entry.kind == "collective-permute"]
     assert sends.wire_bytes == sends.formula_bytes == 2 * 14 * SLOT // 2
     assert any("7, 5, 3, 1 of the 7 slots" in note for note in one.notes)
+
+
+@pytest.mark.oracle("cuda")
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_cudnns_kernel_compiles_inside_stages(tensor):
+    """Its partitioner refuses a mesh of which some axes are manual, be the others of one device."""
+    found = compile_described(f"h100:{2 * tensor}", {
+        **SMALL_GPU, "model.n_layers": 2, "model.n_kv_heads": 2, "model.attention": "cudnn", "mesh.stage": 2,
+        "mesh.fsdp": 1, "mesh.tensor": tensor, "batch.mode": "scan", "batch.accumulation": 2})
+    assert "dot_product_attention_fwd" in str(found.jaxpr)
 
 
 def test_rows_of_no_layer_are_told():
