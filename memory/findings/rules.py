@@ -24,6 +24,7 @@ from bytescope.memory.findings.sharding import (
     unsharded_gradients,
 )
 from bytescope.memory.findings.spare_memory import spare_memory
+from bytescope.memory.findings.stages import uneven_stash
 from bytescope.memory.findings.state import not_donated, state_too_large, whole_state
 from bytescope.memory.records import Finding, Report
 
@@ -58,6 +59,7 @@ RULES: Mapping[Rule, str] = {
     spare_memory: "keep more for the backward pass",
     checkpoint_saves: "wrap it in jax.checkpoint",
     empty_expert_rows: "give a device more tokens at once: the last tile of each expert is padded",
+    uneven_stash: "place the layers as a V, so that all stages hold as much",
     lasting_gathers: "gather again in the backward pass: keep gathered weights out of what the policy saves",
     large_collective: "move less at once: compute in a scan over layers, or over parts of the batch",
 }

@@ -200,10 +200,12 @@ class Layout(Placement):
         # Constrained as stored first: else the partitioner may gather what `w` was cast from, at twice the bytes.
         stored = self.spec(axes, state=True)
         w = self._constrain(w, stored)
-        if "experts" in axes and not self.manual and self._size(self.mesh_axes("expert_width", state=True)) > 1:
+        experts = "experts" in axes and self._size(self.mesh_axes("expert_width", state=True)) > 1
+        if self.manual == ("stage",) or (experts and not self.manual):
             # XLA's GPU compiler gathers along the first dimension in memory. It would not transpose the narrow part of
             # a layer to that end, but before the loop over layers the parameters of all of them, in the wide dtype.
-            w = jax.shard_map(row_major, mesh=self.mesh, in_specs=stored, out_specs=stored)(w)
+            w = jax.shard_map(row_major, in_specs=stored, out_specs=stored, check_vma=False,
+                              axis_names=set(AXES) - set(self.manual), **self._of_mesh)(w)
         return self._constrain(w, self.spec(axes))
 
     def held(self, w: jax.Array, axes: Axes) -> jax.Array:

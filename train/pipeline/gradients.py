@@ -159,7 +159,7 @@ class _Run:
         with jax.named_scope(BACKWARD):
             d = self._backward(carry, table, d_end)
             self._leave(carry, table, d)
-        with jax.named_scope(FORWARD):
+        with jax.named_scope(FORWARD), jax.named_scope("stage_sends"):
             carry["x"], carry["d"] = self._move(y, d, table)
         return carry, None
 

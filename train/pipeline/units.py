@@ -101,7 +101,7 @@ class StackUnit:
                 load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
             return x_BLD, stash, load
 
-        with jax.named_scope(self.turns):
+        with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
             return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load))
 
     def run(self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any,
@@ -133,7 +133,7 @@ class StackUnit:
 
             return d_BLD, jax.tree.map(add, sums, d_own)
 
-        with jax.named_scope(self.turns):
+        with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
             return jax.lax.fori_loop(0, count[chunk], turn, (d_BLD, sums))
 
 

@@ -13,9 +13,9 @@ from support.described import SMALL_GPU, compile_described
 from support.toy import small_program
 
 # The stream outweighs all else, so that bytes are those of the stash.
-WIDE = {"model.n_layers": 8, "batch.mode": "scan", "mesh.stage": 4, "mesh.fsdp": 1, "batch.micro": 16,
+WIDE = {"model.n_layers": 8, "batch.mode": "scan", "mesh.stage": 4, "mesh.fsdp": 1, "batch.micro": 32,
         "data.seq_len": 64, "remat.policy": "full", "optimizer.name": "momentum"}
-SLOT = 16 * 64 * 32 * 4 * 2  # bytes of a slot: two layers' inputs
+SLOT = 32 * 64 * 32 * 4 * 2  # bytes of a slot: two layers' inputs
 
 
 def report(name, micro_batches, virtual=1):
@@ -31,12 +31,17 @@ def one():
 
 def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
     more, v, gpipe = report("1f1b", 16), report("v", 8), report("gpipe", 8)
-    tokens = 2 * 8 * 16 * 64 * 4  # bytes of eight micro-batches more, which are arguments
+    tokens = 2 * 8 * 32 * 64 * 4  # bytes of eight micro-batches more, which are arguments
     assert more.allocated_bytes - one.allocated_bytes == pytest.approx(tokens, abs=0.02 * one.allocated_bytes)
     schedules = [make_schedule(name, 4, 8, chunks) for name, chunks in (("1f1b", 1), ("v", 2), ("gpipe", 1))]
     assert [max(schedule.stash_slots) for schedule in schedules] == [7, 8, 8]  # those of a V are half as large
     assert one.allocated_bytes - v.allocated_bytes > 2 * SLOT
     assert gpipe.allocated_bytes - one.allocated_bytes > 0.9 * SLOT
+    assert one.residuals_by_name["(blocks input)"] == 7 * SLOT > 0.99 * one.breakdown["residuals"]
+    found, = [each for each in one.findings if each.kind == "uneven_stash"]
+    assert found.bytes == pytest.approx(3 * SLOT, rel=0.01)  # eight slots of one layer for seven of two
+    assert found.flags == "--config.pipeline.schedule=v --config.pipeline.virtual=2"
+    assert not [each for each in v.findings if each.kind == "uneven_stash"]
 
 
 def test_flops_are_those_of_one_device(one):
