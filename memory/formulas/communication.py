@@ -3,7 +3,7 @@
 Data parallelism after Rajbhandari et al. 2020 (arXiv 1910.02054), section 7; tensor parallelism after Shoeybi et
 al. 2019 (arXiv 1909.08053), section 3; with sequence parallelism after Korthikanti et al. 2022 (arXiv 2205.05198),
 section 4.2; expert parallelism in `expert_exchange`. Left out: the vocabulary-parallel embedding and loss, norms and
-other small sums, pipeline parallelism, and the keys and values of ring attention.
+other small sums, what the stages of a pipeline gather and reduce, and the keys and values of ring attention.
 """
 
 from __future__ import annotations

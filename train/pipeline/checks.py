@@ -40,7 +40,8 @@ def check_pipeline(config: ConfigDict, layout: Layout, model: ModelConfig, remat
         (config.optimizer.fused_backward, "optimizer.fused_backward=true", "gradients are sums over micro-batches; set "
          "it false"),
         (config.offload.params, "offload.params=true", "stages read their layers once a micro-batch; set it false"),
-        (config.mesh.context > 1, f"mesh.context={config.mesh.context}", "set mesh.context=1"),
+        (config.mesh.context > 1, f"mesh.context={config.mesh.context}", "sends of a ring wait for all devices, whose "
+         "stages are at different layers; set mesh.context=1"),
         (config.pipeline.schedule == "zero_bubble", "pipeline.schedule=zero_bubble", "with recomputation its gradients "
          "of weights recompute each block once more; set pipeline.schedule=v")]
     for is_asked, what, why in refused:

@@ -14,8 +14,8 @@ from bytescope.memory.pipeline.schedules import SCHEDULES, make_schedule
 pytestmark = pytest.mark.quick
 
 SIZES = [(name, stages, micro_batches, virtual) for name, chunks in (
-    ("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (1, 2, 3)), ("v", (2,)), ("zero_bubble", (1,)))
-    for stages in (1, 2, 3, 4, 7, 8) for micro_batches in (1, 2, stages, 2 * stages, 4 * stages, 4 * stages + 1)
+    ("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (1, 2, 3, 4)), ("v", (2,)), ("zero_bubble", (1,)))
+    for stages in range(1, 10) for micro_batches in (1, 2, stages, 2 * stages, 4 * stages, 4 * stages + 1)
     for virtual in chunks if virtual == 1 or name == "v" or micro_batches % stages == 0]
 
 
