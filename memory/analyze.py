@@ -96,10 +96,11 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
         placed = place(source, compilation, config or {}, inputs)
         look = assemble.attribution_of(source, inputs, known, flow)
         report = assemble.report(look, "schedule" if derived else "heap_trace")
-        report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh), work=kernels.find(look))
+        per_host = target.devices_per_host if target else 0
+        report = dataclasses.replace(report, collectives=collectives.find(look, placed.mesh, per_host),
+                                     work=kernels.find(look))
         counted = flops.count(compilation.jaxpr) if compilation.jaxpr is not None else None
-        steps = reading.read(look, placed.mesh, target.devices_per_host if target else 0, counted,
-                             source.module.devices)
+        steps = reading.read(look, placed.mesh, per_host, counted, source.module.devices)
         report = dataclasses.replace(report, schedule=steps)
     except RecursionError as error:
         raise ReportError("a program nested too deeply to read: dump it again") from error

@@ -33,10 +33,11 @@ WIRE: Mapping[str, Callable[[int], float]] = {
 RAGGED = "ragged-all-to-all"
 
 
-def find(look: Attribution, mesh: hlo_mesh.Axes = ()) -> tuple[Collective, ...]:
+def find(look: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tuple[Collective, ...]:
     """Every collective that the step runs over more than one device, in the order of the schedule.
 
-    `mesh`: names and sizes of the mesh axes, to tell which of them a collective spans.
+    `mesh`: names and sizes of the mesh axes, to tell which of them a collective spans; `per_host`: devices of a host,
+    to tell over how many of them, 0 where that is not known.
     """
     counts = runs(look.module)
     found = []
@@ -45,11 +46,11 @@ def find(look: Attribution, mesh: hlo_mesh.Axes = ()) -> tuple[Collective, ...]:
         times = counts.get(instruction.computation, 0)
         kind = instruction.opcode.removesuffix("-start")
         if kind in WIRE and times:
-            found += _collective(look, mesh, instruction, kind, times)
+            found += _collective(look, mesh, per_host, instruction, kind, times)
     return tuple(found)
 
 
-def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction, kind: str,
+def _collective(look: Attribution, mesh: hlo_mesh.Axes, per_host: int, instruction: Instruction, kind: str,
                 times: int) -> Iterator[Collective]:
     """The record of one instruction that runs `times` in a step; none for a collective that moves nothing."""
     module = look.module
@@ -70,7 +71,8 @@ def _collective(look: Attribution, mesh: hlo_mesh.Axes, instruction: Instruction
         dtype=_dtype(arrays), times=times, bytes=payload, wire_bytes=round(sent * payload),
         phase=look.phase(scope, named or start), component=scope.component, module="/".join(scope.path),
         op_name=metadata.op_name, asynchronous=overlapped.asynchronous, overlapped=overlapped.instructions,
-        overlapped_flops=overlapped.flops, in_flight_bytes=given + _result_bytes(kind, given, group))
+        overlapped_flops=overlapped.flops, in_flight_bytes=given + _result_bytes(kind, given, group),
+        hosts=hlo_mesh.hosts_of(groups, per_host))
 
 
 def arrays_of(module: Module, instruction: Instruction) -> list[Shape]:
@@ -124,19 +126,19 @@ def rows(found: Iterable[Collective], expected: Iterable[Expected] = ()) -> tupl
     """
     table: dict[tuple[str, tuple[str, ...]], list] = {}
     for item in found:
-        row = table.setdefault((item.kind, item.axes), [item.group, 0, 0, 0, 0])
-        row[0] = max(row[0], item.group)
+        row = table.setdefault((item.kind, item.axes), [item.group, 0, 0, 0, 0, 1])
+        row[0], row[5] = max(row[0], item.group), max(row[5], item.hosts)
         for i, value in enumerate((1, item.bytes, item.wire_bytes, item.wire_bytes * item.exposed), 1):
             row[i] += item.times * value
     formulas: dict[tuple[str, tuple[str, ...]], list[Expected]] = {}
     for entry in expected:
         formulas.setdefault((entry.kind, entry.axes), []).append(entry)
-        table.setdefault((entry.kind, entry.axes), [entry.group, 0, 0, 0, 0])
+        table.setdefault((entry.kind, entry.axes), [entry.group, 0, 0, 0, 0, 1])
     out = []
-    for (kind, axes), (group, times, size, sent, exposed) in table.items():
+    for (kind, axes), (group, times, size, sent, exposed, hosts) in table.items():
         known = formulas.get((kind, axes), [])
         out.append(Communication(
             kind, axes, group, times, size, sent, exposed,
             sum(round(entry.bytes * WIRE[kind](entry.group)) for entry in known) if known else None,
-            "; ".join(entry.formula for entry in known)))
+            "; ".join(entry.formula for entry in known), hosts))
     return tuple(sorted(out, key=lambda row: (-row.wire_bytes, -(row.formula_bytes or 0), row.kind, row.axes)))

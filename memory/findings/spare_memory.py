@@ -118,7 +118,7 @@ def _whole(case: Case, policy: str, recomputed: float) -> Kept | None:
 def _layers(case: Case, plan: Kept, free: int) -> Kept | None:
     """As many layers under a plan's policy as should fit, the others as they are."""
     layers, policy = case.flat[MODEL_N_LAYERS], plan.keys[REMAT_POLICY]
-    if case.flat[REMAT_LAYERS] or case.flat[REMAT_POLICY] not in SAVED:
+    if case.flat[REMAT_LAYERS] or case.flat[REMAT_POLICY] not in SAVED or case.axes["stage"] > 1:
         return None
     unroll = max(case.flat.get(MODEL_UNROLL) or 1, 1)
     count = min(int(FILL * free * layers / plan.adds), layers - 1) // unroll * unroll

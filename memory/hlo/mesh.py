@@ -126,6 +126,12 @@ def _coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+def hosts_of(groups: Groups, per_host: int) -> int:
+    """Over how many hosts, of `per_host` devices each, one of the groups is spread at most; 1 where that is 0."""
+    spread = (len({device // per_host for device in group}) for group in groups) if per_host else ()
+    return max(spread, default=1)
+
+
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:
     """The groups of device numbers that a collective talks within, all devices in one group when it names none.
 

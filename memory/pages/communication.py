@@ -25,7 +25,7 @@ def kinds(report: Report) -> Table | None:
     total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
     columns = (
         ("collective", "name", lambda row: row.kind),
-        ("over", "text", lambda row: "" if row is total else over(row.axes, row.group)),
+        ("over", "text", lambda row: "" if row is total else over(row.axes, row.group, row.hosts)),
         ("times", "num", lambda row: f"{row.times:,}"),
         ("payload", "num", lambda row: size(row.bytes)),
         ("on the wire", "num", lambda row: size(row.wire_bytes)),
@@ -46,7 +46,7 @@ def each(found: Sequence[Collective]) -> Table:
     """A row for each collective, those that send most first."""
     columns = (
         ("operation", "name", lambda item: Cell(item.name, item.op_name)),
-        ("over", "text", lambda item: over(item.axes, item.group)),
+        ("over", "text", lambda item: over(item.axes, item.group, item.hosts)),
         ("dtype", "text", lambda item: item.dtype),
         ("times", "num", lambda item: f"{item.times:,}"),
         ("on the wire", "num", lambda item: size(item.times * item.wire_bytes)),

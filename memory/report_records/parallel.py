@@ -34,6 +34,7 @@ class Collective:
         asynchronous: it has a start and a done; overlapped: operations of compute scheduled between the two;
         overlapped_flops: matrix-product FLOPs among them.
         in_flight_bytes: operands and results, which stay in memory from the start to the done.
+        hosts: over how many of them its devices are spread at most; 1 where that is not known.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Collective:
     overlapped: int = 0
     overlapped_flops: int = 0
     in_flight_bytes: int = 0
+    hosts: int = 1
 
     @property
     def exposed(self) -> bool:
@@ -64,7 +66,8 @@ class Communication:
     """All collectives of one kind over the same mesh axes, bytes of one device and one step.
 
     `times`: executions; `bytes`: payload; `wire_bytes`: what the device sends; `exposed_bytes`: of these, in
-    collectives that are not overlapped; `formula_bytes`: what it would send by the formula, None where there is none.
+    collectives that are not overlapped; `formula_bytes`: what it would send by the formula, None where there is none;
+    `hosts`: over how many of them one is spread at most, 1 where that is not known.
     """
 
     kind: str
@@ -76,3 +79,4 @@ class Communication:
     exposed_bytes: int
     formula_bytes: int | None = None
     formula: str = ""
+    hosts: int = 1

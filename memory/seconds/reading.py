@@ -176,9 +176,7 @@ class _Walk:
         key = hlo_mesh.groups_key(self.module.data, one.span)
         if key not in self.groups:
             groups = hlo_mesh.groups_of(self.module.data, one.span, self.module.devices)
-            hosts = max((len({device // self.per_host for device in group}) for group in groups),
-                        default=1) if self.per_host else 1
-            self.groups[key] = groups, hosts
+            self.groups[key] = groups, hlo_mesh.hosts_of(groups, self.per_host)
         return self.groups[key]
 
     def wait(self, one: Instruction, around: str) -> Iterator[Step]:

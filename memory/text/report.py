@@ -196,7 +196,7 @@ def _communication(report: Report) -> RenderableType | None:
     sent = sum(row.wire_bytes for row in report.communication)
     large = [row for row in report.communication if max(row.wire_bytes, row.formula_bytes or 0) > _SMALL * sent]
     for row in large[:_TRAFFIC]:
-        table.add(row.kind.removeprefix("collective-"), over(row.axes, row.group), f"{row.times:,}",
+        table.add(row.kind.removeprefix("collective-"), over(row.axes, row.group, row.hosts), f"{row.times:,}",
                   human(row.bytes), human(row.wire_bytes),
                   f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
                   human(row.formula_bytes) if row.formula_bytes is not None else "", row.formula)
@@ -226,14 +226,16 @@ def _largest(report: Report) -> RenderableType | None:
     for item in listed:
         if item.times * item.wire_bytes > _SMALL * sent:
             where = "/".join(part for part in (item.phase, item.component) if part)
-            table.add(item.name.removeprefix("collective-"), over(item.axes, item.group), f"{item.times:,}",
+            table.add(item.name.removeprefix("collective-"), over(item.axes, item.group, item.hosts), f"{item.times:,}",
                       human(item.times * item.wire_bytes), human(item.in_flight_bytes), overlapped_by(item), where)
     return Group(Text("largest collectives", style="bold"), table) if table.rows else None
 
 
-def over(axes: Iterable[str], group: int) -> str:
-    """The devices that a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known."""
-    return f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
+def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
+    """The devices that a collective spans: "data x fsdp 8", or "groups of 8" where no axis is known; "stage 4, 4 hosts"
+    of one over the network."""
+    spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
+    return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned
 
 
 def overlapped_by(item: Collective) -> str:

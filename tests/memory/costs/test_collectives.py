@@ -148,6 +148,7 @@ def test_trip_counts(condition, config, times):
     found, = report.collectives
     assert (found.times, found.group, found.axes, found.bytes, found.wire_bytes) == (times, 8, (), 16, 28)
     assert report_text.over(found.axes, found.group) == "groups of 8"
+    assert report_text.over(("stage",), 4, 4) == "stage 4, 4 hosts"
 
 
 # ---- overlap ---------------------------------------------------------------------------------------------------

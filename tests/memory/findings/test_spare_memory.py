@@ -63,6 +63,13 @@ def test_as_many_layers_as_should_fit():
     assert f"0-{count // 4 * 4}:minimal" in unrolled.flags
 
 
+def test_stages_keep_alike_in_all_layers():
+    """They run one program: where a policy for all of them has no room, the search is named."""
+    stages = {"mesh.stage": "2", "mesh.fsdp": "4", "batch.mode": "scan", "batch.accumulation": "8"}
+    assert spare_memory(report(config(**stages)), NOTHING).flags == "--config.remat.policy=minimal"
+    assert spare_memory(report(config(**stages), free=12 * GIB), NOTHING).flags == "--config.remat.policy=auto"
+
+
 @pytest.mark.parametrize("keys", [{"precision.preset": "fp8"}, {"data.seq_len": "65536"}])
 def test_without_a_figure_only_the_search_is_named(keys):
     """No formula, or nothing that fits by it: the search compiles before it says so."""

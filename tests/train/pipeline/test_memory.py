@@ -5,6 +5,7 @@ import pytest
 
 from bytescope.memory.analyze import report_of
 from bytescope.memory.costs import flops
+from bytescope.memory.devices import targets
 from bytescope.memory.pipeline.figures import full_ticks
 from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.train.config import flatten
@@ -64,10 +65,14 @@ def test_what_stages_send_is_the_formula(one):
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_cudnns_kernel_compiles_inside_stages(tensor):
     """Its partitioner refuses a mesh of which some axes are manual, be the others of one device."""
-    found = compile_described(f"h100:{2 * tensor}", {
+    found = compile_described(f"h100:2x{tensor}", {
         **SMALL_GPU, "model.n_layers": 2, "model.n_kv_heads": 2, "model.attention": "cudnn", "mesh.stage": 2,
         "mesh.fsdp": 1, "mesh.tensor": tensor, "batch.mode": "scan", "batch.accumulation": 2})
     assert "dot_product_attention_fwd" in str(found.jaxpr)
+    # A stage on each host: they alone talk over the network.
+    rows = report_of(found, target=targets.parse(f"h100:2x{tensor}")).communication
+    assert {row.axes: row.hosts for row in rows if row.kind == "collective-permute"} == {("stage",): 2}
+    assert {row.hosts for row in rows if row.axes == ("tensor",)} == ({1} if tensor > 1 else set())
 
 
 def test_rows_of_no_layer_are_told():
