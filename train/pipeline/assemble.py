@@ -47,7 +47,7 @@ def notes_on(choices: Choices, state: TrainState) -> tuple[str, ...]:
             f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that all of them "
             "allocate for residuals",
             f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ones, sent bytes all of them as "
-            "full, idle stages included", *padding)
+            "full, idle stages included; the timeline between the first and the last tick is that of one", *padding)
 
 
 def _empty_rows(stages: Stages, state: TrainState) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bytescope.memory.pages.elements import Cell, Table, table
 from bytescope.memory.pages.frame import page
 from bytescope.memory.pipeline import figures
+from bytescope.memory.pipeline.published import PUBLISHED
 from bytescope.memory.pipeline.schedule import IDLE, Schedule
 from bytescope.memory.pipeline.schedules import SCHEDULES
 from bytescope.memory.text.pipeline.drawing import share
@@ -24,7 +26,23 @@ def render(schedules: Sequence[Schedule], layers: Sequence[Sequence[int] | None]
     shown = [_shown(one, own) for one, own in zip(schedules, layers)]
     return page("pipeline", title, {}, heading=title, where="schedules by tick · nothing compiled", versions="",
                 figures=[{"name": one["name"], "value": one["stash"], "note": f"stash, {one['bubble']} bubble",
-                          "exact": ""} for one in shown], schedules=shown)
+                          "exact": ""} for one in shown], schedules=shown, published=_published(schedules))
+
+
+def _published(schedules: Sequence[Schedule]) -> Table | None:
+    """The papers' schedules for as many stages and micro-batches; None beside one schedule alone."""
+    if len(schedules) < 2:
+        return None
+    sizes = schedules[0].stages, schedules[0].micro_batches
+    columns = (
+        ("schedule", "name", lambda row: Cell(row[0], row[1].source)),
+        ("bubble", "num", lambda row: share(row[1].share(*sizes))),
+        ("stash", "num", lambda row: f"{float(row[1].stash(*sizes)):.3f}"),
+        ("weights", "num", lambda row: f"{row[1].parameters}x"),
+        ("nearest of ours", "text", lambda row: row[1].ours),
+        ("what differs", "text why", lambda row: row[1].differs),
+    )
+    return table(columns, list(PUBLISHED.items()))
 
 
 def _shown(schedule: Schedule, layers: Sequence[int] | None) -> dict[str, Any]:
