@@ -87,7 +87,7 @@ def answer(flat, target):
         away += sum(KEPT[name] for name in moved)
         again += sum(name not in kept and name not in moved for name in "ab")
     if rank:
-        state["frozen"] = 8 * {"bf16": 1.0, "int8": 0.5, "nf4": 0.25}[base]
+        state["frozen"] = 8 * {"bf16": 1.0, "int8": 0.5, "nf4": 0.25}[base] / stages
     scale = micro * int(flat["data.seq_len"]) / SEQ / axes["tensor"]
     overhead = OVERHEAD + (0.1 if rank and base != "bf16" else 0.0)
     flops = FLOPS * scale * axes["tensor"] * axes["data"] * axes["fsdp"] / target.n_devices * steps

@@ -194,8 +194,10 @@ class Reach:
             bracket = bracket.larger()
 
     def _smallest(self) -> dict[str, str]:
-        """The keys, but for recomputation, of the variant with the smallest frozen weights that was tried."""
+        """The keys, but for recomputation, of the variant with the smallest frozen weights that was tried; without
+        stages, which need several micro-batches."""
         ran = [step for step in self.walk.steps if step.ok]
+        ran = [step for step in ran if not self.space.schedule(step.keys)] or ran
         narrow = [step for step in ran if step.keys.get(LORA_BASE) == "nf4"] or ran
         keys = min(narrow, key=lambda step: step.allocated).keys
         return {key: text for key, text in keys.items() if not key.startswith(REMAT)}

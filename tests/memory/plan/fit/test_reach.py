@@ -47,6 +47,14 @@ def test_a_base_that_alone_fits_is_taken_and_told():
     assert fitted(3).best is None
 
 
+def test_lengths_are_found_without_stages():
+    """One sequence at once does not pass through several of them."""
+    done = fitted(12, LEVERS + ",sharding", devices="h100:8", model_scan=True, batch_accumulation=32)
+    assert any("stage" in step.what and step.fits for step in done.steps)
+    found = reached(done).rows
+    assert found and not [row for row in found if row.step.keys.get("mesh.stage", "1") != "1"]
+
+
 def longest(done, policy=FULL):
     """Rank -> the longest that fits, from the answers."""
     return {row.rank: row.length for row in reached(done).rows
