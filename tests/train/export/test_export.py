@@ -210,10 +210,10 @@ def gpt2(tmp_path_factory):
 
 
 def flip(checkpoint):
-    """One bit of the longest file is another."""
-    longest = max((file for file in checkpoint.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    """One bit of the longest data file is another, near its beginning: what Orbax replaced lies at its end."""
+    longest = max((file for file in checkpoint.rglob("d/*") if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(longest.read_bytes())
-    content[len(content) // 2] ^= 8
+    content[len(content) // 8] ^= 8
     longest.write_bytes(content)
 
 

@@ -154,11 +154,15 @@ def test_newest_and_best_are_kept(tmp_path, program):
 
 
 def damage_data(root, step):
-    """Flips one byte of the largest data file: Orbax alone would not notice."""
-    victim = max((path for path in (root / "checkpoints" / str(step)).rglob("*") if path.is_file()),
+    """Flips one byte of the arrays' largest data file: Orbax alone would not notice.
+
+    How many data files there are, and what is rewritten at their ends, depends on the moment of each write; what lies
+    near the beginning of the largest is always an array's values.
+    """
+    victim = max((path for path in (root / "checkpoints" / str(step)).rglob("d/*") if path.is_file()),
                  key=lambda path: path.stat().st_size)
     content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 0xFF
+    content[len(content) // 8] ^= 0xFF
     victim.write_bytes(content)
 
 
