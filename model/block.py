@@ -116,6 +116,15 @@ class Block(nnx.Module):
         # The mask is drawn for whole sequences, so that tiles do not change it.
         return y_BLD if key_B is None else x_BLD + dropout(y_BLD, key_B, config.dropout, "mlp_out_mask")
 
+    def cached(self, x_BTD: jax.Array, packed: Packed,
+               core: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]) -> jax.Array:
+        """The block's output [B, T, D] with attention over what is kept of earlier tokens: `core` is given queries, and
+        the keys and values to keep, as of `Attention.cached_inputs`. `packed`: the tokens' positions."""
+        with jax.named_scope("attention"):
+            context = core(*self.attention.cached_inputs(self.norm_attention(x_BTD), packed))
+            context_BTHK = self.attention.from_cache(context)
+        return self._feed(self._join(x_BTD, context_BTHK, None), None)[0]
+
     def set(self, layer: jax.Array | int, again: bool) -> "Block":
         """This block as the layer of this number, from 0, set to gather its parameters again in the backward pass or
         not (`again` of `layers.enter`)."""

@@ -79,6 +79,14 @@ class Attention(nnx.Module):
                 k_BLGK = turn(k_BLGK, positions, frequency)
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK
 
+    def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Queries, and what is kept of the tokens: keys and values; the latter None where keys hold them."""
+        return self.inputs(x_BTD, packed)
+
+    def from_cache(self, context_BTHV: jax.Array) -> jax.Array:
+        """The context of heads, of sums of what is kept."""
+        return context_BTHV
+
     def _rotation(self, width: int) -> tuple[Callable[..., jax.Array], jax.Array]:
         """How this layer rotates, and the frequencies of a head of `width`."""
         config = self.config

@@ -71,6 +71,30 @@ class LatentAttention(Attention):
             k_BLHK = jnp.concatenate([k_BLHK, k_rope_BLHK], axis=-1)
         return tag(self.place(q_BLHK, _HEADS), "q_rot"), tag(self.place(k_BLHK, _HEADS), "k_rot"), v_BLHK
 
+    def cached_inputs(self, x_BTD: jax.Array, packed: Packed) -> tuple[jax.Array, jax.Array, None]:
+        """Queries of latents, and the latent of each token with the rotated part of its key, as one head.
+
+        The matrices from latents to keys and values go to the queries and to the context in their place (the paper's
+        section 2.1.2): q (W c) = (q W) c. So a token keeps mla_kv_rank + mla_d_rope numbers, whatever the heads.
+        """
+        K = self.config.d_head
+        with jax.named_scope("qkv"):
+            q_BTHK = self._queries(x_BTD)
+            kv_BTc, k_rope_BTc = jnp.split(self._down(x_BTD, "kv_down"), [self.config.mla_kv_rank], axis=-1)
+            kv_BTc = self.norm_kv_latent(kv_BTc)
+            w_cHK = self.w_k_up[...].astype(q_BTHK.dtype)
+            q_latent_BTHc = jnp.einsum("bthk,chk->bthc", q_BTHK[..., :K], w_cHK)
+        with jax.named_scope("rope"):
+            turn, frequency = self._rotation(self.config.mla_d_rope)
+            q_rope_BTHK = turn(q_BTHK[..., K:], packed.positions_BL, frequency)
+            k_rope_BT1K = turn(k_rope_BTc[:, :, None], packed.positions_BL, frequency)
+        return (jnp.concatenate([q_latent_BTHc, q_rope_BTHK], axis=-1),
+                jnp.concatenate([kv_BTc[:, :, None], k_rope_BT1K], axis=-1), None)
+
+    def from_cache(self, context_BTHc: jax.Array) -> jax.Array:
+        """Values of heads [B, T, H, mla_d_value], of sums of latents."""
+        return jnp.einsum("bthc,chv->bthv", context_BTHc, self.w_v_up[...].astype(context_BTHc.dtype))
+
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
         """Queries before rotation, [B, L, H, d_head + mla_d_rope]."""
         if not self.config.mla_q_rank:

@@ -1,0 +1,63 @@
+"""The next token of each sequence, from logits: the likeliest, or drawn with a key of the request's own.
+
+A drawn token depends on the logits, the request's seed and the token's place alone, never on what else is in the
+batch. Of the filters temperature comes first, then top-k, top-p and min-p, each over what those before it left, as
+transformers has them.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B"],
+         meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """How the tokens of a batch are chosen.
+
+    Fields:
+      temperature_B: float32, 0 for the likeliest token. top_k_B: int32, 0 for all. top_p_B: float32, 1 for all.
+      min_p_B: float32, 0 for all. seed_B: uint32.
+    """
+
+    temperature_B: jax.Array
+    top_k_B: jax.Array
+    top_p_B: jax.Array
+    min_p_B: jax.Array
+    seed_B: jax.Array
+
+
+def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
+    """float32 logits [B, V] at their temperature, the lowest number where a filter leaves a token out; the likeliest
+    one always stays."""
+    least = jnp.finfo(jnp.float32).min
+    scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
+    order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
+    sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
+    rank_V = jnp.arange(scaled_BV.shape[-1])
+    kept_BV = (draws.top_k_B[:, None] == 0) | (rank_V < draws.top_k_B[:, None])
+    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, least), axis=-1)
+    # A token stays while those before it do not come to top_p yet.
+    kept_BV &= (jnp.cumsum(probs_BV, axis=-1) - probs_BV < draws.top_p_B[:, None]) | (draws.top_p_B[:, None] >= 1)
+    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, least), axis=-1)
+    kept_BV &= probs_BV >= draws.min_p_B[:, None] * probs_BV[:, :1]
+    kept_BV = kept_BV.at[:, 0].set(True)
+    sorted_BV = jnp.where(kept_BV, sorted_BV, least)
+    return jnp.zeros_like(sorted_BV).at[jnp.arange(len(order_BV))[:, None], order_BV].set(sorted_BV)
+
+
+def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: bool) -> jax.Array:
+    """int32 [B]: the token that follows, at the place `places_B` of each sequence. drawing: whether any row draws;
+    without, nothing is sorted."""
+    likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    if not drawing:
+        return likeliest_B
+
+    def draw(logits_V: jax.Array, seed: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), place), logits_V)
+
+    drawn_B = jax.vmap(draw)(filtered(logits_BV, draws), draws.seed_B, places_B).astype(jnp.int32)
+    return jnp.where(draws.temperature_B > 0, drawn_B, likeliest_B)
