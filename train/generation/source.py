@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
+from ml_collections import ConfigDict
 
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.train.data.tokenizer import open_tokenizer
+from bytescope.train.data.tokenizer import Tokenizer, load_tokenizer
 from bytescope.train.errors import UserError
+from bytescope.train.export.peft import Merged
 from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.export.stored_array import whole
 from bytescope.train.export.tensors import Parameters
+from bytescope.train.export.tokenizer_files import text_of
+from bytescope.train.run.workdir import CHECKPOINTS
+from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.load import load_params
-
-# Kernels of experts that multiply the rows of every token: those with room for some would drop others by what else is
-# in the batch.
-EXPERTS = {"capacity": "auto"}
+from bytescope.train.weights.stacks import by_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +35,77 @@ class Source:
     """A model to generate from.
 
     Fields:
-      name: as the command line has it. config: layers on their own, so that no step copies one out of a stack.
-      graph: of the Transformer. load: puts the parameters in the compute dtype on a device. tokenizer: of its text.
-      ends: ids that end an answer.
+      model: layers on their own, so that no step copies one out of a stack. graph, shapes: of the Transformer, its
+      parameters in the dtype they are computed in. load: puts them on a device. tokenizer: of its text. ends: ids that
+      end an answer.
     """
 
-    name: str
-    config: ModelConfig
+    model: ModelConfig
+    precision: Precision
     graph: nnx.GraphDef
     shapes: Any
     load: Callable[[jax.Device], Any]
-    tokenizer: Any
+    tokenizer: Tokenizer
     ends: frozenset[int]
+
+
+def open_source(path: Path, step: int | None = None) -> Source:
+    """A run, or a folder of weights.
+
+    Raises:
+      UserError: it is neither, or damaged.
+    """
+    if (path / CHECKPOINTS).is_dir():
+        return _of_run(SavedRun.open(path, step))
+    if step is not None:
+        raise UserError(f"--step={step}: {path} is no run, which alone has checkpoints; leave it out")
+    config = config_of(str(path))
+    folder = Folder.open(path)
+    ends = folder.config.get("eos_token_id")
+    ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    def load(model: ModelConfig, shapes: Any, device: jax.Device) -> Any:
+        return load_params(folder, model, _on(shapes, device))
+
+    return _source(config, load, load_tokenizer(config.data.tokenizer, "the tokenizer of the folder"), ends)
+
+
+def _of_run(run: SavedRun) -> Source:
+    text = text_of(run.config)
+    if not text.tokenizer:
+        raise UserError(f"{run.workdir}: {text.note}")
+    folder = Folder.open(os.path.expanduser(run.config.init.folder)) if run.config.init.folder else None
+
+    def load(model: ModelConfig, shapes: Any, device: jax.Device) -> Any:
+        stored = ModelConfig.from_dict(run.config.model)
+        parameters = (Merged if run.config.lora.rank else Parameters)(run, stored, folder)
+        places = by_array(model, {path: path for path in parameters_of(model)})
+
+        def one(path: tuple, like: jax.ShapeDtypeStruct) -> jax.Array:
+            made = np.zeros(like.shape, like.dtype)
+            for index, name in places[".".join(str(getattr(key, "key", key)) for key in path)].items():
+                made[index] = whole(parameters.read(name)).astype(like.dtype)
+            return jax.device_put(made, device)
+
+        return jax.tree_util.tree_map_with_path(one, shapes)
+
+    ends = frozenset(() if text.end is None else [text.end])
+    return _source(run.config, load, load_tokenizer(text.tokenizer), ends)
+
+
+def _source(config: ConfigDict, load: Callable[..., Any], tokenizer: Tokenizer, ends: frozenset[int]) -> Source:
+    """The model of a config, with layers on their own and its parameters in the compute dtype."""
+    keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
+    if keys["experts"] and keys["moe_kernel"] == "capacity":
+        keys["moe_kernel"] = "auto"  # rows beyond the capacity would be dropped by what else is in the batch
+    precision = Precision.of(config.precision)
+    precision = dataclasses.replace(precision, param=precision.compute)
+    model = ModelConfig.from_dict(ConfigDict(keys))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(model, precision, rngs=nnx.Rngs(params=0))))
+    shapes = nnx.to_pure_dict(state)
+    return Source(model, precision, graph, shapes, lambda device: load(model, shapes, device), tokenizer, ends)
+
+
+def _on(shapes: Any, device: jax.Device) -> Any:
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
