@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from ml_collections import ConfigDict
 
 from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.model.experts.kernels import choose_moe_kernel
 from bytescope.train.data.tokenizer import Tokenizer, load_tokenizer
 from bytescope.train.errors import UserError
 from bytescope.train.export.peft import Merged
@@ -28,6 +29,9 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.load import load_params
 from bytescope.train.weights.stacks import by_array
+
+# A dtype to compute in -> the row of precisions that has it.
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +53,16 @@ class Source:
     ends: frozenset[int]
 
 
-def open_source(path: Path, step: int | None = None) -> Source:
+def open_source(path: Path, step: int | None = None, dtype: str = "") -> Source:
     """A run, or a folder of weights.
+
+    dtype: to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere.
 
     Raises:
       UserError: it is neither, or damaged.
     """
     if (path / CHECKPOINTS).is_dir():
-        return _of_run(SavedRun.open(path, step))
+        return _of_run(SavedRun.open(path, step), dtype)
     if step is not None:
         raise UserError(f"--step={step}: {path} is no run, which alone has checkpoints; leave it out")
     config = config_of(str(path))
@@ -67,10 +73,10 @@ def open_source(path: Path, step: int | None = None) -> Source:
     def load(model: ModelConfig, shapes: Any, device: jax.Device) -> Any:
         return load_params(folder, model, _on(shapes, device))
 
-    return _source(config, load, load_tokenizer(config.data.tokenizer, "the tokenizer of the folder"), ends)
+    return _source(config, load, load_tokenizer(config.data.tokenizer, "the tokenizer of the folder"), ends, dtype)
 
 
-def _of_run(run: SavedRun) -> Source:
+def _of_run(run: SavedRun, dtype: str) -> Source:
     text = text_of(run.config)
     if not text.tokenizer:
         raise UserError(f"{run.workdir}: {text.note}")
@@ -90,17 +96,23 @@ def _of_run(run: SavedRun) -> Source:
         return jax.tree_util.tree_map_with_path(one, shapes)
 
     ends = frozenset(() if text.end is None else [text.end])
-    return _source(run.config, load, load_tokenizer(text.tokenizer), ends)
+    return _source(run.config, load, load_tokenizer(text.tokenizer), ends, dtype)
 
 
-def _source(config: ConfigDict, load: Callable[..., Any], tokenizer: Tokenizer, ends: frozenset[int]) -> Source:
+def _source(config: ConfigDict, load: Callable[..., Any], tokenizer: Tokenizer, ends: frozenset[int],
+            dtype: str) -> Source:
     """The model of a config, with layers on their own and its parameters in the compute dtype."""
     keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
+    platform = jax.default_backend()
     if keys["experts"] and keys["moe_kernel"] == "capacity":
         keys["moe_kernel"] = "auto"  # rows beyond the capacity would be dropped by what else is in the batch
-    precision = Precision.of(config.precision)
-    precision = dataclasses.replace(precision, param=precision.compute)
     model = ModelConfig.from_dict(ConfigDict(keys))
+    if model.experts:
+        model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
+    settings = ConfigDict(config.precision.to_dict())
+    settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
+    precision = Precision.of(settings)
+    precision = dataclasses.replace(precision, param=precision.compute)
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(model, precision, rngs=nnx.Rngs(params=0))))
     shapes = nnx.to_pure_dict(state)
     return Source(model, precision, graph, shapes, lambda device: load(model, shapes, device), tokenizer, ends)
