@@ -16,11 +16,12 @@ from bytescope.train.errors import UserError
 TRAINER = {
     "train": "train a transformer, its memory known before the first step",
     "prepare": "turn text into token shards, which train reads fast",
+    "generate": "text from a run or a folder of weights, with a paged cache",
     "export": "write the model of a run as a folder that transformers loads",
     "completion": "print a script that completes commands in bash, zsh or fish",
 }
 GROUPS = {
-    "train": ("train", "prepare", "export"),
+    "train": ("train", "prepare", "generate", "export"),
     "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
     "plan": ("compare", "levers", "front", "fit", "pipeline"),
     "list": ("configs", "targets", "keys", "policies", "completion"),
@@ -76,6 +77,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from bytescope.train.data.prepare import parse as parse_prepare
 
         return parse_prepare(rest)
+    if command == "generate":
+        from bytescope.train.generation.command import parse as parse_generate
+
+        return parse_generate(rest)
     if command == "export":
         from bytescope.train.export.command import parse as parse_export
 
@@ -127,6 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bytescope.train.data.prepare import main as prepare
 
         return prepare(argv[1:])
+    if argv[0] == "generate":
+        from bytescope.train.generation.command import main as generate
+
+        return generate(argv[1:])
     if argv[0] == "export":
         from bytescope.train.export.command import main as export
 

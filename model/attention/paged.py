@@ -25,7 +25,7 @@ from bytescope.model.attention.scoring import Scoring
 # Positions of a page.
 PAGE = 16
 # Pages that `blocks` reads at once.
-BLOCK = 16
+BLOCK = 8
 # The page that is nobody's: what padding makes is written there.
 NOBODY = 0
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 FILE, FOLDER, CONFIG, TARGET, GRID, NOTHING = "@file", "@folder", "@config", "@target", "@grid", "@any"
 # Where an argument stands, or its metavar -> the kind; action.choices come first.
 _PLACES = {"config_here": CONFIG, "target_here": TARGET, "before": FILE, "after": FILE, "trace": FOLDER,
-           "workdir": FOLDER, "run": FOLDER, "out": FOLDER}
+           "workdir": FOLDER, "run": FOLDER, "out": FOLDER, "source": FOLDER}
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
 # Flags and keys whose words are told by no parser.
 _PATHS = {"--source": FILE, "--tokenizer": FILE, "data.source": FILE, "data.eval_source": FILE, "data.tokenizer": FILE,
@@ -53,9 +53,10 @@ def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
     from bytescope.train import config
     from bytescope.train.data import prepare
     from bytescope.train.export import command as export
+    from bytescope.train.generation import command as generate
 
-    parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "export": export.make_parser(),
-               "completion": own}
+    parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "generate": generate.make_parser(),
+               "export": export.make_parser(), "completion": own}
     parsers |= {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
     lists = _lists()
     return Words(

@@ -1,88 +1,42 @@
-"""The engine: in every step a chunk of a prompt, or one token of each sequence under way, whatever there is to do.
+"""The engine: in every step pieces of prompts, or one token of each sequence under way, whatever there is to do.
 
 Prompts go through in chunks, so that a long one does not hold up the others for long (Agrawal et al. 2023, arXiv
 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). Where pages run out, the sequence that came
 last gives its own back and is computed again later: its tokens stay as they are.
 """
 
-import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from bytescope.model import decode
 from bytescope.model.attention.paged import NOBODY, PAGE, View
 from bytescope.train.errors import UserError
 from bytescope.train.generation.pages import NoPages, Pages
 from bytescope.train.generation.request import Asked, Running
-from bytescope.train.generation.sampling import Draws, choose
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Static shapes of an engine.
-
-    Fields:
-      pages: of the pool, NOBODY among them. sequences: under way at once. chunk: tokens of a prompt in one step.
-      length: positions of a sequence at most.
-    """
-
-    pages: int
-    sequences: int
-    chunk: int
-    length: int
-
-    @property
-    def table(self) -> int:
-        """Pages of the longest sequence."""
-        return -(-self.length // PAGE)
-
-    def rows(self, count: int) -> int:
-        """Rows of the step for so many sequences: a power of four, or all."""
-        found = 1
-        while found < count:
-            found *= 4
-        return min(found, self.sequences)
-
-
-def run_step(graph: nnx.GraphDef, kernel: str, drawing: bool, params: Any, pools: Sequence[Any], tokens_BT: jax.Array,
-             view: View, last_B: jax.Array, draws: Draws) -> tuple[jax.Array, list[Any]]:
-    """(int32 [B], the token that follows the one at `last_B` of each row; the pools)."""
-    model = nnx.merge(graph, params)
-    x_BTD, pools = decode.step(model, tokens_BT, view, pools, kernel)
-    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-    with jax.named_scope("head"):
-        logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
-    places_B = jnp.take_along_axis(view.positions_BT, last_B[:, None], axis=1)[:, 0] + 1
-    with jax.named_scope("sampling"):
-        return choose(logits_BV, draws, places_B, drawing), pools
+from bytescope.train.generation.sampling import Draws
+from bytescope.train.generation.steps import Sizes, Steps
 
 
 class Engine:
     """Generates. `submit` requests, then `step` until none is left, or iterate over `answers`.
 
     Args:
-      model: the config's, built with layers of their own or stacked. kernel: a row of `paged.KERNELS`.
+      steps: the programs. params: the model's parameters, as `steps.model.shapes`. sizes: of everything.
 
     Attributes:
-      pages: whose each page is. preempted: how often a sequence gave its pages back. steps: run so far.
+      pages: whose each page is. preempted: how often a sequence gave its pages back. count: steps run so far.
     """
 
-    def __init__(self, graph: nnx.GraphDef, params: Any, pools: Sequence[Any], sizes: Sizes, kernel: str = "blocks"):
+    def __init__(self, steps: Steps, params: Any, sizes: Sizes):
         self.sizes, self.pages = sizes, Pages(sizes.pages)
-        self.preempted = self.steps = 0
-        self._params, self._pools = params, list(pools)
-        self._step = {drawing: jax.jit(partial(run_step, graph, kernel, drawing), donate_argnums=1)
-                      for drawing in (False, True)}
+        self.preempted = self.count = 0
+        self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
-        self._count = 0
+        self._prompts = False  # whether the last step was one of prompts
+        self._asked = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -101,8 +55,8 @@ class Engine:
         if -(-length // PAGE) > self.sizes.pages - 1:
             raise UserError(f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
                             f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory")
-        one = Running(self._count, asked, list(asked.tokens))
-        self._count += 1
+        one = Running(self._asked, asked, list(asked.tokens))
+        self._asked += 1
         self._waiting.append(one)
         return one
 
@@ -118,19 +72,49 @@ class Engine:
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
+    def finish(self, one: Running) -> None:
+        """Ends a request that somebody has seen enough of: "text"."""
+        if not one.ended:
+            one.ended = "text"
+        if one in self._running:
+            self._running.remove(one)
+        elif one in self._waiting:
+            self._waiting.remove(one)
+        self.pages.take(one.pages)
+
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs a step. Returns the requests that have one token more."""
+        """Runs a step: pieces of prompts and one token of each sequence under way take turns, where there are both.
+        Returns the requests that have one token more."""
         self._admit()
-        chunk = next((one for one in self._running if one.missing > 1), None)
-        if chunk is not None:
-            self._room(chunk, min(len(chunk.tokens), chunk.computed + self.sizes.chunk))
-            return self._run([chunk] if chunk in self._running else [], self.sizes.chunk)
-        for one in list(self._running):
-            if one in self._running:  # it may have been preempted for one before it
-                self._room(one, len(one.tokens))
-        return self._run(self._running, 1)
+        behind = [one for one in self._running if one.missing > 1]
+        ready = [one for one in self._running if one.missing == 1]
+        self._prompts = bool(behind) and not (ready and self._prompts)
+        if not self._prompts:
+            self._room({one.number: len(one.tokens) for one in ready})
+            return self._run([(one, one.computed) for one in ready if one in self._running], 1)
+        width = self._width(behind)
+        wanted, left = {}, self.sizes.chunk // width
+        for one in behind:
+            taken = min(-(-one.missing // width), left)
+            left -= taken
+            wanted[one.number] = min(len(one.tokens), one.computed + taken * width)
+        self._room(wanted)
+        return self._run([(one, start) for one in behind if one in self._running
+                          for start in range(one.computed, wanted[one.number], width)], width)
+
+    def _width(self, behind: Sequence[Running]) -> int:
+        """Tokens of a piece, so that a step of them computes as many tokens of these prompts as it can; wide ones where
+        it does not matter, since the tokens of a piece read the pages of their sequence together."""
+        def useful(width: int) -> int:
+            left, found = self.sizes.chunk // width, 0
+            for one in behind:
+                taken = min(-(-one.missing // width), left)
+                left, found = left - taken, found + min(one.missing, taken * width)
+            return found
+
+        return max(self.sizes.widths, key=lambda width: (useful(width), width))
 
     def _admit(self) -> None:
         """Lets those that wait begin, first come first served, where there are rows and pages for their prompt."""
@@ -140,55 +124,57 @@ class Engine:
                 return
             self._waiting.popleft()
             one.pages = self.pages.begin(one.tokens)
-            one.computed = len(one.pages) * PAGE
+            one.known, one.computed = len(one.pages), len(one.pages) * PAGE
             self._running.append(one)
 
-    def _room(self, one: Running, length: int) -> None:
-        """Pages for so many positions of a sequence, if need be those of sequences that came after it, or its own."""
-        while True:
-            try:
-                return self.pages.give(one.pages, length)
-            except NoPages:
-                last = self._running[-1]
-                self._preempt(last)
-                if last is one:
-                    return None
+    def _room(self, wanted: Mapping[int, int]) -> None:
+        """Pages for sequences, number -> positions; if need be those of sequences that came after it, or its own."""
+        for one in list(self._running):
+            while one.number in wanted and one in self._running:  # it may be preempted for one before it
+                try:
+                    self.pages.give(one.pages, wanted[one.number])
+                    break
+                except NoPages:
+                    self._preempt(self._running[-1])
 
     def _preempt(self, one: Running) -> None:
         self._running.remove(one)
         self.pages.take(one.pages)
-        one.computed = 0
+        one.computed = one.known = 0
         self._waiting.appendleft(one)
         self.preempted += 1
 
-    def _run(self, some: Sequence[Running], width: int) -> list[Running]:
-        """Computes up to `width` tokens of each sequence; adds the next token to those of which all are computed."""
-        if not some:
+    def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
+        """Computes up to `width` tokens of each sequence from a place on; adds the next token to those of which all are
+        computed."""
+        if not pieces:
             return []
-        rows = self.sizes.rows(len(some))
+        rows = self.sizes.rows(len(pieces), width)
         tokens, positions = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
         table, last = np.full((rows, self.sizes.table), NOBODY, np.int32), np.zeros(rows, np.int32)
-        for row, one in enumerate(some):
-            count = min(one.missing, width)
-            tokens[row, :count] = one.tokens[one.computed:one.computed + count]
-            positions[row, :count] = np.arange(one.computed, one.computed + count)
+        for row, (one, start) in enumerate(pieces):
+            count = min(len(one.tokens) - start, width)
+            tokens[row, :count] = one.tokens[start:start + count]
+            positions[row, :count] = np.arange(start, start + count)
             table[row, :len(one.pages)], last[row] = one.pages, count - 1
-        drawing = any(one.asked.temperature > 0 for one in some)
-        found, self._pools = self._step[drawing](self._params, self._pools, tokens, View(positions, table), last,
-                                                 _draws(some, rows))
-        self.steps += 1
-        chosen, more = np.asarray(found), []
-        for row, one in enumerate(some):
-            one.computed += min(one.missing, width)
-            if not one.missing:
+            one.computed = start + count
+        drawing = any(one.asked.temperature > 0 for one, _ in pieces)
+        chosen, self._pools = self._steps.run(self.sizes, drawing, self._params, self._pools, tokens,
+                                              View(positions, table), last, _draws([one for one, _ in pieces], rows))
+        self.count += 1
+        more = []
+        for row, (one, start) in enumerate(pieces):
+            if start + last[row] + 1 == len(one.tokens):
+                more.append((one, int(chosen[row])))
+        for one, token in more:
+            if one.computed // PAGE > one.known:  # a page is full
                 self.pages.computed(one.pages, one.tokens[:one.computed])
-                one.take(int(chosen[row]))
-                more.append(one)
-        for one in more:
+                one.known = one.computed // PAGE
+            one.take(token)
             if one.ended:
                 self._running.remove(one)
                 self.pages.take(one.pages)
-        return more
+        return [one for one, _ in more]
 
 
 def _draws(some: Sequence[Running], rows: int) -> Draws:

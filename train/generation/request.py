@@ -30,7 +30,8 @@ class Running:
 
     Fields:
       number: its place among all requests. tokens: of the prompt and the answer so far. pages: where the keys and
-      values of its first `computed` tokens are. ended: "" while it goes on; "stop", "length".
+      values of its first `computed` tokens are. known: full pages that others may find. ended: "" while it goes on;
+      "stop": by a token; "text": by a text, or by somebody; "length": it has as many tokens as were asked for.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Running:
     tokens: list[int]
     pages: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
+    known: int = 0
     ended: str = ""
 
     @property

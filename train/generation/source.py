@@ -1,21 +1,22 @@
-"""What a model is generated from: a run directory of ours, or a folder as Hugging Face has them."""
+"""What a model is generated from: a run directory of ours, a folder as Hugging Face has them, or a config alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 from ml_collections import ConfigDict
 
+from bytescope.configs import base
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.experts.kernels import choose_moe_kernel
+from bytescope.model.transformer import logical_axes
 from bytescope.train.data.tokenizer import Tokenizer, load_tokenizer
 from bytescope.train.errors import UserError
 from bytescope.train.export.peft import Merged
@@ -23,101 +24,139 @@ from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.export.stored_array import whole
 from bytescope.train.export.tensors import Parameters
 from bytescope.train.export.tokenizer_files import text_of
+from bytescope.train.parallel.axes import AXES, make_mesh
+from bytescope.train.parallel.layout import Layout
 from bytescope.train.run.workdir import CHECKPOINTS
 from bytescope.train.weights.finetune import config_of
-from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.folder import CONFIG, Folder, read_config
+from bytescope.train.weights.hf_config import describe
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.load import load_params
 from bytescope.train.weights.stacks import by_array
 
 # A dtype to compute in -> the row of precisions that has it.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+Tell = Callable[[int, int], None]  # called with the bytes read and the bytes to read
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model on some devices, described only.
+
+    Fields:
+      config: layers on their own, so that no step copies one out of a stack. graph, shapes: of the Transformer, its
+      parameters in the dtype they are computed in, with shardings. layout: of the devices, on fsdp and tensor.
+    """
+
+    config: ModelConfig
+    precision: Precision
+    graph: nnx.GraphDef
+    shapes: Any
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model to generate from.
+    """Trained weights to generate from, and how they read text.
 
     Fields:
-      model: layers on their own, so that no step copies one out of a stack. graph, shapes: of the Transformer, its
-      parameters in the dtype they are computed in. load: puts them on a device. tokenizer: of its text. ends: ids that
-      end an answer.
+      title: for people. config: the model's and its tokenizer's. read: the parameters of a model with this config.
+      tokenizer: None where there is none; then requests are token ids. begin: ids before a text. ends: ids that end an
+      answer. length: positions of a sequence at most.
     """
 
-    model: ModelConfig
-    precision: Precision
-    graph: nnx.GraphDef
-    shapes: Any
-    load: Callable[[jax.Device], Any]
-    tokenizer: Tokenizer
+    title: str
+    config: ConfigDict
+    read: Callable[[Model, Tell], Any]
+    tokenizer: Tokenizer | None
+    begin: tuple[int, ...]
     ends: frozenset[int]
+    length: int
 
 
-def open_source(path: Path, step: int | None = None, dtype: str = "") -> Source:
-    """A run, or a folder of weights.
-
-    dtype: to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere.
+def open_source(path: Path, step: int | None = None) -> Source:
+    """A run, at the checkpoint of `step`, by default its newest; or a folder of weights.
 
     Raises:
       UserError: it is neither, or damaged.
     """
-    if (path / CHECKPOINTS).is_dir():
-        return _of_run(SavedRun.open(path, step), dtype)
+    if os.path.isdir(path / CHECKPOINTS):
+        return _of_run(SavedRun.open(path, step))
     if step is not None:
         raise UserError(f"--step={step}: {path} is no run, which alone has checkpoints; leave it out")
-    config = config_of(str(path))
-    folder = Folder.open(path)
+    if not os.path.isfile(path / CONFIG):
+        raise UserError(f"{path} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
+                        "or one with a config.json as transformers has it")
+    config, folder = config_of(str(path)), Folder.open(path)
+    window = describe(read_config(str(path)), str(path / CONFIG), ()).window
     ends = folder.config.get("eos_token_id")
-    ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    tokenizer = None
+    if os.path.isfile(path / "tokenizer.json"):
+        tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
+    return Source(str(path), config, lambda model, tell: load_params(folder, model.config, model.shapes, tell),
+                  tokenizer, tokenizer.around[0] if tokenizer else (), frozenset(ends),
+                  min(config.model.max_seq_len, window or config.model.max_seq_len))
 
-    def load(model: ModelConfig, shapes: Any, device: jax.Device) -> Any:
-        return load_params(folder, model, _on(shapes, device))
 
-    return _source(config, load, load_tokenizer(config.data.tokenizer, "the tokenizer of the folder"), ends, dtype)
-
-
-def _of_run(run: SavedRun, dtype: str) -> Source:
+def _of_run(run: SavedRun) -> Source:
     text = text_of(run.config)
-    if not text.tokenizer:
-        raise UserError(f"{run.workdir}: {text.note}")
     folder = Folder.open(os.path.expanduser(run.config.init.folder)) if run.config.init.folder else None
+    stored = ModelConfig.from_dict(run.config.model)
+    parameters = (Merged if run.config.lora.rank else Parameters)(run, stored, folder)
 
-    def load(model: ModelConfig, shapes: Any, device: jax.Device) -> Any:
-        stored = ModelConfig.from_dict(run.config.model)
-        parameters = (Merged if run.config.lora.rank else Parameters)(run, stored, folder)
-        places = by_array(model, {path: path for path in parameters_of(model)})
-
-        def one(path: tuple, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(model: Model, tell: Tell) -> Any:
+        places = by_array(model.config, {path: path for path in parameters_of(model.config)})
+        flat, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
+        total, done, found = sum(leaf.nbytes for _, leaf in flat), 0, []
+        for path, like in flat:
             made = np.zeros(like.shape, like.dtype)
             for index, name in places[".".join(str(getattr(key, "key", key)) for key in path)].items():
                 made[index] = whole(parameters.read(name)).astype(like.dtype)
-            return jax.device_put(made, device)
+            found.append(jax.device_put(made, like.sharding))
+            done += made.nbytes
+            tell(done, total)
+        return tree.unflatten(found)
 
-        return jax.tree_util.tree_map_with_path(one, shapes)
+    return Source(f"step {run.step} of {run.workdir}", run.config, read,
+                  load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
+                  (), frozenset(() if text.end is None else [text.end]), run.config.model.max_seq_len)
 
-    ends = frozenset(() if text.end is None else [text.end])
-    return _source(run.config, load, load_tokenizer(text.tokenizer), ends, dtype)
 
+def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
+                   dtype: str = "") -> Model:
+    """The model of a config on fsdp x tensor devices.
 
-def _source(config: ConfigDict, load: Callable[..., Any], tokenizer: Tokenizer, ends: frozenset[int],
-            dtype: str) -> Source:
-    """The model of a config, with layers on their own and its parameters in the compute dtype."""
+    dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere.
+
+    Raises:
+      UserError: it does not divide over them.
+    """
+    if fsdp * tensor > len(devices):
+        raise UserError(f"--fsdp={fsdp} --tensor={tensor}: {fsdp * tensor} devices are needed, and there are "
+                        f"{len(devices)}")
+    layout = Layout(make_mesh({**dict.fromkeys(AXES, 1), "fsdp": fsdp, "tensor": tensor}, devices[:fsdp * tensor]))
+    platform = devices[0].platform
     keys = {**config.model.to_dict(), "scan": False, "dropout": 0.0}
-    platform = jax.default_backend()
     if keys["experts"] and keys["moe_kernel"] == "capacity":
         keys["moe_kernel"] = "auto"  # rows beyond the capacity would be dropped by what else is in the batch
     model = ModelConfig.from_dict(ConfigDict(keys))
     if model.experts:
         model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
-    settings = ConfigDict(config.precision.to_dict())
+    settings = base.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
     precision = Precision.of(settings)
     precision = dataclasses.replace(precision, param=precision.compute)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(model, precision, rngs=nnx.Rngs(params=0))))
-    shapes = nnx.to_pure_dict(state)
-    return Source(model, precision, graph, shapes, lambda device: load(model, shapes, device), tokenizer, ends)
+    abstract = nnx.eval_shape(lambda: Transformer(model, precision, rngs=nnx.Rngs(params=0)))
+    graph, state = nnx.split(abstract)
 
+    def place(path: tuple, axes: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        try:
+            layout.check("/".join(str(getattr(key, "key", key)) for key in path), leaf.shape, axes)
+        except ValueError as error:
+            raise UserError(f"--fsdp={fsdp} --tensor={tensor}: {error}") from None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.stored(axes))
 
-def _on(shapes: Any, device: jax.Device) -> Any:
-    sharding = SingleDeviceSharding(device)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    shapes = jax.tree_util.tree_map_with_path(place, logical_axes(abstract), nnx.to_pure_dict(state),
+                                              is_leaf=lambda node: isinstance(node, tuple))
+    return Model(model, precision, graph, shapes, layout)

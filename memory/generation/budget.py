@@ -1,0 +1,117 @@
+"""The pool of keys and values: what a device's limit leaves after the weights and the largest compiled step.
+
+    pages = floor((limit - weights - largest step) / bytes of a page)
+
+Weights, step and page are compiled bytes, not estimates; what the runtime takes is in the steps. Pure arithmetic.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.units import human
+
+# A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.
+SLACK = 0.02
+
+
+class DoesNotFit(ReportError):
+    """Not even the shortest sequence fits."""
+
+    exit_code = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Bytes on one device, and what they hold.
+
+    Fields:
+      limit: available to programs. weights: of the model. steps: name of each compiled step -> what it takes beyond
+      weights and pool, the runtime's part included. page_bytes: of a page in all layers. page: positions of a page.
+      pages: of the pool, one of which is nobody's. sequences: rows of the step, that is at once at most. length:
+      positions of a sequence at most.
+    """
+
+    limit: int
+    weights: int
+    steps: Mapping[str, int]
+    page_bytes: int
+    page: int
+    pages: int
+    sequences: int
+    length: int
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the pool."""
+        return self.pages * self.page_bytes
+
+    @property
+    def step(self) -> int:
+        """Bytes of the largest step."""
+        return max(self.steps.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all together."""
+        return self.weights + self.pool + self.step
+
+    @property
+    def positions(self) -> int:
+        """Positions that the pool holds."""
+        return (self.pages - 1) * self.page
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position."""
+        return self.page_bytes // self.page
+
+    def at_once(self, length: int) -> int:
+        """Sequences of so many positions that the pool holds; more than `sequences` of them wait for a row."""
+        return (self.pages - 1) // -(-length // self.page)
+
+    def to_json(self) -> dict[str, object]:
+        """For --json."""
+        lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
+        return {**dataclasses.asdict(self), "pool_bytes": self.pool, "peak_bytes": self.peak,
+                "token_bytes": self.token_bytes, "positions": self.positions, "sequences_of_length": lengths}
+
+
+def lengths_of(longest: int) -> list[int]:
+    """Lengths to show, powers of two up to the longest."""
+    found, length = [], 256
+    while length < longest:
+        found.append(length)
+        length *= 2
+    return [*found, longest]
+
+
+def settle(limit: int, weights: int, page_bytes: int, most: int,
+           measure: Callable[[int], Mapping[str, int]]) -> tuple[int, Mapping[str, int]]:
+    """(pages, bytes of each step with so many) that fit the limit.
+
+    Args:
+      most: pages that are of any use. measure: compiles the steps with a number of pages, and gives what each takes
+      beyond weights and pool.
+
+    Raises:
+      DoesNotFit: no page is left.
+    """
+    slack = int(SLACK * limit)
+    pages, step = min((limit - weights - slack) // page_bytes, most), slack
+    while True:
+        _refuse(pages, limit, weights, step, page_bytes)
+        steps = measure(pages)
+        step = max(steps.values())
+        exact = min((limit - weights - step) // page_bytes, most)
+        if pages <= exact and (exact - pages) * page_bytes <= slack:
+            return pages, steps
+        # Steps hardly depend on the pool; where one grows with it, less than what is left is taken.
+        slack, pages = 2 * slack, exact
+
+
+def _refuse(pages: int, limit: int, weights: int, step: int, page_bytes: int) -> None:
+    if pages < 2:
+        raise DoesNotFit(f"the weights take {human(weights)} and the largest step {human(step)} of {human(limit)}: no "
+                         f"page of {human(page_bytes)} is left; give more devices (--tensor=N or --fsdp=N), fewer "
+                         "--sequences or a smaller --chunk")

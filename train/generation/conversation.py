@@ -1,0 +1,45 @@
+"""Generation as somebody types: each line is a prompt, or with --chat the next message of a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from bytescope.train.errors import UserError
+from bytescope.train.generation.command import request, stream
+from bytescope.train.generation.opened import open_engine
+from bytescope.train.generation.source import Source
+from bytescope.train.generation.text import Prompts
+
+
+def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
+    """Reads lines until there are no more; what a conversation has said already is not computed again."""
+    if source.tokenizer is None:
+        raise UserError(f"{source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
+    engine, _ = open_engine(args, source, source.length, 1, args.temperature > 0)
+    print("an empty line or Ctrl-D ends it; Ctrl-C ends an answer", file=sys.stderr)
+    said: list[dict[str, Any]] = []
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if not line:
+            return 0
+        said.append({"role": "user", "content": line})
+        try:
+            tokens = prompts.of_messages(said, "--chat") if args.chat else prompts.of_text(line)
+            one = engine.submit(request(args, source, tokens))
+        except UserError as error:  # too long: the next may be shorter
+            print(f"error: {error}", file=sys.stderr)
+            said.pop()
+            continue
+        try:
+            text = stream(engine, one, source, args.stop)
+        except KeyboardInterrupt:
+            engine.finish(one)
+            text = source.tokenizer.decode(one.answer)
+        said.append({"role": "assistant", "content": text})
+        print()

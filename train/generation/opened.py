@@ -1,0 +1,116 @@
+"""Weights on the devices that are here, with the engine that fits beside them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from bytescope.memory.devices.limits import budget_of, limit_bytes
+from bytescope.memory.generation.budget import Budget, settle
+from bytescope.model.attention.paged import PAGE
+from bytescope.train.errors import UserError
+from bytescope.train.generation.arguments import KV
+from bytescope.train.generation.engine import Engine
+from bytescope.train.generation.source import Model, Source, describe_model
+from bytescope.train.generation.steps import Sizes, Steps
+
+# Of a CPU's memory, which the system needs too.
+CPU_SHARE = 0.5
+# Platform -> sequences at once, tokens of prompts in a step: a CPU is soon busy, a GPU wants many rows.
+DEFAULTS = {"cpu": (8, 64)}
+OTHERS = (64, 512)
+
+
+def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> Sizes:
+    """Sizes of everything but the pool. longest: positions that the model takes; needed: of the longest request; count:
+    how many requests there are, None where more may come.
+
+    Raises:
+      UserError: --length is more than the model takes.
+    """
+    sequences, chunk = DEFAULTS.get(platform, OTHERS)
+    if args.length is not None and args.length > longest:
+        raise UserError(f"--length={args.length}: the model takes {longest} positions; give at most that")
+    sequences = args.sequences or min(sequences, count or sequences)
+    if args.length is None:  # powers of two, so that programs are found again in the compilation cache
+        length = PAGE
+        while length < min(needed, longest):
+            length *= 2
+    return Sizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
+
+
+def budget(steps: Steps, sizes: Sizes, limit: int, drawing: bool, tell: Callable[[str], None]) -> Budget:
+    """The pool that fits the limit with these steps, which are compiled.
+
+    Raises:
+      DoesNotFit: none does.
+    """
+    shapes = {"one token each": (sizes.sequences, 1), "prompts": (sizes.rows(1, sizes.chunk), sizes.chunk)}
+
+    def measure(pages: int) -> dict[str, int]:
+        found = {}
+        for name, (rows, width) in shapes.items():
+            tell(name)
+            found[name] = steps.extra_bytes(with_pages(sizes, pages), rows, width, drawing)
+        return found
+
+    most = sizes.sequences * sizes.table + 1
+    pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
+    return Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+
+
+def with_pages(sizes: Sizes, pages: int) -> Sizes:
+    """The same sizes with so many pages."""
+    return Sizes(pages, sizes.sequences, sizes.chunk, sizes.length)
+
+
+def describe_here(args: argparse.Namespace, source: Source) -> Model:
+    """The model on the devices of this process."""
+    return describe_model(source.config, jax.devices(), args.fsdp, args.tensor, args.dtype)
+
+
+def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None,
+                drawing: bool) -> tuple[Engine, Budget]:
+    """An engine for requests of up to `needed` positions, its weights loaded; and its memory.
+
+    count: how many requests there are, None where more may come. drawing: whether any of them draws.
+
+    Raises:
+      DoesNotFit: the weights leave no room. UserError: what the user can mend.
+    """
+    model, device = describe_here(args, source), jax.local_devices()[0]
+    limit = limit_bytes(device)
+    if device.platform == "cpu":
+        limit = int(CPU_SHARE * limit)
+    limit = budget_of(args.limit or "", limit, "--limit")
+    steps = Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+    sizes = sizes_of(args, device.platform, source.length, needed, count)
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as shown:
+        status = shown.enter_context(console.status("compiling")) if console.is_terminal else None
+        found = budget(steps, sizes, limit, drawing,
+                       lambda name: status.update(f"compiling the step of {name}") if status else None)
+    with _bar(console) as tell:
+        params = source.read(model, tell)
+    return Engine(steps, params, with_pages(sizes, found.pages)), found
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of the bytes read on a terminal; gives the function that is told of them."""
+    columns = (TextColumn("reading weights"), BarColumn(bar_width=20), DownloadColumn(binary_units=True),
+               TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def kv_dtype(name: str, compute: object) -> jnp.dtype:
+    """The dtype that a row of KV stands for."""
+    return jnp.dtype(KV[name] or compute)
