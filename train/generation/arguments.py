@@ -63,8 +63,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
                         "as the likeliest")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; row N of a file has seed + "
                         "N unless it says another")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer where it says this, "
-                        "which may be given several times")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer where it says "
+                        "this; may be given again")
     parser.add_argument("--ignore-end", action="store_true", help="go on behind the token that ends a text")
 
 

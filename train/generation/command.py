@@ -83,9 +83,12 @@ def generate(args: argparse.Namespace) -> int:
     Raises:
       UserError: what the user can mend. DoesNotFit: the weights leave no room for a page.
     """
+    from bytescope.configs import base
     from bytescope.train.generation.source import open_source
     from bytescope.train.generation.text import Prompts
+    from bytescope.train.run.runtime import prepare
 
+    prepare(base.get_config())
     source = open_source(args.source, args.step)
     with Prompts(source, args.chat) as prompts:
         if args.prompts is not None:

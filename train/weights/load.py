@@ -7,6 +7,7 @@ are there already: beyond those, the host holds a few pieces.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -133,7 +134,12 @@ class _Shard:
 
 def _zeros(like: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
     """Zeros made on their devices; `jnp.zeros` would make them on the first and copy."""
-    return jax.jit(partial(jnp.zeros, like.shape, like.dtype), out_shardings=sharding)()
+    return _maker(like.shape, like.dtype, sharding)()
+
+
+@functools.lru_cache(maxsize=64)  # layers that are not stacked have many arrays of one shape
+def _maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[[], jax.Array]:
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnums=3)
