@@ -20,9 +20,11 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.errors import ReportError
+from bytescope.memory.generation import arguments as pool
 from bytescope.memory.records import Report, Subject
 
 if TYPE_CHECKING:
+    from bytescope.memory.generation.budget import Planned
     from bytescope.memory.plan.trainer import Trainer
 
 
@@ -39,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "by how much the compiler differs (needs a config)")
     parser.add_argument("--run", action="store_true", help="also compile the other programs of a run, which are init, "
                         "evaluation and the final sample, and show their peaks (needs a config)")
+    parser.add_argument("--generate", action="store_true", help="report on generating from the config's model in the "
+                        "place of training it: weights, pool of keys and values, sequences that fit")
+    generating = parser.add_argument_group("with --generate")
+    for add in (pool.add_dtype, pool.add_devices, pool.add_pool):
+        add(generating)
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
@@ -56,6 +63,8 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     simulate_devices([args.target])
     if args.program and platform == "cpu" and args.target.partition(":")[0] not in ("local", "cpu"):
         simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for the mesh that the program makes itself
+    if args.generate:
+        return _generation(args, trainer.generation(args.config, overrides, targets.parse(args.target), args))
     if args.program:
         report = _of_program(args)
     else:
@@ -83,7 +92,14 @@ def _check(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> No
         raise ReportError(f"{NO_CONFIG}, or a program as --program=MODULE:FUNCTION or --hlo=FILE")
     if given and overrides:
         raise ReportError(f"--config.{overrides[0][0]} with --{given[0]}: there is no config to change")
-    for flag in ("formulas", "run"):
+    pool.check(args)
+    for flag, value in pool.given(args):
+        if not args.generate:
+            raise ReportError(f"--{flag}={value} belongs to --generate: give both, or leave it out")
+    for flag in ("formulas", "run", "github", "export"):
+        if args.generate and getattr(args, flag):
+            raise ReportError(f"--{flag} with --generate: it is of a training step; leave one of them out")
+    for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
             raise ReportError(f"--{flag} with --{given[0]}: it needs a config; give one in the place of --{given[0]}")
     if args.program is not None:
@@ -114,6 +130,21 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
         more["run"] = _run(report, trainer.run_peaks(program))
     _write(args, report, compilation.proto, more)
     return report
+
+
+def _generation(args: argparse.Namespace, planned: Planned) -> int:
+    """Shows the memory of generation, and writes it."""
+    from bytescope.memory.generation import page, shown
+    from bytescope.memory.text.console import put
+
+    put(shown.view(planned))
+    if args.json:
+        reports = {name: report.to_json() for name, report in planned.reports.items()}
+        write(args.json, json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports},
+                                    indent=1) + "\n")
+    if args.html:
+        write(args.html, page.render(planned))
+    return 0
 
 
 def subject(name: str, overrides: Sequence[tuple[str, str]], program: Any, config: Mapping[str, Any],

@@ -6,13 +6,14 @@ Weights, step and page are compiled bytes, not estimates; what the runtime takes
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records import Report
 from bytescope.memory.units import human
 
 # A first guess leaves this share of the limit to the steps; a guess that wastes less than it is kept.
-SLACK = 0.02
+SLACK = 0.0075
 
 
 class DoesNotFit(ReportError):
@@ -70,11 +71,30 @@ class Budget:
         """Sequences of so many positions that the pool holds; more than `sequences` of them wait for a row."""
         return (self.pages - 1) // -(-length // self.page)
 
+    @property
+    def left(self) -> int:
+        """Bytes of the limit that nothing takes."""
+        return self.limit - self.peak
+
     def to_json(self) -> dict[str, object]:
         """For --json."""
         lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
         return {**dataclasses.asdict(self), "pool_bytes": self.pool, "peak_bytes": self.peak,
                 "token_bytes": self.token_bytes, "positions": self.positions, "sequences_of_length": lengths}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a trainer says of generation from one of its configs.
+
+    Fields:
+      title: of the config. facts: how it is computed, a line each. budget: its memory. reports: of each step.
+    """
+
+    title: str
+    facts: Sequence[str]
+    budget: Budget
+    reports: Mapping[str, Report]
 
 
 def lengths_of(longest: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from bytescope.memory.attribution.runtime_overheads import LoopOverhead
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.generation.budget import Planned
 
 Overrides = Sequence[tuple[str, str]]
 # Begins the name of a config that a trainer makes from a folder of weights.
@@ -81,6 +82,10 @@ class Trainer(Protocol):
               target: Target) -> tuple[Any, Callable[[str], tuple[str, int]]]:
         """(ClosedJaxpr of a config's gradient, a function from the name of a tensor to its sharding: as text, and the
         number of shards)."""
+
+    def generation(self, name: str, overrides: Overrides, target: Target, asked: Any) -> Planned:
+        """The memory of generating from a config's model on a target, its steps compiled; `asked`: the flags of
+        memory/generation/arguments.py."""
 
     def configs(self) -> Mapping[str, str]:
         """Shipped config -> its purpose in one line."""

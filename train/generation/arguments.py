@@ -7,46 +7,20 @@ import math
 
 from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.errors import ReportError
+from bytescope.memory.generation import arguments as pool
+from bytescope.memory.generation.arguments import add_devices, add_dtype, add_pool
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 
-DTYPES = ("float32", "bfloat16", "float16")
-# What keys and values are stored in -> the name of its dtype; "" for the dtype that is computed in.
-KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
-KERNELS = ("blocks", "gather")
-PAGE = 16  # of model/attention/paged.py, which imports jax
-
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which weights, on how many devices."""
+    """Which weights, on how many devices, beside how large a pool."""
     parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
                         "wrote it, or a folder as Hugging Face has it")
     parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
-    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", default="", help="float32, bfloat16 or float16, of "
-                        "weights and arithmetic (default: float32 on a CPU, else bfloat16)")
+    add_dtype(parser)
     add_devices(parser)
-
-
-def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Over how many devices the model is sharded."""
-    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices that share heads, MLP width and "
-                        "vocabulary (default 1)")
-    parser.add_argument("--fsdp", type=int, default=1, metavar="N", help="devices that share the width of all weights "
-                        "(default 1)")
-
-
-def add_pool(parser: argparse.ArgumentParser) -> None:
-    """How large the pool of keys and values is, and how many sequences share it."""
-    parser.add_argument("--sequences", type=int, metavar="N", help="under way at once at most (default: 8 on a CPU, "
-                        "else 64)")
-    parser.add_argument("--length", type=int, metavar="N", help="positions of a sequence at most (default: what the "
-                        "requests need, or the model takes)")
-    parser.add_argument("--chunk", type=int, metavar="N", help="tokens of prompts in one step, a multiple of 16 "
-                        "(default: 64 on a CPU, else 512)")
-    parser.add_argument("--kv", choices=tuple(KV), default="compute", metavar="DTYPE", help="compute, int8 or fp8: how "
-                        "keys and values are stored; 8 bits halve the pool (default: as they are computed)")
-    parser.add_argument("--kernel", choices=KERNELS, default="blocks", metavar="NAME", help="blocks or gather: how "
-                        "attention reads the pages (default blocks)")
+    add_pool(parser)
     parser.add_argument("--limit", metavar="SIZE", help="bytes of a device to use, such as 20GiB (default: all that is "
                         "available; of a CPU's memory half)")
 
@@ -70,7 +44,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for a value that can mean nothing; `limit_bytes` is added."""
-    least = {"max_tokens": 1, "sequences": 1, "length": 2, "tensor": 1, "fsdp": 1, "top_k": 0, "seed": 0}
+    pool.check(args)
+    least = {"max_tokens": 1, "top_k": 0, "seed": 0}
     for name, low in least.items():
         value = getattr(args, name, None)
         if value is not None and value < low:
@@ -84,15 +59,12 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name, 1.0)
         if not 0 <= value <= 1:
             raise UserError(f"--{name.replace('_', '-')}={value}: give 0 to 1")
-    if args.chunk is not None and (args.chunk < PAGE or args.chunk % PAGE):
-        raise UserError(f"--chunk={args.chunk}: give a multiple of {PAGE}")
     if any(not text for text in getattr(args, "stop", [])):
         raise UserError("--stop=: give a text that ends an answer")
-    args.limit_bytes = None
     if args.limit is not None:
         try:
-            args.limit_bytes = parse_bytes(args.limit)
+            size = parse_bytes(args.limit)
         except ReportError as error:
             raise UserError(f"--limit: {error}") from None
-        if not args.limit_bytes:
-            raise UserError("--limit=0: give more than 0")
+        if not size:
+            raise UserError(f"--limit={args.limit}: give more than 0")

@@ -47,7 +47,6 @@ def make_parser() -> argparse.ArgumentParser:
                         "finished; what is there already is not asked again")
     parser.add_argument("--chat", action="store_true", help="a text is a user's message: put it into the chat template")
     arguments.add_sampling(parser)
-    arguments.add_pool(parser)
     return parser
 
 

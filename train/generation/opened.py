@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
-from bytescope.memory.generation.budget import Budget, settle
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.generation.arguments import KV
+from bytescope.memory.generation.budget import Budget, Planned, settle
+from bytescope.memory.plan.trainer import called
+from bytescope.memory.records import Report
 from bytescope.model.attention.paged import PAGE
 from bytescope.train.errors import UserError
-from bytescope.train.generation.arguments import KV
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.source import Model, Source, describe_model
 from bytescope.train.generation.steps import Sizes, Steps
@@ -45,24 +49,32 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
     return Sizes(0, sequences, args.chunk or chunk, args.length or min(length, longest))
 
 
-def budget(steps: Steps, sizes: Sizes, limit: int, drawing: bool, tell: Callable[[str], None]) -> Budget:
-    """The pool that fits the limit with these steps, which are compiled.
+def budget(steps: Steps, sizes: Sizes, limit: int, drawing: Sequence[bool], target: Target,
+           tell: Callable[[str], None] = lambda name: None) -> tuple[Budget, dict[str, Report]]:
+    """The pool that fits the limit with these steps, which are compiled; and the report of each.
+
+    drawing: whether tokens are drawn; both where nobody knows yet.
 
     Raises:
       DoesNotFit: none does.
     """
-    shapes = {"one token each": (sizes.sequences, 1), "prompts": (sizes.rows(1, sizes.chunk), sizes.chunk)}
+    reports: dict[str, Report] = {}
+    # A prompt ends in a token, too; drawing it takes what of one row is nothing beside the rest.
+    shapes = {"one token each, drawn" if drawn else "one token each": (sizes.sequences, 1, drawn) for drawn in drawing}
+    shapes["prompts"] = sizes.rows(1, sizes.chunk), sizes.chunk, drawing[-1]
 
     def measure(pages: int) -> dict[str, int]:
         found = {}
-        for name, (rows, width) in shapes.items():
+        for name, (rows, width, drawn) in shapes.items():
             tell(name)
-            found[name] = steps.extra_bytes(with_pages(sizes, pages), rows, width, drawing)
+            reports[name] = steps.report(with_pages(sizes, pages), rows, width, drawn, target)
+            found[name] = steps.extra_bytes(with_pages(sizes, pages), reports[name])
         return found
 
     most = sizes.sequences * sizes.table + 1
     pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
-    return Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+    found = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+    return found, reports
 
 
 def with_pages(sizes: Sizes, pages: int) -> Sizes:
@@ -73,6 +85,26 @@ def with_pages(sizes: Sizes, pages: int) -> Sizes:
 def describe_here(args: argparse.Namespace, source: Source) -> Model:
     """The model on the devices of this process."""
     return describe_model(source.config, jax.devices(), args.fsdp, args.tensor, args.dtype)
+
+
+def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> Planned:
+    """The memory of generating from a config's model on a target, which may be a described one.
+
+    Raises:
+      DoesNotFit: no page is left. UserError: what the user can mend.
+    """
+    devices = target.devices()
+    model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype)
+    steps = Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+    longest = config.model.max_seq_len
+    sizes = sizes_of(args, devices[0].platform, longest, longest, None)
+    found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
+    share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
+    weights = jax.numpy.dtype(model.precision.compute).name
+    facts = (f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
+             f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of {sizes.chunk} "
+             "tokens")
+    return Planned(called(name), facts, found, reports)
 
 
 def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None,
@@ -94,8 +126,8 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
     console = Console(stderr=True)
     with contextlib.ExitStack() as shown:
         status = shown.enter_context(console.status("compiling")) if console.is_terminal else None
-        found = budget(steps, sizes, limit, drawing,
-                       lambda name: status.update(f"compiling the step of {name}") if status else None)
+        found, _ = budget(steps, sizes, limit, (drawing,), targets.parse("local"),
+                          lambda name: status.update(f"compiling the step of {name}") if status else None)
     with _bar(console) as tell:
         params = source.read(model, tell)
     return Engine(steps, params, with_pages(sizes, found.pages)), found
@@ -109,8 +141,3 @@ def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def kv_dtype(name: str, compute: object) -> jnp.dtype:
-    """The dtype that a row of KV stands for."""
-    return jnp.dtype(KV[name] or compute)

@@ -1,6 +1,7 @@
 """The compiled programs of an engine: a few static shapes, each compiled once; devices may be described ones."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +13,17 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.memory.analyze import report_of
+from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.records import Report
 from bytescope.model import decode
 from bytescope.model.attention.paged import PAGE, View
 from bytescope.train.generation.sampling import Draws, choose
 from bytescope.train.generation.source import Model
+
+# What the arguments of a step are, for its report.
+ROLES = (("^params", "params"), ("^pools", "cache"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +75,7 @@ def run_step(graph: nnx.GraphDef, kernel: str, drawing: bool, params: Any, pools
 
 
 class Steps:
-    """Programs of one model with one kernel; `compiled` makes each as it is first asked for.
+    """Programs of one model with one kernel; `compilation` makes each as it is first asked for.
 
     Args:
       model: its devices may be described ones; then nothing can be run. kernel: a row of `paged.KERNELS`. stored: the
@@ -77,7 +84,7 @@ class Steps:
 
     def __init__(self, model: Model, kernel: str, stored: DTypeLike):
         self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
-        self._made: dict[tuple, jax.stages.Compiled] = {}
+        self._made: dict[tuple, Compilation] = {}
 
     @property
     def page_bytes(self) -> int:
@@ -132,27 +139,30 @@ class Steps:
         return run.trace(self.model.shapes, pools, array(rows, width),
                          View(array(rows, width), array(rows, sizes.table)), array(rows), draws)
 
-    def compiled(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> jax.stages.Compiled:
+    def compilation(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> Compilation:
         """The same, compiled."""
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._made:
-            with kept_back():
-                self._made[key] = self.traced(sizes, rows, width, drawing).lower().compile()
+            traced = self.traced(sizes, rows, width, drawing)
+            self._made[key] = dataclasses.replace(compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr)
         return self._made[key]
 
-    def extra_bytes(self, sizes: Sizes, rows: int, width: int, drawing: bool) -> int:
-        """Bytes on a device that the step takes beyond parameters and pool."""
-        stats = self.compiled(sizes, rows, width, drawing).memory_analysis()
-        own = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return own + stats.temp_size_in_bytes - self.weight_bytes - _bytes(self.pool_shapes(sizes.pages))
+    def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> Report:
+        """Its memory report."""
+        return report_of(self.compilation(sizes, rows, width, drawing), target=target, roles=ROLES)
+
+    def extra_bytes(self, sizes: Sizes, report: Report) -> int:
+        """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
+        return report.predicted_bytes - self.weight_bytes - _bytes(self.pool_shapes(sizes.pages))
 
     def run(self, sizes: Sizes, drawing: bool, params: Any, pools: Sequence[Any], tokens: np.ndarray, view: View,
             last: np.ndarray, draws: Draws) -> tuple[np.ndarray, list[Any]]:
         """(the token that follows each row, int32 [B], on the host; the pools, whose old ones are gone)."""
-        found, pools = self.compiled(sizes, *tokens.shape, drawing)(params, pools, tokens, view, last, draws)
+        found, pools = self.compilation(sizes, *tokens.shape, drawing).compiled(
+            params, pools, tokens, view, last, draws)
         return np.asarray(found), pools
 
 
 def _bytes(tree: Any) -> int:
-    return sum(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int) * leaf.dtype.itemsize
-               for leaf in jax.tree.leaves(tree)).item() if jax.tree.leaves(tree) else 0
+    """Bytes on one device of a tree of shapes with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

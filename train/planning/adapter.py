@@ -16,6 +16,7 @@ from bytescope.train import config as configs
 if TYPE_CHECKING:
     from bytescope.memory.attribution.runtime_overheads import LoopOverhead
     from bytescope.memory.devices.targets import Target
+    from bytescope.memory.generation.budget import Planned
     from bytescope.train.program import Program
 
 
@@ -122,6 +123,12 @@ class Adapter:
             return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
 
         return trace_gradient(program), sharding
+
+    def generation(self, name: str, overrides: Overrides, target: Target, asked: Any) -> Planned:
+        """See `Trainer.generation`."""
+        from bytescope.train.generation.opened import plan
+
+        return plan(name, configs.load(name, overrides), target, asked)
 
     def configs(self) -> Mapping[str, str]:
         """See `Trainer.configs`."""
