@@ -17,11 +17,12 @@ TRAINER = {
     "train": "train a transformer, its memory known before the first step",
     "prepare": "turn text into token shards, which train reads fast",
     "generate": "text from a run or a folder of weights, with a paged cache",
+    "score": "log-probabilities and perplexity of texts under a run or a folder",
     "export": "write the model of a run as a folder that transformers loads",
     "completion": "print a script that completes commands in bash, zsh or fish",
 }
 GROUPS = {
-    "train": ("train", "prepare", "generate", "export"),
+    "train": ("train", "prepare", "generate", "score", "export"),
     "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
     "plan": ("compare", "levers", "front", "fit", "pipeline"),
     "list": ("configs", "targets", "keys", "policies", "completion"),
@@ -81,6 +82,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from bytescope.train.generation.command import parse as parse_generate
 
         return parse_generate(rest)
+    if command == "score":
+        from bytescope.train.generation.score_command import parse as parse_score
+
+        return parse_score(rest)
     if command == "export":
         from bytescope.train.export.command import parse as parse_export
 
@@ -136,6 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from bytescope.train.generation.command import main as generate
 
         return generate(argv[1:])
+    if argv[0] == "score":
+        from bytescope.train.generation.score_command import main as score
+
+        return score(argv[1:])
     if argv[0] == "export":
         from bytescope.train.export.command import main as export
 

@@ -12,7 +12,7 @@ from bytescope.memory.pages.frame import page
 from bytescope.memory.units import human
 
 # The drawing of sequences against length, in its own units; both axes are logarithmic.
-WIDE, HIGH, LEFT, BELOW = 640, 260, 60, 30
+WIDE, HIGH, LEFT, BELOW = 860, 260, 60, 30
 
 
 def render(planned: Planned) -> str:

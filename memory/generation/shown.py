@@ -14,7 +14,7 @@ BAR = 40  # columns of the longest bar
 def rows_of(planned: Planned) -> list[tuple[str, int, str]]:
     """(name, bytes, what it is) of each part of the limit."""
     found = planned.budget
-    steps = ", ".join(f"{name} {human(size)}" for name, size in found.steps.items())
+    steps = "; ".join(f"{name} {human(size)}" for name, size in found.steps.items())
     pages = f"{found.pages:,} pages of {found.page} positions, {human(found.token_bytes)} a position"
     return [("weights", found.weights, ""),
             ("pool", found.pool, pages), ("largest step", found.step, steps), ("left", found.left, ""),

@@ -175,7 +175,7 @@ def _scores(q_BTHK: jax.Array, k_BSGK: jax.Array, scoring: Scoring, width: int) 
 
 def _masked(scores_BGRTS: jax.Array, positions_S: jax.Array, view: View) -> jax.Array:
     """Scores of the positions up to each token's own."""
-    allowed_BTS = positions_S <= view.positions_BT[..., None]
+    allowed_BTS = positions_S[None, None] <= view.positions_BT[..., None]
     return jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.finfo(jnp.float32).min)
 
 

@@ -54,9 +54,10 @@ def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
     from bytescope.train.data import prepare
     from bytescope.train.export import command as export
     from bytescope.train.generation import command as generate
+    from bytescope.train.generation import score_command as score
 
     parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "generate": generate.make_parser(),
-               "export": export.make_parser(), "completion": own}
+               "score": score.make_parser(), "export": export.make_parser(), "completion": own}
     parsers |= {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
     lists = _lists()
     return Words(

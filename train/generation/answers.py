@@ -30,8 +30,8 @@ class Row:
         return hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines.
+def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, which `flag` named.
 
     Raises:
       UserError: a line is none; there is no line; the file cannot be read.
@@ -44,9 +44,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                     found.append(_object(line, f"{path} line {number}"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"--prompts={path} cannot be read ({reason}): give a file of JSON lines") from None
+        raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of JSON lines") from None
     if not found:
-        raise UserError(f"--prompts={path} has no line: give rows such as {{\"text\": \"Once\"}}")
+        raise UserError(f"{flag}={path} has no line: give rows such as {{\"text\": \"Once\"}}")
     return found
 
 

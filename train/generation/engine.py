@@ -26,7 +26,8 @@ class Engine:
       steps: the programs. params: the model's parameters, as `steps.model.shapes`. sizes: of everything.
 
     Attributes:
-      pages: whose each page is. preempted: how often a sequence gave its pages back. count: steps run so far.
+      pages: whose each page is. running: the requests under way. preempted: how often a sequence gave its pages back.
+      count: steps run so far.
     """
 
     def __init__(self, steps: Steps, params: Any, sizes: Sizes):
@@ -34,7 +35,7 @@ class Engine:
         self.preempted = self.count = 0
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
-        self._running: list[Running] = []
+        self.running: list[Running] = []
         self._prompts = False  # whether the last step was one of prompts
         self._asked = 0
 
@@ -63,7 +64,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request is left."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self.running)
 
     def answers(self, asked: Iterable[Asked]) -> Iterator[Running]:
         """Each request as it ends."""
@@ -76,11 +77,19 @@ class Engine:
         """Ends a request that somebody has seen enough of: "text"."""
         if not one.ended:
             one.ended = "text"
-        if one in self._running:
-            self._running.remove(one)
+        if one in self.running:
+            self.running.remove(one)
         elif one in self._waiting:
             self._waiting.remove(one)
         self.pages.take(one.pages)
+
+    def preempt(self, one: Running) -> None:
+        """Takes the pages of a request under way; it is computed again, first of those that wait."""
+        self.running.remove(one)
+        self.pages.take(one.pages)
+        one.computed = one.known = 0
+        self._waiting.appendleft(one)
+        self.preempted += 1
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -88,12 +97,12 @@ class Engine:
         """Runs a step: pieces of prompts and one token of each sequence under way take turns, where there are both.
         Returns the requests that have one token more."""
         self._admit()
-        behind = [one for one in self._running if one.missing > 1]
-        ready = [one for one in self._running if one.missing == 1]
+        behind = [one for one in self.running if one.missing > 1]
+        ready = [one for one in self.running if one.missing == 1]
         self._prompts = bool(behind) and not (ready and self._prompts)
         if not self._prompts:
             self._room({one.number: len(one.tokens) for one in ready})
-            return self._run([(one, one.computed) for one in ready if one in self._running], 1)
+            return self._run([(one, one.computed) for one in ready if one in self.running], 1)
         width = self._width(behind)
         wanted, left = {}, self.sizes.chunk // width
         for one in behind:
@@ -101,7 +110,7 @@ class Engine:
             left -= taken
             wanted[one.number] = min(len(one.tokens), one.computed + taken * width)
         self._room(wanted)
-        return self._run([(one, start) for one in behind if one in self._running
+        return self._run([(one, start) for one in behind if one in self.running
                           for start in range(one.computed, wanted[one.number], width)], width)
 
     def _width(self, behind: Sequence[Running]) -> int:
@@ -118,31 +127,24 @@ class Engine:
 
     def _admit(self) -> None:
         """Lets those that wait begin, first come first served, where there are rows and pages for their prompt."""
-        while self._waiting and len(self._running) < self.sizes.sequences:
+        while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
                 return
             self._waiting.popleft()
             one.pages = self.pages.begin(one.tokens)
             one.known, one.computed = len(one.pages), len(one.pages) * PAGE
-            self._running.append(one)
+            self.running.append(one)
 
     def _room(self, wanted: Mapping[int, int]) -> None:
         """Pages for sequences, number -> positions; if need be those of sequences that came after it, or its own."""
-        for one in list(self._running):
-            while one.number in wanted and one in self._running:  # it may be preempted for one before it
+        for one in list(self.running):
+            while one.number in wanted and one in self.running:  # it may be preempted for one before it
                 try:
                     self.pages.give(one.pages, wanted[one.number])
                     break
                 except NoPages:
-                    self._preempt(self._running[-1])
-
-    def _preempt(self, one: Running) -> None:
-        self._running.remove(one)
-        self.pages.take(one.pages)
-        one.computed = one.known = 0
-        self._waiting.appendleft(one)
-        self.preempted += 1
+                    self.preempt(self.running[-1])
 
     def _run(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
         """Computes up to `width` tokens of each sequence from a place on; adds the next token to those of which all are
@@ -172,7 +174,7 @@ class Engine:
                 one.known = one.computed // PAGE
             one.take(token)
             if one.ended:
-                self._running.remove(one)
+                self.running.remove(one)
                 self.pages.take(one.pages)
         return [one for one, _ in more]
 

@@ -15,12 +15,14 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.generation.arguments import KV
-from bytescope.memory.generation.budget import Budget, Planned, settle
+from bytescope.memory.generation.budget import Budget, DoesNotFit, Planned, settle
 from bytescope.memory.plan.trainer import called
 from bytescope.memory.records import Report
+from bytescope.memory.units import human
 from bytescope.model.attention.paged import PAGE
 from bytescope.train.errors import UserError
 from bytescope.train.generation.engine import Engine
+from bytescope.train.generation.score import Scorer
 from bytescope.train.generation.source import Model, Source, describe_model
 from bytescope.train.generation.steps import Sizes, Steps
 
@@ -102,8 +104,8 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
     weights = jax.numpy.dtype(model.precision.compute).name
     facts = (f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
-             f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of {sizes.chunk} "
-             "tokens")
+             f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
+             f"{sizes.chunk} tokens")
     return Planned(called(name), facts, found, reports)
 
 
@@ -131,6 +133,25 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
     with _bar(console) as tell:
         params = source.read(model, tell)
     return Engine(steps, params, with_pages(sizes, found.pages)), found
+
+
+def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> Scorer:
+    """Weights loaded, with programs that score texts of up to `longest` tokens.
+
+    Raises:
+      DoesNotFit: weights and the pages of one text do not. UserError: what the user can mend.
+    """
+    model, device = describe_here(args, source), jax.local_devices()[0]
+    limit = budget_of(args.limit or "", limit_bytes(device), "--limit")
+    steps = Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+    chunk = args.chunk or DEFAULTS.get(device.platform, OTHERS)[1]
+    needed = (-(-max(longest, chunk) // PAGE) + 1) * steps.page_bytes
+    if steps.weight_bytes + needed > limit:
+        raise DoesNotFit(f"the weights take {human(steps.weight_bytes)} and the pages of a text {human(needed)} of "
+                         f"{human(limit)}: give a shorter --length, or more devices (--tensor=N or --fsdp=N)")
+    with _bar(Console(stderr=True)) as tell:
+        params = source.read(model, tell)
+    return Scorer(steps, params, longest, chunk)
 
 
 @contextlib.contextmanager

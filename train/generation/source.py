@@ -108,7 +108,7 @@ def _of_run(run: SavedRun) -> Source:
     def read(model: Model, tell: Tell) -> Any:
         places = by_array(model.config, {path: path for path in parameters_of(model.config)})
         flat, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
-        total, done, found = sum(leaf.nbytes for _, leaf in flat), 0, []
+        total, done, found = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
         for path, like in flat:
             made = np.zeros(like.shape, like.dtype)
             for index, name in places[".".join(str(getattr(key, "key", key)) for key in path)].items():
