@@ -33,6 +33,7 @@ FLOORS = (
     ("memory.validation",),
     ("memory.text",),
     ("memory.pages",),
+    ("memory.generation",),
     ("memory.tables",),
     ("memory.report",),
     ("memory.execution", "memory.remat_plan"),

@@ -10,7 +10,7 @@ from bytescope.memory.errors import ReportError
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 KERNELS = ("blocks", "gather")
 DTYPES = ("float32", "bfloat16", "float16")
-PAGE = 16  # positions of a page, as in model/attention/paged.py
+PAGE = 16  # positions of a page, as in model/paged/pool.py
 FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> least value
 
 

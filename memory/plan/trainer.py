@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bytescope.memory.attribution.runtime_overheads import LoopOverhead
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.generation.budget import Planned
+
+if TYPE_CHECKING:
+    from bytescope.memory.generation.budget import Planned
 
 Overrides = Sequence[tuple[str, str]]
 # Begins the name of a config that a trainer makes from a folder of weights.

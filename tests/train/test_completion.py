@@ -37,6 +37,7 @@ LINES = [
     ("bytescope diff no", "notes.txt", "mine.py"), ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
     ("bytescope calibrate --o", "--out=", "--seconds="), ("bytescope train --rates=no", "notes.txt", "mine.py"),
     ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope export ", "runs", "notes.txt tiny"),
+    ("bytescope generate runs --kv=", "int8", "runs"), ("bytescope score ", "runs", "notes.txt tiny"),
     ("bytescope export runs new --dtype=b", "bfloat16", "float16"), ("bytescope completion ", "bash zsh fish", "tiny"),
     ("bytescope keys --", "--grep=", "--json="), ("bytescope nothing ", "", "tiny"),
     ("bytescope train h", "hf:", "tiny runs"), ("bytescope train hf:r", "runs", "notes.txt tiny hf:"),

@@ -102,9 +102,11 @@ def generate(args: argparse.Namespace) -> int:
 
 def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> int:
     from bytescope.train.generation.opened import open_engine
+    from bytescope.train.generation.request import request
+    from bytescope.train.generation.text import stream
     from bytescope.train.run.signals import INTERRUPTED
 
-    asked = request(args, source, tokens)
+    asked = request(args, tokens, source.ends)
     engine, _ = open_engine(args, source, len(tokens) + args.max_tokens, 1, args.temperature > 0)
     began = time.perf_counter()
     one = engine.submit(asked)
@@ -118,41 +120,13 @@ def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> i
     return 0
 
 
-def request(args: argparse.Namespace, source: Source, tokens: tuple[int, ...], seed: int | None = None):
-    """What is asked of the engine for a prompt."""
-    from bytescope.train.generation.request import Asked
-
-    stops = frozenset() if args.ignore_end else source.ends
-    return Asked(tokens, args.max_tokens, stops, args.temperature, args.top_k, args.top_p, args.min_p,
-                 args.seed if seed is None else seed)
-
-
-def stream(engine: Engine, one, source: Source, stops: Sequence[str]) -> str:
-    """Prints the answer of the only request under way as it is made; returns its text."""
-    from bytescope.memory.text.console import safe
-    from bytescope.train.generation.text import Growing
-
-    shown = safe if sys.stdout.isatty() else str
-    growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None
-    while not one.ended:
-        for _ in engine.step():
-            if one.ended == "stop":
-                continue
-            new = growing.add(one.tokens[-1]) if growing else f"{one.tokens[-1]} "
-            print(shown(new), end="", flush=True)
-            if growing and growing.stopped:
-                engine.finish(one)
-    if growing:
-        print(shown(growing.finish()), end="", flush=True)
-    return growing.text if growing else ""
-
-
 def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
     """Answers the rows of a file, to the terminal or to --out."""
     from contextlib import ExitStack
 
     from bytescope.train.generation.answers import Answers, Row, read_rows
     from bytescope.train.generation.opened import open_engine
+    from bytescope.train.generation.request import request
 
     rows = []
     for number, found in enumerate(read_rows(args.prompts)):
@@ -161,7 +135,8 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(f"{where}: seed={seed!r}: give a whole number from 0 to 2**32 - 1")
         prompt = next((found[name] for name in ("text", "messages", "tokens") if name in found), None)
-        rows.append(Row(number, prompt, request(args, source, prompts.of_row(found, where), seed), tuple(args.stop)))
+        asked = request(args, prompts.of_row(found, where), source.ends, seed)
+        rows.append(Row(number, prompt, asked, tuple(args.stop)))
     with ExitStack() as stack:
         out = stack.enter_context(Answers(args.out, rows)) if args.out else None
         left = [row for row in rows if out is None or row.number not in out.done]

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from bytescope.train.errors import UserError
-from bytescope.train.generation.command import request, stream
 from bytescope.train.generation.opened import open_engine
+from bytescope.train.generation.request import request
 from bytescope.train.generation.source import Source
-from bytescope.train.generation.text import Prompts
+from bytescope.train.generation.text import Prompts, stream
 
 
 def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
@@ -31,7 +31,7 @@ def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         said.append({"role": "user", "content": line})
         try:
             tokens = prompts.of_messages(said, "--chat") if args.chat else prompts.of_text(line)
-            one = engine.submit(request(args, source, tokens))
+            one = engine.submit(request(args, tokens, source.ends))
         except UserError as error:  # too long: the next may be shorter
             print(f"error: {error}", file=sys.stderr)
             said.pop()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.model.attention.paged import NOBODY, PAGE, View
+from bytescope.model.paged.pool import NOBODY, PAGE, View
 from bytescope.train.errors import UserError
 from bytescope.train.generation.pages import NoPages, Pages
 from bytescope.train.generation.request import Asked, Running

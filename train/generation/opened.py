@@ -19,7 +19,7 @@ from bytescope.memory.generation.budget import Budget, DoesNotFit, Planned, sett
 from bytescope.memory.plan.trainer import called
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
-from bytescope.model.attention.paged import PAGE
+from bytescope.model.paged.pool import PAGE
 from bytescope.train.errors import UserError
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.score import Scorer

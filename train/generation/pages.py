@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from bytescope.model.attention.paged import NOBODY, PAGE
+from bytescope.model.paged.pool import NOBODY, PAGE
 
 
 class NoPages(Exception):

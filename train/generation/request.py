@@ -1,5 +1,6 @@
 """A request for tokens, and what became of it."""
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 
@@ -60,3 +61,9 @@ class Running:
             self.ended = "stop"
         elif len(self.tokens) - len(self.asked.tokens) >= self.asked.most:
             self.ended = "length"
+
+
+def request(args: argparse.Namespace, tokens: tuple[int, ...], ends: frozenset[int], seed: int | None = None) -> Asked:
+    """What the flags of a command ask for a prompt; `ends`: tokens that end a text."""
+    return Asked(tokens, args.max_tokens, frozenset() if args.ignore_end else ends, args.temperature, args.top_k,
+                 args.top_p, args.min_p, args.seed if seed is None else seed)

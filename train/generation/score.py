@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from bytescope.memory.devices.compiler_log import kept_back
-from bytescope.model import decode
-from bytescope.model.attention.paged import NOBODY, PAGE, View
+from bytescope.model.paged import step as decode
+from bytescope.model.paged.pool import NOBODY, PAGE, View
 from bytescope.train.generation.steps import Sizes, Steps
 
 

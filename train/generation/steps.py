@@ -17,8 +17,8 @@ from bytescope.memory.analyze import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.records import Report
-from bytescope.model import decode
-from bytescope.model.attention.paged import PAGE, View
+from bytescope.model.paged import step as decode
+from bytescope.model.paged.pool import PAGE, View
 from bytescope.train.generation.sampling import Draws, choose
 from bytescope.train.generation.source import Model
 
@@ -78,8 +78,8 @@ class Steps:
     """Programs of one model with one kernel; `compilation` makes each as it is first asked for.
 
     Args:
-      model: its devices may be described ones; then nothing can be run. kernel: a row of `paged.KERNELS`. stored: the
-      dtype of keys and values in the pool, one of 8 bits has scales.
+      model: its devices may be described ones; then nothing can be run. kernel: a row of `KERNELS` of
+      model/paged/kernels.py. stored: the dtype of keys and values in the pool; one of 8 bits has scales.
     """
 
     def __init__(self, model: Model, kernel: str, stored: DTypeLike):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.text.console import safe
 from bytescope.train.data.examples.content import Chat, Malformed
 from bytescope.train.data.examples.template import Renderer, find_template
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.errors import UserError
+from bytescope.train.generation.engine import Engine
+from bytescope.train.generation.request import Running
 from bytescope.train.generation.source import Source
 
 UNFINISHED = "\ufffd"  # what a decoder makes of bytes whose rest is still to come
@@ -124,3 +128,20 @@ class Prompts:
         if self.source.tokenizer is None:
             raise UserError(f"{self.source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
         return self.source.tokenizer
+
+
+def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:
+    """Prints the answer of the only request under way as it is made; returns its text."""
+    shown = safe if sys.stdout.isatty() else str
+    growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None
+    while not one.ended:
+        for _ in engine.step():
+            if one.ended == "stop":
+                continue
+            new = growing.add(one.tokens[-1]) if growing else f"{one.tokens[-1]} "
+            print(shown(new), end="", flush=True)
+            if growing and growing.stopped:
+                engine.finish(one)
+    if growing:
+        print(shown(growing.finish()), end="", flush=True)
+    return growing.text if growing else ""

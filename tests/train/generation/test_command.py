@@ -143,7 +143,8 @@ def test_what_is_refused(folder, prompts, tmp_path, capsys, words, code, message
 def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": 2,
-                "model.d_head": 8, "optimizer.learning_rate": 0.02, "data.seq_len": 32, "model.max_seq_len": 64, "batch.micro": 8, "train.steps": 2,
+                "model.d_head": 8, "optimizer.learning_rate": 0.02, "data.seq_len": 32, "model.max_seq_len": 64,
+                "batch.micro": 8, "train.steps": 2,
                 "train.eval_every": 0, "train.checkpoint_every": 2, "train.sample_tokens": 0,
                 "train.tensorboard": False, "train.cache_dir": "none"}
     assert cli.main(["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]) == 0
@@ -187,6 +188,6 @@ def test_a_text_is_scored_token_by_token(folder, capsys):
     assert [line.split()[1] for line in lines[2:5]] == ["'mo'", "'de'", "'l'"] and lines[-1].split()[:2] == ["all", "6"]
     for words, message in ((["--text="], "an empty prompt"), (["--text=x"], "two tokens or more"),
                            (["--texts=missing.txt"], "cannot be read"), (["--text=xy", "--length=999"], "--length=999"),
-                           (["--text=x y", "--limit=100KiB"], "--limit")):
+                           (["--text=x y", "--limit=100KiB"], "a shorter --length")):
         assert cli.main(["score", str(folder), *words]) in (2, 3)
         assert message in capsys.readouterr().err

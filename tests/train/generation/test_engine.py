@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bytescope.model import decode
-from bytescope.model.attention.paged import PAGE, View
+from bytescope.model.paged import step as decode
+from bytescope.model.paged.pool import PAGE, View
 from bytescope.train.errors import UserError
 from bytescope.train.generation.request import Asked
-from support.generating import LATENT, alone, engine_of, random_engine, random_model, together
 from support.models import checkpoints
+from support.models.generating import LATENT, alone, engine_of, random_engine, random_model, together
 
 LONGER = {"max_position_embeddings": 128}
 

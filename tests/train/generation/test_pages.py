@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bytescope.model.attention.paged import NOBODY, PAGE
+from bytescope.model.paged.pool import NOBODY, PAGE
 from bytescope.train.generation.pages import NoPages, Pages
 
 pytestmark = pytest.mark.quick

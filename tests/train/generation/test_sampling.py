@@ -7,7 +7,7 @@ import pytest
 
 from bytescope.train.generation.request import Asked
 from bytescope.train.generation.sampling import Draws, choose, filtered
-from support.generating import random_engine, together
+from support.models.generating import random_engine, together
 
 SETTINGS = [(1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (0.8, 20, 0.9, 0.05)]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from bytescope.model.attention import paged
 from bytescope.model.attention.kernels import scoring_of
-from bytescope.model.attention.paged import Pool, View
 from bytescope.model.block import Block
 from bytescope.model.config import ModelConfig
+from bytescope.model.paged.kernels import KERNELS
+from bytescope.model.paged.pool import PAGE, Pool, View
 from bytescope.model.runs import layers_of, stack_of
 from bytescope.model.segments import Packed
 from bytescope.model.transformer import Transformer
@@ -30,7 +30,7 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
 def token_bytes(config: ModelConfig, stored: DTypeLike) -> int:
     """Bytes that one position takes in the pools of all layers."""
     pools = jax.eval_shape(partial(make_pools, config, 1, stored, jnp.float32))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools)) // paged.PAGE
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools)) // PAGE
 
 
 def step(model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[Pool],
@@ -38,9 +38,9 @@ def step(model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[P
     """(normed output of the last block [B, T, D], the pools with the keys and values of these tokens).
 
     Layers are unrolled: a loop over stacked ones would copy the pages of a layer out of the stack and back.
-    `tokens_BT`: int32; `kernel`: a row of `paged.KERNELS`.
+    `tokens_BT`: int32; `kernel`: a row of `KERNELS`.
     """
-    config, run = model.config, paged.KERNELS[kernel]
+    config, run = model.config, KERNELS[kernel]
     packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))
     x_BTD, found = model.begin(tokens_BT, None, packed), []
     for block, pool in zip(_blocks(model), pools, strict=True):
