@@ -273,6 +273,7 @@ def _train() -> ConfigDict:
     train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
     train.sample_prompt = "def "  # text that the sample begins with; of one longer than data.seq_len its end is read
     train.sample_temperature = 0.8  # sampling temperature; 0: the likeliest token each time
+    train.eval_prompts = ""  # JSON lines with text that every evaluation answers, into answers.jsonl; empty: none
     train.tensorboard = True  # write TensorBoard event files
     train.wandb = ""  # project of Weights & Biases that gets the same rows; empty: none
     train.cache_dir = ""  # folder of compiled programs; empty: $XDG_CACHE_HOME/bytescope/xla; none: no cache

@@ -18,9 +18,10 @@ from bytescope.memory.devices.live import predicted_in_use, sample
 from bytescope.memory.profile.run_directory import PAGE
 from bytescope.train.checks import doubtful
 from bytescope.train.command import UNKNOWN, Command
-from bytescope.train.data.feed import feed, held_out_rows, local_rows, put
-from bytescope.train.data.source import Data, DataConfig, check_vocab, heldout_batches, open_data, train_batches
+from bytescope.train.data.feed import feed, local_rows
+from bytescope.train.data.source import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.errors import NonFinite, UserError
+from bytescope.train.evaluation import ANSWERS, EvalPrompts, evaluate
 from bytescope.train.optimizer.loss_scale import LEAST, SCALED_REMEDY, scale_metrics
 from bytescope.train.parallel.processes import ALONE, Processes
 from bytescope.train.planning import remedies
@@ -39,7 +40,6 @@ from bytescope.train.run.step_timer import Clock
 from bytescope.train.run.workdir import METRICS, Identity, claimed
 from bytescope.train.sample import sample_text
 from bytescope.train.step.routing import loads_by_layer, routing_row
-from bytescope.train.step.state import Tally
 from bytescope.train.weights.start import fingerprint_of_adapter, fingerprint_of_weights
 
 
@@ -61,6 +61,8 @@ class Run:
     profile: profile.Profile
     processes: Processes
     stop: list[str]  # signals that this process got
+    prompts: EvalPrompts
+    answers: MetricsLog  # to those prompts
     agreed: list[str] = dataclasses.field(default_factory=list)  # signals that all processes act on
     evaluated: tuple[int, float] | None = None  # the step of this start's last evaluation, and its held-out loss
 
@@ -129,26 +131,6 @@ def _non_finite(run: Run, step: int, loss: float, norm: float, scaling: dict[str
     return NonFinite(f"loss {loss}, gradient norm {norm}{shown} at step {step}; {last}. Lower "
                      f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
                      "or look at the data of that step")
-
-
-@profile.hosted("evaluation")
-def evaluate(run: Run, state: Any, step: int) -> float | None:
-    """The held-out loss in nats per token, recorded as a row; None if a signal came first: then the next start
-    evaluates."""
-    program, total = run.program, None
-    batches = heldout_batches(run.data, rows=program.batch.rows, row_slices=held_out_rows(program),
-                              sequences=run.config.train.eval_sequences or None)
-    for host in batches:
-        if run.stopping():
-            return None
-        run.processes.at(f"evaluating at step {step}")
-        tally: Tally = run.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
-        # At most one batch ahead of the devices: hundreds in flight have starved the threads of simulated devices.
-        total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
-    loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
-    run.evaluated = (step, loss / max(tokens, 1.0))
-    run.record({"step": step, "eval_loss": run.evaluated[1], "eval_tokens": int(tokens)})
-    return run.evaluated[1]
 
 
 def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
@@ -248,6 +230,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
         raise UserError(str(error)) from error
     data = open_data(data_config(config))
     check_vocab(data, config.model.vocab_size)
+    prompts = EvalPrompts(program, data)
     identity = Identity.of(config, program.batch.global_rows, data.fingerprint, fingerprint_of_weights(program),
                            fingerprint_of_adapter(program))
     with (contextlib.nullcontext(stop) if stop else Stop(processes.interrupt) as stop,
@@ -270,7 +253,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
         with explained(report, program.mesh.local_devices[0],
                        lambda: remedies.advice_without_compiling(report, command)):
             _train_and_sample(program, data, checkpoints, compiled, workdir, console, processes, asked, command, began,
-                              stop)
+                              stop, prompts)
 
 
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
@@ -280,7 +263,7 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 
 def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,
                       workdir: Path, console: Console, processes: Processes, asked: profile.Asked, command: Command,
-                      began: float, stop: Stop) -> None:
+                      began: float, stop: Stop, prompts: EvalPrompts) -> None:
     """Restores or initializes the state, opens the logs, trains, and shows a sample at the end."""
     config, device = program.config.train, program.mesh.local_devices[0]
     return_freed_memory()  # what compiling has freed
@@ -289,13 +272,18 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
     state, position = startup.start_state(program, checkpoints, console)
     traced = asked.updates(position.step, config.steps) if processes.first else range(0)
     return_freed_memory()  # what restoring has freed
+    keeps_answers = processes.first and bool(prompts.texts)
+    # Of an evaluation that was cut short there may be answers, which are written again.
+    answered = position.step - (not has_evaluation(workdir / METRICS, position.step))
     with (contextlib.closing(MetricsLog(workdir / METRICS, position.step, processes.first)) as log,
+          contextlib.closing(MetricsLog(workdir / ANSWERS, answered, keeps_answers, ("text",))) as answers,
           Recorders(workdir, position.step, program.config, compiled.report, processes.first,
                     lambda line: console.print(line, soft_wrap=True)) as recorders,
           Display(console, config.steps, position.step) as display,
           profile.Profile(traced, workdir, compiled.report, console) as tracer):
         run = Run(program, data, checkpoints, log, recorders, display, compiled, program.evaluate,
-                  startup.peak_flops(program), predicted_in_use(compiled.report, before), tracer, processes, stop.names)
+                  startup.peak_flops(program), predicted_in_use(compiled.report, before), tracer, processes, stop.names,
+                  prompts, answers)
         stop.watch()
         with contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)

@@ -1,11 +1,11 @@
-"""Text from the trained model: temperature sampling, at 0 greedy, into a buffer of fixed length.
+"""Text from the model in training: at the end of a run, and at evaluations where `train.eval_prompts` asks for it.
 
-The model is causal, so positions behind the last token do not matter and one compiled program
-serves every length. There is no key/value cache: each token costs a forward pass over the whole buffer, which is
-enough for a sample at the end of training, but not for serving.
+It comes from the engine of train/generation, over pages, with the parameters as they lie on the mesh. Where the layers
+lie on stages, or experts on several devices, every token is a pass over the whole buffer instead, one program of a
+static length: the model is causal, so that positions behind the last token do not matter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bytescope.memory.devices.compiler import stats_of
+from bytescope.memory.devices.compiler_log import kept_back
+from bytescope.model.paged.pool import PAGE
+from bytescope.model.placement import Placement
 from bytescope.train.data.source import Data
+from bytescope.train.generation.engine import Engine
+from bytescope.train.generation.request import Asked
+from bytescope.train.generation.source import Model
+from bytescope.train.generation.steps import Sizes, Steps
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.program import Program
+
+CHUNK = 4 * PAGE  # tokens of prompts in one step
+SEQUENCES = 8  # prompts that are answered at once
 
 
 def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
@@ -54,7 +65,7 @@ def _jitted(program: Program, temperature: float) -> Any:
 
 
 def lower_generate(program: Program) -> jax.stages.Lowered:
-    """The program of `generate`, lowered for the devices of `program`, which may be described ones."""
+    """The program of whole passes, lowered for the devices of `program`, which may be described ones."""
     # One row per rank: a batch of one would not divide over the mesh.
     tokens = jax.ShapeDtypeStruct((program.batch.ranks, program.batch.seq_len), jnp.int32,
                                   sharding=program.layout.sharding(("batch", None)))
@@ -73,10 +84,73 @@ def read_part(prompt: list[int], count: int, length: int) -> list[int]:
     return prompt[-min(max(length - count, length // 2), length - 1):]
 
 
+def over_pages(program: Program) -> bool:
+    """Whether a program's samples come from pages, not from whole passes."""
+    spread = program.model.experts and program.mesh.size > 1
+    return program.parts.pipeline is None and not spread
+
+
+class Sampler:
+    """Answers prompts with a program's parameters, whatever their values; its steps are compiled once.
+
+    Args:
+      count: tokens of an answer. longest: of a prompt. rows: prompts at once.
+    """
+
+    def __init__(self, program: Program, count: int, longest: int, rows: int = 1):
+        self.program, self.count = program, count
+        self.length = min(longest + count, program.batch.seq_len)
+        self.rows = min(rows, SEQUENCES)
+        graph, _ = nnx.split(program.abstract(place=Placement()))
+        model = Model(program.model, program.precision, graph, program.state.model_params, program.layout)
+        self.steps = Steps(model, "blocks", program.precision.compute)
+        pages = self.rows * -(-self.length // PAGE) + 1
+        self.sizes = Sizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
+
+    def answers(self, params: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
+        """Up to `count` tokens that follow each prompt (`read_part` of it), as many as `data.seq_len` has room for."""
+        seed = self.program.config.seed % 2**32
+        asked = []
+        for prompt in prompts:
+            read = read_part(list(prompt), self.count, self.program.batch.seq_len) or [0]
+            most = min(self.count, self.program.batch.seq_len - len(read))
+            asked.append(Asked(tuple(read), most, temperature=temperature, seed=seed))
+        engine = Engine(self.steps, params, self.sizes)
+        found = {one.number: list(one.answer) for one in engine.answers(asked)}
+        return [found[number] for number in sorted(found)]
+
+    def own_bytes(self, drawing: bool) -> int:
+        """Bytes on a device of pool, temporaries and results of the largest step."""
+        found = []
+        for rows, width in ((self.sizes.rows(1, self.sizes.chunk), self.sizes.chunk), (self.rows, 1)):
+            stats = stats_of(self.steps.compilation(self.sizes, rows, width, drawing).compiled)
+            found.append((stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0))
+        return max(found) + self.sizes.pages * self.steps.page_bytes
+
+
+def sample_bytes(program: Program) -> int:
+    """What the sample at the end of a run takes on a device beside the state."""
+    config = program.config.train
+    if over_pages(program):
+        longest = program.batch.seq_len - 1 - config.sample_tokens  # of a prompt that fills the rest
+        return Sampler(program, config.sample_tokens, max(longest, 1)).own_bytes(config.sample_temperature > 0)
+    with kept_back():
+        stats = stats_of(lower_generate(program).compile())
+    return (stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
+
+
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
     """Up to `count` tokens that follow `prompt` (`read_part` of it), as many as `data.seq_len` leaves room for."""
     length = program.batch.seq_len
     prompt = read_part(prompt, count, length) or [0]
+    if over_pages(program):
+        return Sampler(program, count, len(prompt)).answers(params, [prompt], temperature)[0]
+    return by_whole_passes(program, params, prompt, count, temperature)
+
+
+def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
+    """The same with a pass over the whole buffer for each token."""
+    length = program.batch.seq_len
     # Only the first row is used; see lower_generate.
     tokens = np.zeros((program.batch.ranks, length), np.int32)
     tokens[:, : len(prompt)] = prompt

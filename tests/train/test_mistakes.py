@@ -234,7 +234,8 @@ MISTAKES = {
         ("missing --config.model.n_layers=1", "unrecognized")],
     "score": [
         ("", "required"), ("missing", "--text=TEXT or --texts=FILE"),
-        ("missing --text=x --texts=text.txt", "--text=TEXT"), ("missing --text=x --dtype=bf16", "did you mean bfloat16?"),
+        ("missing --text=x --texts=text.txt", "--text=TEXT"),
+        ("missing --text=x --dtype=bf16", "did you mean bfloat16?"),
         ("missing --text=x", "missing is neither a run"), ("notes.md --text=x", "is neither a run"),
         (f"{LONE} --text=x", "is neither a run"), ("missing --texts=", "no name of a file"),
         ("missing --text=x --out=", "no name of a file"), ("missing --text=x --chunk=3", "--chunk=3"),
@@ -264,7 +265,10 @@ MISTAKES["validate"] += [*OF_RATES, ("--rates=rates.json", "rates of NVIDIA H200
                          ("--set=jax --only=v100 --rates=rates.json", "rates of NVIDIA H200 for v100")]
 MISTAKES["trace"] += [(f"notes.md {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
-MISTAKES["train"] += [("tiny --config.init.adapter=missing", "init.adapter=missing without init.folder")]
+MISTAKES["train"] += [
+    ("tiny --config.train.eval_prompts=missing", "train.eval_prompts=missing cannot be read"),
+    ("tiny --config.train.eval_prompts=records.jsonl", "row 0 has no text"),
+    ("tiny --config.init.adapter=missing", "init.adapter=missing without init.folder")]
 MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]
 MISTAKES["calibrate"] = [
     ("--seconds=0", "--seconds=0"), ("--seconds=nan", "--seconds=nan"), ("--seconds=inf", "--seconds=inf"),

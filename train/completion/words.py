@@ -19,7 +19,8 @@ _PLACES = {"config_here": CONFIG, "target_here": TARGET, "before": FILE, "after"
 _METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
 # Flags and keys whose words are told by no parser.
 _PATHS = {"--source": FILE, "--tokenizer": FILE, "data.source": FILE, "data.eval_source": FILE, "data.tokenizer": FILE,
-          "data.chat_template": FILE, "init.folder": FOLDER, "init.adapter": FOLDER, "train.cache_dir": FOLDER}
+          "data.chat_template": FILE, "init.folder": FOLDER, "init.adapter": FOLDER, "train.cache_dir": FOLDER,
+          "train.eval_prompts": FILE}
 # Devices that are suggested after a target's colon.
 _GPU_COUNTS, _TPU_COUNTS, _CPU_COUNTS = ("2", "4", "8", "2x8", "4x8"), ("2x2", "4x4", "8x8"), ("2", "4", "8")
 

@@ -13,7 +13,7 @@ from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.train.optimizer.host_offload import chosen, is_hosted, turns
 from bytescope.train.program import Program, init_state
-from bytescope.train.sample import lower_generate
+from bytescope.train.sample import sample_bytes
 
 
 def device_bytes(tree: Any) -> int:
@@ -48,7 +48,7 @@ def peaks(program: Program) -> dict[str, int]:
     evaluation = program.evaluate.lower(program.state.params, program.eval_shapes, program.state.frozen)
     found = {"init": max(_init(program)), "evaluation": state + 2 * batch + _own(evaluation)}
     if program.config.train.sample_tokens:
-        found["sample"] = state + _own(lower_generate(program))
+        found["sample"] = state + sample_bytes(program)
     return found
 
 

@@ -15,6 +15,8 @@ from bytescope.model.frozen import dotted
 from bytescope.model.layers import MLPS
 from bytescope.train.run.workdir import write_atomically
 
+KINDS = ("loss", "eval_loss")  # a row of metrics has one of them
+
 
 def _attention(model: ModelConfig) -> dict[str, int]:
     """Parameters of the matrices of attention, by the last key of their paths."""
@@ -94,11 +96,11 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
     """The row of a line, None for one that is incomplete or damaged."""
     try:
         row = json.loads(line)
-        return row if isinstance(row["step"], int) and ("loss" in row or "eval_loss" in row) else None
+        return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -107,14 +109,14 @@ class MetricsLog:
     """`metrics.jsonl`, whose rows reach the disk one by one.
 
     Opening drops an incomplete last line and every row after `step`, so that a resumed run writes them again.
-    With `enabled=False` it writes nothing: another process does.
+    With `enabled=False` it writes nothing: another process does. `kinds`: of these keys each row has one.
     """
 
-    def __init__(self, path: Path, step: int, enabled: bool = True):
+    def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):
         self.path, self._file = path, None
         if not enabled:
             return
-        kept = [row for line in _lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
+        kept = [row for line in _lines(path) if (row := _parse(line, kinds)) is not None and row["step"] <= step]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = open(path, "a")  # noqa: SIM115  (closed by close())
 

@@ -25,7 +25,7 @@ FREE = ("mesh.", "pipeline.", "remat.", "loss.", "train.", "batch.micro", "batch
         "model.attention", "model.attention_chunk", "model.mlp_chunk", "model.unroll", "xla.")
 # Keys that may differ between processes: paths on machines of their own.
 LOCAL = ("train.cache_dir", "data.prefetch", "data.workers", "data.source", "data.eval_source", "data.tokenizer",
-         "data.chat_template", "init.folder", "init.adapter")
+         "data.chat_template", "init.folder", "init.adapter", "train.eval_prompts")
 SHARED_S = 15.0  # seconds for a network file system to show a file that another machine wrote
 METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 # What a start that is killed before it has claimed its directory leaves there.

@@ -1,0 +1,66 @@
+"""Text in training: the tokens of whole passes, on any mesh, and answers at every evaluation."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.sample import Sampler, by_whole_passes, generate, over_pages, read_part, sample_bytes
+from support.toy import small_program
+
+SMALL = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": 2,
+         "model.d_head": 8}
+LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.preset": "fp32", "model.init_std": 0.3}
+
+
+@pytest.mark.parametrize(("keys", "devices"), [
+    ({}, 1), ({"model.scan": False}, 1), ({"lora.rank": 4}, 1), ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
+    ({"mesh.context": 2, "mesh.fsdp": 2}, 4), ({"mesh.strategy": "ddp", "mesh.data": 2, "mesh.fsdp": 1}, 2)], ids=str)
+def test_tokens_are_those_of_whole_passes(keys, devices):
+    program = small_program({**LENGTH, **keys}, devices)
+    params = program.init().model_params
+    assert over_pages(program)
+    for prompt, count in (([5, 6, 7], 12), (list(range(60)), 6)):
+        found = generate(program, params, prompt, count, 0.0)
+        assert found == by_whole_passes(program, params, read_part(prompt, count, 48), count, 0.0)
+        assert len(found) == count
+
+
+def test_draws_are_repeated():
+    program = small_program({**LENGTH, "model.n_layers": 1})
+    params = program.init().model_params
+    drawn, greedy, again = (generate(program, params, [5, 6, 7], 20, heat) for heat in (1.0, 0.0, 1.0))
+    assert drawn == again != greedy
+
+
+def test_prompts_are_answered_together():
+    program = small_program(LENGTH)
+    params = program.init().model_params
+    prompts = [np.arange(length).tolist() for length in (1, 9, 30, 4, 44, 47, 2, 3, 17, 60)]
+    sampler = Sampler(program, 12, 60, len(prompts))
+    assert sampler.answers(params, prompts, 0.0) == [generate(program, params, prompt, 12, 0.0) for prompt in prompts]
+
+
+def test_bytes_of_a_sample():
+    small, long = (small_program({**LENGTH, "data.seq_len": length}) for length in (32, 64))
+    pool = 4 * 2 * long.model.n_layers * long.model.n_kv_heads * long.model.d_head
+    assert 64 * pool < sample_bytes(long) and sample_bytes(long) - sample_bytes(small) >= 32 * pool
+    staged = small_program({**LENGTH, "mesh.stage": 2, "batch.mode": "scan", "batch.accumulation": 2}, 2)
+    assert not over_pages(staged) and sample_bytes(staged) > 0
+
+
+def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "def "}\n{"text": "import"}\n')
+    settings = {**SMALL, "model.n_layers": 1, "data.seq_len": 32, "batch.micro": 8, "train.eval_every": 2,
+                "train.eval_sequences": 4,
+                "train.checkpoint_every": 2, "train.sample_tokens": 6, "train.tensorboard": False,
+                "train.cache_dir": "none", "train.eval_prompts": "prompts.jsonl"}
+    command = ["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]
+    assert cli.main([*command, "--config.train.steps=2"]) == 0
+    assert cli.main([*command, "--config.train.steps=4", "--extend"]) == 0, capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["row"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
+    assert [row["prompt"] for row in rows[:2]] == ["def ", "import"] and all(row["text"] for row in rows)
+    assert "sample:" in capsys.readouterr().out
