@@ -39,7 +39,8 @@ def test_prompts_are_answered_together():
     params = program.init().model_params
     prompts = [np.arange(length).tolist() for length in (1, 9, 30, 4, 44, 47, 2, 3, 17, 60)]
     sampler = Sampler(program, 12, 60, len(prompts))
-    assert sampler.answers(params, prompts, 0.0) == [generate(program, params, prompt, 12, 0.0) for prompt in prompts]
+    one = Sampler(program, 12, 60)
+    assert sampler.answers(params, prompts, 0.0) == [one.answers(params, [prompt], 0.0)[0] for prompt in prompts]
 
 
 def test_bytes_of_a_sample():

@@ -18,6 +18,9 @@ from bytescope.train.generation.request import Asked, Running
 from bytescope.train.generation.sampling import Draws
 from bytescope.train.generation.steps import Sizes, Steps
 
+# Steps of prompts that those under way wait for: fewer and each step has few rows, more and they stand still.
+PATIENCE = 4
+
 
 class Engine:
     """Generates. `submit` requests, then `step` until none is left, or iterate over `answers`.
@@ -36,7 +39,7 @@ class Engine:
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self.running: list[Running] = []
-        self._prompts = False  # whether the last step was one of prompts
+        self._waited = 0  # steps of prompts that others have waited for
         self._asked = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -94,15 +97,16 @@ class Engine:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def step(self) -> list[Running]:
-        """Runs a step: pieces of prompts and one token of each sequence under way take turns, where there are both.
-        Returns the requests that have one token more."""
+        """Runs a step: pieces of prompts, or one token of each sequence under way, which waits for PATIENCE steps
+        of prompts at most. Returns the requests that have one token more."""
         self._admit()
         behind = [one for one in self.running if one.missing > 1]
         ready = [one for one in self.running if one.missing == 1]
-        self._prompts = bool(behind) and not (ready and self._prompts)
-        if not self._prompts:
+        if not behind or (ready and self._waited >= PATIENCE):
+            self._waited = 0
             self._room({one.number: len(one.tokens) for one in ready})
             return self._run([(one, one.computed) for one in ready if one in self.running], 1)
+        self._waited = self._waited + 1 if ready else 0
         width = self._width(behind)
         wanted, left = {}, self.sizes.chunk // width
         for one in behind:

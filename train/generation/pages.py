@@ -80,6 +80,12 @@ class Pages:
             if page not in self._name and name not in self._known:
                 self._known[name], self._name[page] = page, name
 
+    def forget(self) -> None:
+        """Forgets what free pages hold, so that it is computed again."""
+        for page in self._free:
+            if name := self._name.pop(page, None):
+                del self._known[name]
+
     def take(self, pages: list[int]) -> None:
         """Takes a sequence's pages back; the last first, so that beginnings stay known the longest."""
         while pages:

@@ -11,6 +11,7 @@ from flax import nnx
 from bytescope.model.paged import step as decode
 from bytescope.model.paged.pool import PAGE, View
 from bytescope.train.errors import UserError
+from bytescope.train.generation.engine import PATIENCE
 from bytescope.train.generation.request import Asked
 from support.models import checkpoints
 from support.models.generating import LATENT, alone, engine_of, random_engine, random_model, together
@@ -83,18 +84,18 @@ def test_a_thousand_answers_are_what_they_are_alone():
 
 
 def test_pages_are_hardly_wasted():
-    """What sequences hold beyond their tokens, of the pool, as PagedAttention counts (arXiv 2309.06180, figure 2)."""
+    """What 200 requests hold beyond their tokens, of all that they hold. Of older systems' caches 20.4 to 38.2 % held
+    tokens, of PagedAttention's 96.3 % (arXiv 2309.06180, figure 2)."""
     rng = random.Random(3)
-    engine = random_engine({"model.n_layers": 1}, pages=257, sequences=32, chunk=64)
+    engine = random_engine({"model.n_layers": 1, "model.max_seq_len": 512}, pages=257, sequences=32, chunk=64)
     for _ in range(200):
-        engine.submit(Asked(tuple(rng.randrange(64) for _ in range(rng.randint(4, 100))), rng.randint(1, 27)))
-    wasted = []
+        engine.submit(Asked(tuple(rng.randrange(64) for _ in range(rng.randint(16, 450))), rng.randint(1, 60)))
+    held = stored = 0
     while engine.busy:
         engine.step()
-        held = engine.pages.used * PAGE
-        stored = sum(min(one.computed, len(one.pages) * PAGE) for one in engine.running)
-        wasted.append(max(held - stored, 0) / (256 * PAGE))
-    assert np.mean(wasted) < 0.04 and engine.pages.used == 0
+        held += engine.pages.used * PAGE
+        stored += sum(one.computed for one in engine.running)
+    assert stored > 0.96 * held and engine.preempted > 0 and engine.pages.used == 0
 
 
 def test_a_beginning_is_computed_once():
@@ -110,11 +111,12 @@ def test_prompts_do_not_hold_up_the_others():
     engine = random_engine()
     first = engine.submit(Asked((1, 2, 3), 20))
     engine.step()
-    engine.submit(Asked(tuple(range(60)), 2))  # four pieces
-    before = len(first.tokens)
-    for _ in range(6):
+    engine.submit(Asked(tuple(range(110)), 2))  # seven pieces
+    grown = []
+    for _ in range(10):
         engine.step()
-    assert len(first.tokens) - before == 3
+        grown.append(len(first.tokens))
+    assert grown == [4] * PATIENCE + [5] + [5] * 3 + [6, 7]
 
 
 @pytest.mark.parametrize(("stored", "close"), [(jnp.int8, 0.02), (jnp.float8_e4m3fn, 0.08)])
