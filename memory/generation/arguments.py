@@ -8,7 +8,7 @@ from bytescope.memory.errors import ReportError
 
 # What keys and values are stored in -> the name of its dtype; "" for the dtype that is computed in.
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
-KERNELS = ("blocks", "gather")
+KERNELS = ("blocks", "gather", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
 PAGE = 16  # positions of a page, as in model/paged/pool.py
 FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> least value
@@ -38,8 +38,8 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
                         "(default: 64 on a CPU, else 512)")
     parser.add_argument("--kv", choices=tuple(KV), default="compute", metavar="DTYPE", help="compute, int8 or fp8: how "
                         "keys and values are stored; 8 bits halve the pool (default: as they are computed)")
-    parser.add_argument("--kernel", choices=KERNELS, default="blocks", metavar="NAME", help="blocks or gather: how "
-                        "attention reads the pages (default blocks)")
+    parser.add_argument("--kernel", choices=KERNELS, default="blocks", metavar="NAME", help="blocks, gather or triton: "
+                        "how attention reads the pages; triton on one GPU (default blocks)")
 
 
 def check(args: argparse.Namespace) -> None:

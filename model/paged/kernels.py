@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from bytescope.model.attention.scoring import Scoring
 from bytescope.model.paged.pool import NOBODY, PAGE, Pool, View
+from bytescope.model.paged.triton import attend, takes
 
 # Pages that `blocks` reads at once.
 BLOCK = 8
@@ -81,4 +82,12 @@ def _joined(context_BTGRV: jax.Array, q_BTHK: jax.Array) -> jax.Array:
     return context_BTGRV.reshape(B, T, H, -1).astype(q_BTHK.dtype)
 
 
-KERNELS: Mapping[str, Callable[..., jax.Array]] = {"gather": gather, "blocks": blocks}
+def triton(q_BTHK: jax.Array, pool: Pool, view: View, *, scoring: Scoring, width: int, value_width: int,
+           interpret: bool = False) -> jax.Array:
+    """One kernel for GPUs, where it takes the arrays (model/paged/triton.py); else `blocks`, as for prompts."""
+    if not takes(q_BTHK, pool):
+        return blocks(q_BTHK, pool, view, scoring=scoring, width=width, value_width=value_width)
+    return attend(q_BTHK, pool, view, scoring=scoring, width=width, interpret=interpret)
+
+
+KERNELS: Mapping[str, Callable[..., jax.Array]] = {"gather": gather, "blocks": blocks, "triton": triton}

@@ -78,7 +78,7 @@ def against_whole_passes(rounds: int) -> bool:
 
     program = small_program({"data.seq_len": 512, "model.max_seq_len": 512, "precision.preset": "fp32"})
     params = program.init().model_params
-    prompt, count = np.arange(64).tolist(), 448
+    prompt, count = np.arange(64).tolist(), 448  # up to 512 positions
     sampler = Sampler(program, count, len(prompt))
     equal = sampler.answers(params, [prompt], 0.0)[0] == by_whole_passes(program, params, prompt, count, 0.0)
     ratios = []

@@ -53,7 +53,7 @@ def test_the_trainers_config_by_position():
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["reprot"], "unknown command 'reprot': did you mean report?"), (["xyzzy"], "of train, prepare, export"),
+    (["reprot"], "unknown command 'reprot': did you mean report?"), (["xyzzy"], "of train, prepare, generate, score"),
     (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
     (["train", "tiny", "--config=char"], "config is given twice"), (["fit"], "no config: give --config=FILE"),
     (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),

@@ -1,5 +1,6 @@
 """The compiled programs of an engine: a few static shapes, each compiled once; devices may be described ones."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.records import Report
 from bytescope.model.paged import step as decode
 from bytescope.model.paged.pool import PAGE, View
+from bytescope.train.errors import UserError
 from bytescope.train.generation.sampling import Draws, choose
 from bytescope.train.generation.source import Model
 
@@ -83,6 +85,10 @@ class Steps:
     """
 
     def __init__(self, model: Model, kernel: str, stored: DTypeLike):
+        mesh = model.layout.mesh
+        if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
+            raise UserError(f"--kernel=triton on {mesh.size} {mesh.devices.flat[0].device_kind}: it is for one GPU; "
+                            "leave it out")
         self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
         self._made: dict[tuple, Compilation] = {}
 
@@ -143,9 +149,18 @@ class Steps:
         """The same, compiled."""
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._made:
-            traced = self.traced(sizes, rows, width, drawing)
-            self._made[key] = dataclasses.replace(compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr)
+            with self._for_kernels():
+                traced = self.traced(sizes, rows, width, drawing)
+                self._made[key] = dataclasses.replace(compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr)
         return self._made[key]
+
+    def _for_kernels(self) -> contextlib.AbstractContextManager:
+        """As `Program` has it: which GPU Pallas' kernels are for."""
+        mesh = self.model.layout.mesh
+        if mesh.devices.flat[0].platform != "gpu" or (self.kernel != "triton" and not self.model.config.experts):
+            return contextlib.nullcontext()
+        kind = mesh.abstract_mesh.abstract_device
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
 
     def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> Report:
         """Its memory report."""

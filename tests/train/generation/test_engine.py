@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bytescope.model.attention.scoring import Scoring
 from bytescope.model.paged import step as decode
-from bytescope.model.paged.pool import PAGE, View
+from bytescope.model.paged.kernels import gather, triton
+from bytescope.model.paged.pool import PAGE, Pool, View
+from bytescope.model.paged.triton import takes
 from bytescope.train.errors import UserError
 from bytescope.train.generation.engine import PATIENCE
 from bytescope.train.generation.request import Asked
+from bytescope.train.generation.source import describe_model
+from bytescope.train.generation.steps import Sizes, Steps
+from support.described import described
 from support.models import checkpoints
-from support.models.generating import LATENT, alone, engine_of, random_engine, random_model, together
+from support.models.generating import LATENT, TINY, alone, engine_of, random_engine, random_model, together
+from support.toy import small_config
 
 LONGER = {"max_position_embeddings": 128}
 
@@ -51,6 +58,30 @@ def test_logits_of_pages_are_those_of_a_whole_pass(keys, kernel):
         x_BTD, pools = run(tokens_BT[:, start:stop], View(places, table), pools)
         found.append(nnx.merge(model.graph, params).logits(x_BTD, jnp.float32))
     np.testing.assert_allclose(jnp.concatenate(found, 1), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_the_kernel_for_gpus_computes_the_same(cap):
+    rng = np.random.default_rng(0)
+    config = {"scoring": Scoring(cap=cap), "width": 16}
+    q_BTHK = jnp.asarray(rng.normal(size=(4, 1, 6, 16)), jnp.float32)
+    keys, values = (jnp.asarray(rng.normal(size=(40, PAGE, 2, 16)), jnp.float32) for _ in range(2))
+    pool = Pool(keys, values, None, None, jnp.float32)
+    table = jnp.asarray(rng.permutation(39)[:24].reshape(4, 6) + 1, jnp.int32)
+    view = View(jnp.asarray([[0], [95], [33], [-1]], jnp.int32), table)
+    found = triton(q_BTHK, pool, view, **config, value_width=16, interpret=True)
+    np.testing.assert_allclose(found[:3], gather(q_BTHK, pool, view, **config, value_width=16)[:3], rtol=0, atol=2e-6)
+    assert takes(q_BTHK, pool) and not takes(jnp.tile(q_BTHK, (1, 2, 1, 1)), pool)
+
+
+def test_the_kernel_for_gpus_compiles_for_one():
+    model = describe_model(small_config({**TINY, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64}),
+                           described("h100"))
+    steps, sizes = Steps(model, "triton", jnp.bfloat16), Sizes(100, 8, 64, 256)
+    compilation = steps.compilation(sizes, 8, 1, False)
+    assert b"paged_attention" in (compilation.proto or compilation.module)
+    with pytest.raises(UserError, match="it is for one GPU"):
+        Steps(random_model()[0], "triton", jnp.float32)
 
 
 def requests(count, rng, longest=40, most=12, vocab=64):
