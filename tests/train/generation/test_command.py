@@ -10,6 +10,8 @@ from bytescope.train.generation import answers
 from bytescope.train.generation.text import Growing
 from support.models import checkpoints
 
+pytestmark = pytest.mark.oracle("transformers")  # which makes the folders
+
 ROWS = [{"text": "the model is"}, {"tokens": [5, 6, 7, 8]}, {"messages": [{"role": "user", "content": "train"}]},
         {"text": "def x", "seed": 7}, {"text": "return the model of the train"}]
 SHORT = ["--max-tokens=12", "--ignore-end"]
@@ -33,7 +35,6 @@ def generate(capsys, *words):
     return code, found.out, found.err
 
 
-@pytest.mark.oracle("transformers")
 def test_a_prompt_is_answered_as_transformers_answers_it(folder, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -139,7 +140,6 @@ def test_what_is_refused(folder, prompts, tmp_path, capsys, words, code, message
     assert found == code and message in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.oracle("transformers")
 def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": 2,
@@ -155,7 +155,6 @@ def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch
     assert ours[0] == 0 and len(ours[1]) > 5 and ours == generate(capsys, "folder", *command)
 
 
-@pytest.mark.oracle("transformers")
 def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM

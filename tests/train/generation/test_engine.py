@@ -74,6 +74,7 @@ def test_the_kernel_for_gpus_computes_the_same(cap):
     assert takes(q_BTHK, pool) and not takes(jnp.tile(q_BTHK, (1, 2, 1, 1)), pool)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_the_kernel_for_gpus_compiles_for_one():
     model = describe_model(small_config({**TINY, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64}),
                            described("h100"))
