@@ -27,6 +27,17 @@ OF_WEIGHTS = [
     ("hf:.", "no 'config.json'"), ("hf:~nobody-here/x", "no folder ~nobody-here/x"), (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
     ("hf:yarn", "of the kind 'yarn'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
+# Mistakes of every command that takes the weights of a run or a folder.
+OF_SOURCE = [
+    (source, "is neither a run nor a folder") for source in ("missing", ".", "notes.md", LONG, LONE)] + [
+    ("", "required"), ("~nobody-here/x", "no such user"), ("cut", "config.json is damaged"),
+    ("yarn", "of the kind 'yarn'"), ("missing --step=last", "--step"), ("missing --sequences=0", "--sequences=0"),
+    ("missing --length=1", "--length=1"), ("missing --chunk=20", "--chunk=20: give a multiple of 16"),
+    ("missing --chunk=0", "--chunk=0"), ("missing --kv=int4", "did you mean int8?"),
+    ("missing --kernel=block", "did you mean blocks?"), ("missing --dtype=bf16", "did you mean bfloat16?"),
+    ("missing --limit=", "--limit"), ("missing --limit=0", "--limit=0"), ("missing --limit=lots", "not a valid size"),
+    ("missing --tensor=0", "--tensor=0"), ("missing --fsdp=0", "--fsdp=0"),
+    ("missing --config.model.n_layers=1", "unrecognized")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
@@ -210,37 +221,19 @@ MISTAKES = {
         ("--source=text.txt --out=o --shard-tokens=many", "--shard-tokens"), ("--sauce=text.txt --out=o", "--source"),
         ("--source=text.txt --out=o --config.train.steps=1", "unrecognized")],
     "generate": [
-        ("", "required"), ("missing --prompt=x", "missing is neither a run nor a folder of weights"),
-        (". --prompt=x", "is neither a run"), ("notes.md --prompt=x", "is neither a run"),
-        (f"{LONG} --prompt=x", "is neither a run"), (f"{LONE} --prompt=x", "is neither a run"),
-        ("~nobody-here/x --prompt=x", "no such user"), ("cut --prompt=x", "config.json is damaged"),
-        ("yarn --prompt=x", "of the kind 'yarn'"), ("missing --prompt=x --step=last", "--step"),
         ("missing --prompt=x --prompts=records.jsonl", "--prompt or --prompts"),
-        ("missing --out=o", "belongs to --prompts"),
-        ("missing --prompts=", "no name of a file"), ("missing --max-tokens=0", "--max-tokens=0: give 1 or more"),
-        ("missing --temperature=-1", "--temperature=-1.0"), ("missing --temperature=nan", "--temperature=nan"),
-        ("missing --temperature=hot", "--temperature"), ("missing --top-p=1.5", "--top-p=1.5"),
-        ("missing --min-p=-1", "--min-p=-1.0"), ("missing --top-k=-1", "--top-k=-1"),
-        ("missing --seed=-1", "--seed=-1"),
-        (f"missing --seed={2**32}", "less than 2**32"), ("missing --stop=", "--stop="),
-        ("missing --sequences=0", "--sequences=0"), ("missing --length=1", "--length=1"),
-        ("missing --chunk=20", "--chunk=20: give a multiple of 16"), ("missing --chunk=0", "--chunk=0"),
-        ("missing --kv=int4", "did you mean int8?"), ("missing --kernel=block", "did you mean blocks?"),
-        ("missing --dtype=bf16", "did you mean bfloat16?"), ("missing --limit=", "--limit"),
-        ("missing --limit=0", "--limit=0"),
-        ("missing --limit=lots", "not a valid size"), ("missing --tensor=0", "--tensor=0"),
-        ("missing --fsdp=0", "--fsdp=0"),
-        ("missing --promt=x", "did you mean --prompt or"), ("missing more", "unrecognized"),
-        ("missing --config.model.n_layers=1", "unrecognized")],
+        ("missing --out=o", "belongs to --prompts"), ("missing --prompts=", "no name of a file"),
+        ("missing --max-tokens=0", "--max-tokens=0: give 1 or more"),
+        ("missing --temperature=-1", "--temperature=-1.0"),
+        ("missing --temperature=nan", "--temperature=nan"), ("missing --temperature=hot", "--temperature"),
+        ("missing --top-p=1.5", "--top-p=1.5"), ("missing --min-p=-1", "--min-p=-1.0"),
+        ("missing --top-k=-1", "--top-k=-1"), ("missing --seed=-1", "--seed=-1"), ("missing --stop=", "--stop="),
+        (f"missing --seed={2**32}", "less than 2**32"), ("missing --promt=x", "did you mean --prompt or"),
+        ("missing more", "unrecognized")],
     "score": [
-        ("", "required"), ("missing", "--text=TEXT or --texts=FILE"),
-        ("missing --text=x --texts=text.txt", "--text=TEXT"),
-        ("missing --text=x --dtype=bf16", "did you mean bfloat16?"),
-        ("missing --text=x", "missing is neither a run"), ("notes.md --text=x", "is neither a run"),
-        (f"{LONE} --text=x", "is neither a run"), ("missing --texts=", "no name of a file"),
-        ("missing --text=x --out=", "no name of a file"), ("missing --text=x --chunk=3", "--chunk=3"),
-        ("missing --text=x --limit=x", "--limit"), ("missing --txet=x", "did you mean --text?"),
-        ("missing --text=x --max-tokens=3", "unrecognized")],
+        ("missing", "--text=TEXT or --texts=FILE"), ("missing --text=x --texts=text.txt", "--text=TEXT"),
+        ("missing --texts=", "no name of a file"), ("missing --text=x --out=", "no name of a file"),
+        ("missing --txet=x", "did you mean --text?"), ("missing --text=x --max-tokens=3", "unrecognized")],
     "export": [
         ("", "required"), ("missing", "required"), ("missing out", "missing holds no run"), (". out", "holds no run"),
         (f"{LONG} out", "holds no run"), (f"{LONE} out", "holds no run"), ("notes.md out", "holds no run"),
@@ -259,6 +252,8 @@ for command in ("report", "compare", "levers", "front", "fit"):
                           for message in OTHER_DEVICE]
 for command in ("report", "names", "estimate", "compare", "levers", "front", "fit", "train"):
     MISTAKES[command] += OF_WEIGHTS
+for command, flag in (("generate", "--prompt=x"), ("score", "--text=x")):
+    MISTAKES[command] += [(f"{words} {flag}".lstrip(), message) for words, message in OF_SOURCE]
 MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "rates of NVIDIA H200 for h100")]
 MISTAKES["validate"] += [*OF_RATES, ("--rates=rates.json", "rates of NVIDIA H200 for h100"),
