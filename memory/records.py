@@ -147,6 +147,11 @@ class XlaStats:
     peak_bytes: int | None = None
     generated_code_bytes: int | None = None
 
+    @property
+    def own_bytes(self) -> int:
+        """Temporaries, and results that alias no argument."""
+        return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:

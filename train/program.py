@@ -32,7 +32,7 @@ from bytescope.train.optimizer.partwise import make_partwise
 from bytescope.train.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
 from bytescope.train.optimizer.trainable import stored_frozen
 from bytescope.train.parallel.layout import Layout, match_parameters
-from bytescope.train.parallel.xla_options import Options, compiler_options, xla_remat_pass
+from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.assemble import make_pipeline, notes_on
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.parts import StepParts
@@ -110,12 +110,9 @@ class Program(Choices):
             return self.step.lower(self.state, self.batch_shapes)
 
     def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """A context that says which GPU Pallas' kernels are for: from jax 0.11 on it asks, and a described one it does
-        not find by itself."""
-        if self.matmul[0] != "fp8_native" and self.moe_kernel[0] != "grouped":
-            return contextlib.nullcontext()
-        kind = self.mesh.abstract_mesh.abstract_device
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
+        """A context for the program's Pallas kernels, if it has any."""
+        needed = self.matmul[0] == "fp8_native" or self.moe_kernel[0] == "grouped"
+        return for_pallas(self.mesh) if needed else contextlib.nullcontext()
 
     @property
     def compiler_options(self) -> Options:

@@ -123,8 +123,7 @@ class Sampler:
         """Bytes on a device of pool, temporaries and results of the largest step."""
         found = []
         for rows, width in ((self.sizes.rows(1, self.sizes.chunk), self.sizes.chunk), (self.rows, 1)):
-            stats = stats_of(self.steps.compilation(self.sizes, rows, width, drawing).compiled)
-            found.append((stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0))
+            found.append(stats_of(self.steps.compilation(self.sizes, rows, width, drawing).compiled).own_bytes)
         return max(found) + self.sizes.pages * self.steps.page_bytes
 
 
@@ -135,8 +134,7 @@ def sample_bytes(program: Program) -> int:
         longest = program.batch.seq_len - 1 - config.sample_tokens  # of a prompt that fills the rest
         return Sampler(program, config.sample_tokens, max(longest, 1)).own_bytes(config.sample_temperature > 0)
     with kept_back():
-        stats = stats_of(lower_generate(program).compile())
-    return (stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
+        return stats_of(lower_generate(program).compile()).own_bytes
 
 
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:

@@ -97,9 +97,9 @@ class Planned:
     reports: Mapping[str, Report]
 
 
-def lengths_of(longest: int) -> list[int]:
-    """Lengths to show, powers of two up to the longest."""
-    found, length = [], 256
+def lengths_of(longest: int, shortest: int = 256) -> list[int]:
+    """Lengths to show, each twice the one before it up to the longest."""
+    found, length = [], shortest
     while length < longest:
         found.append(length)
         length *= 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bytescope.memory.generation.budget import Budget, Planned
+from bytescope.memory.generation.budget import Budget, Planned, lengths_of
 from bytescope.memory.generation.shown import lengths, rows_of
 from bytescope.memory.pages.elements import table, versions, where
 from bytescope.memory.pages.frame import page
@@ -44,13 +44,8 @@ def drawing(found: Budget) -> dict[str, Any]:
     def y(count: float) -> float:
         return (HIGH - BELOW) * (1 - math.log(max(count, 1)) / math.log(most))
 
-    points, length = [], shortest
-    while length <= longest:
-        count = found.at_once(length)
-        points.append({"x": x(length), "y": y(count), "title": f"{count:,} sequences of {length:,} positions"})
-        length = length * 2 if length * 2 <= longest or length == longest else longest
-        if points[-1]["x"] >= WIDE:
-            break
+    points = [{"x": x(length), "y": y(count), "title": f"{count:,} sequences of {length:,} positions"}
+              for length in lengths_of(longest, shortest) for count in [found.at_once(length)]]
     return {"width": WIDE + 20, "height": HIGH + 14, "left": LEFT, "bottom": HIGH - BELOW, "points": points,
             "line": " ".join(f"{point['x']:.1f},{point['y']:.1f}" for point in points),
             "rows": y(found.sequences), "right": WIDE,

@@ -1,7 +1,6 @@
 """A step of generation: a few tokens of each of some sequences through the model, over a pool of pages a layer."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from bytescope.model.attention.kernels import scoring_of
 from bytescope.model.block import Block
 from bytescope.model.config import ModelConfig
 from bytescope.model.paged.kernels import KERNELS
-from bytescope.model.paged.pool import PAGE, Pool, View
+from bytescope.model.paged.pool import Pool, View
 from bytescope.model.runs import layers_of, stack_of
 from bytescope.model.segments import Packed
 from bytescope.model.transformer import Transformer
@@ -25,12 +24,6 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
     else:
         shape = config.n_kv_heads, config.d_head, config.d_head
     return [Pool.zeros(pages, *shape, stored, compute) for _ in range(config.n_layers)]
-
-
-def token_bytes(config: ModelConfig, stored: DTypeLike) -> int:
-    """Bytes that one position takes in the pools of all layers."""
-    pools = jax.eval_shape(partial(make_pools, config, 1, stored, jnp.float32))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools)) // PAGE
 
 
 def step(model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[Pool],

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +22,8 @@ from bytescope.model.paged.pool import PAGE, View
 from bytescope.train.errors import UserError
 from bytescope.train.generation.sampling import Draws, choose
 from bytescope.train.generation.source import Model
+from bytescope.train.optimizer.host_offload import device_bytes
+from bytescope.train.parallel.xla_options import for_pallas
 
 # What the arguments of a step are, for its report.
 ROLES = (("^params", "params"), ("^pools", "cache"))
@@ -95,12 +96,12 @@ class Steps:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in the pools of all layers, on one device."""
-        return (_bytes(self.pool_shapes(2)) - _bytes(self.pool_shapes(1)))
+        return device_bytes(self.pool_shapes(1))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters on one device."""
-        return _bytes(self.model.shapes)
+        return device_bytes(self.model.shapes)
 
     def pool_shapes(self, pages: int) -> list[Any]:
         """The pools as ShapeDtypeStruct with shardings: heads over the devices where they divide."""
@@ -149,18 +150,15 @@ class Steps:
         """The same, compiled."""
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._made:
-            with self._for_kernels():
+            with self.for_kernels():
                 traced = self.traced(sizes, rows, width, drawing)
                 self._made[key] = dataclasses.replace(compile_lowered(traced.lower(), exact=False), jaxpr=traced.jaxpr)
         return self._made[key]
 
-    def _for_kernels(self) -> contextlib.AbstractContextManager:
-        """As `Program` has it: which GPU Pallas' kernels are for."""
-        mesh = self.model.layout.mesh
-        if mesh.devices.flat[0].platform != "gpu" or (self.kernel != "triton" and not self.model.config.experts):
-            return contextlib.nullcontext()
-        kind = mesh.abstract_mesh.abstract_device
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))
+    def for_kernels(self) -> contextlib.AbstractContextManager:
+        """A context for the Pallas kernels of the steps, if they have any."""
+        needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
+        return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
 
     def report(self, sizes: Sizes, rows: int, width: int, drawing: bool, target: Target) -> Report:
         """Its memory report."""
@@ -168,7 +166,7 @@ class Steps:
 
     def extra_bytes(self, sizes: Sizes, report: Report) -> int:
         """Bytes on a device that a step takes beyond parameters and pool, the runtime's part included."""
-        return report.predicted_bytes - self.weight_bytes - _bytes(self.pool_shapes(sizes.pages))
+        return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
 
     def run(self, sizes: Sizes, drawing: bool, params: Any, pools: Sequence[Any], tokens: np.ndarray, view: View,
             last: np.ndarray, draws: Draws) -> tuple[np.ndarray, list[Any]]:
@@ -176,8 +174,3 @@ class Steps:
         found, pools = self.compilation(sizes, *tokens.shape, drawing).compiled(
             params, pools, tokens, view, last, draws)
         return np.asarray(found), pools
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of shapes with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

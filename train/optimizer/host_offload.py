@@ -38,6 +38,17 @@ def has_host_memory(device: jax.Device) -> bool:
     return not memories or KIND in {memory.kind for memory in memories}  # a described device lists none
 
 
+def device_bytes(tree: Any) -> int:
+    """Bytes on one device of a tree of arrays or shapes with shardings; those in host memory do not count."""
+    return sum(device_sizes(tree))
+
+
+def device_sizes(tree: Any) -> list[int]:
+    """The same of each leaf that is not in host memory."""
+    return [math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree) if not is_hosted(leaf)]
+
+
 def is_hosted(leaf: Any) -> bool:
     """Whether an array, traced or abstract, is in host memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import jaxlib
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from bytescope.memory.errors import remedy_for
@@ -77,3 +78,10 @@ def xla_remat_pass(enabled: bool) -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_compiler_enable_remat_pass", before)
+
+
+def for_pallas(mesh: Mesh) -> contextlib.AbstractContextManager:
+    """A context that says which GPU Pallas' kernels are for: from jax 0.11 on it asks, and a described one it does not
+    find by itself."""
+    kind = mesh.abstract_mesh.abstract_device
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind))

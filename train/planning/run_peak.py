@@ -1,8 +1,6 @@
 """What a run holds on a device besides a call of the step: the loop's batches, and the run's other programs."""
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +9,9 @@ from flax import nnx
 from bytescope.memory.attribution.runtime_overheads import LoopOverhead
 from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import kept_back
-from bytescope.train.optimizer.host_offload import chosen, is_hosted, turns
+from bytescope.train.optimizer.host_offload import chosen, device_bytes, device_sizes, turns
 from bytescope.train.program import Program, init_state
 from bytescope.train.sample import sample_bytes
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of arrays or shapes with shardings; those in host memory do not count."""
-    return sum(_sizes(tree))
-
-
-def _sizes(tree: Any) -> list[int]:
-    return [math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(tree) if not is_hosted(leaf)]
 
 
 def loop_overhead(program: Program) -> LoopOverhead:
@@ -33,7 +21,8 @@ def loop_overhead(program: Program) -> LoopOverhead:
     update are there already (train/data/feed.py); one call's batch is among its arguments. The metrics of the update
     before are not read yet.
     """
-    return LoopOverhead(waiting=tuple(_sizes(program.batch_shapes)) * (2 * program.calls_per_update - 1), results=1)
+    batch = tuple(device_sizes(program.batch_shapes))
+    return LoopOverhead(waiting=batch * (2 * program.calls_per_update - 1), results=1)
 
 
 def peaks(program: Program) -> dict[str, int]:
@@ -55,8 +44,7 @@ def peaks(program: Program) -> dict[str, int]:
 def _own(lowered: jax.stages.Lowered) -> int:
     """Temporaries and results of a program, bytes on one device."""
     with kept_back():
-        stats = stats_of(lowered.compile())
-    return (stats.temp_bytes or 0) + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
+        return stats_of(lowered.compile()).own_bytes
 
 
 def _init(program: Program) -> Iterator[int]:

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
+from bytescope.memory.generation import arguments
 from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, lengths_of, settle
+from bytescope.model.paged import pool
+from bytescope.model.paged.kernels import KERNELS
 from bytescope.train import cli
+from bytescope.train.generation.source import DTYPES
 from support.browser import body
 from support.described import described
 from support.oracles import require
@@ -27,6 +31,12 @@ def test_figures():
     assert [found.at_once(length) for length in (1, 16, 17, 160, 16_000, 16_001)] == [1000, 1000, 500, 100, 1, 0]
     assert found.to_json()["sequences_of_length"]["8192"] == 1
     assert lengths_of(1000) == [256, 512, 1000] and lengths_of(100) == [100]
+
+
+@pytest.mark.quick
+def test_flags_name_what_there_is():
+    assert arguments.PAGE == pool.PAGE
+    assert set(arguments.KERNELS) == set(KERNELS) and set(arguments.DTYPES) == set(DTYPES)
 
 
 @pytest.mark.quick

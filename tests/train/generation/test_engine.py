@@ -162,7 +162,8 @@ def test_eight_bits_are_close(stored, close):
     x_BTD, _ = decode.step(nnx.merge(model.graph, params), tokens_BT, view, pools, "blocks")
     error = float(jnp.sqrt(jnp.mean((x_BTD - whole) ** 2) / jnp.mean(whole**2)))
     assert 0 < error < close
-    assert decode.token_bytes(model.config, stored) == 2 * 2 * (8 + 4)  # layers, keys and values, width and a scale
+    # Positions, layers, keys and values, width and a scale.
+    assert Steps(model, "blocks", stored).page_bytes == PAGE * 2 * 2 * (8 + 4)
 
 
 @pytest.mark.oracle("transformers")
