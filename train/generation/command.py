@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
 from bytescope.train.generation import arguments
 
@@ -31,7 +30,6 @@ of --out hold prompt, tokens and text. The same command goes on where it was
 stopped. bytescope report --generate shows the memory for any device. To serve
 a model, export it to vLLM.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
-QUIET = 2.0  # seconds between two notes of the progress
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,17 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
-    from bytescope.memory.devices.platform import choose_platform, simulate_devices
-
-    try:
-        args = parse(argv)
-        if choose_platform() == "cpu":  # before jax is imported
-            simulate_devices([f"cpu:{args.fsdp * args.tensor}"])
-        return generate(args)
-    except (ValueError, OSError) as error:
-        if (code := exit_code_of(error)) is None:
-            raise
-        return code
+    return arguments.run(argv, parse, generate)
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -82,12 +70,9 @@ def generate(args: argparse.Namespace) -> int:
     Raises:
       UserError: what the user can mend. DoesNotFit: the weights leave no room for a page.
     """
-    from bytescope.configs import base
     from bytescope.train.generation.source import open_source
     from bytescope.train.generation.text import Prompts
-    from bytescope.train.run.runtime import prepare
 
-    prepare(base.get_config())
     source = open_source(args.source, args.step)
     with Prompts(source, args.chat) as prompts:
         if args.prompts is not None:
@@ -107,7 +92,7 @@ def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> i
     from bytescope.train.run.signals import INTERRUPTED
 
     asked = request(args, tokens, source.ends)
-    engine, _ = open_engine(args, source, len(tokens) + args.max_tokens, 1, args.temperature > 0)
+    engine = open_engine(args, source, len(tokens) + args.max_tokens, 1, args.temperature > 0)
     began = time.perf_counter()
     one = engine.submit(asked)
     try:
@@ -149,7 +134,7 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
             raise UserError(f"{args.prompts} row {longest.number}: {len(longest.asked.tokens)} tokens and "
                             f"--max-tokens={args.max_tokens} are more than the model's {source.length} positions: "
                             "shorten one of them")
-        engine, _ = open_engine(args, source, needed, len(left), args.temperature > 0)
+        engine = open_engine(args, source, needed, len(left), args.temperature > 0)
         return _answer(engine, source, left, len(rows), out)
 
 
@@ -160,29 +145,23 @@ def _answer(engine: Engine, source: Source, left: Sequence[Row], total: int, out
 
     under = {engine.submit(row.asked).number: row for row in left}
     texts = {number: Growing(source.tokenizer, row.stops) for number, row in under.items() if source.tokenizer}
-    began, made, done, note = time.perf_counter(), 0, total - len(left), _progress(total)
+    began, made = time.perf_counter(), 0
     try:
-        while engine.busy:
-            for one in engine.step():
-                made += 1
-                growing = texts.get(one.number)
-                if growing and one.ended != "stop":
-                    growing.add(one.tokens[-1])
-                    if growing.stopped:
-                        engine.finish(one)
-                if one.ended:
-                    row = under.pop(one.number)
+        with _progress(total) as note:
+            while engine.busy:
+                for one in engine.step():
+                    made += 1
+                    growing = texts.get(one.number)
                     if growing:
-                        growing.finish()
-                    _put(row, one, growing.text if growing else None, out)
-                    done += 1
-            note(done, made / (time.perf_counter() - began))
+                        growing.follow(engine, one)
+                    if one.ended:
+                        _put(under[one.number], one, growing.text if growing else None, out)
+                        del under[one.number]
+                note(total - len(under), made / (time.perf_counter() - began))
     except KeyboardInterrupt:
         kept = f" in {out.path}: the same command answers the rest" if out else ""
-        print(f"interrupted: {done} of {total} rows are answered{kept}", file=sys.stderr)
+        print(f"interrupted: {total - len(under)} of {total} rows are answered{kept}", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        note(None, 0.0)
     if out:
         print(f"{out.path}: {total} rows answered")
     _tell(made, time.perf_counter() - began)
@@ -202,25 +181,19 @@ def _put(row: Row, one, text: str | None, out: Answers | None) -> None:
           flush=True)
 
 
-def _progress(total: int) -> Callable[[int | None, float], None]:
-    """A line on a terminal that says how far it is; None ends it."""
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, float], None]]:
+    """A line on a terminal; gives the function that is told how many rows are answered, and tokens a second."""
     from rich.console import Console
 
-    console, last = Console(stderr=True), [0.0]
-    status = console.status(f"0 of {total} answered") if console.is_terminal else None
-    if status:
-        status.start()
-
-    def note(done: int | None, rate: float) -> None:
-        if status and done is None:
-            status.stop()
-        elif status and time.monotonic() - last[0] > QUIET / 10:
-            last[0] = time.monotonic()
-            status.update(f"{done} of {total} answered, {rate:,.0f} tokens/s")
-
-    return note
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, rate: None
+        return
+    with console.status(f"0 of {total} answered") as status:
+        yield lambda done, rate: status.update(f"{done} of {total} answered, {rate:,.0f} tokens/s")
 
 
 def _tell(count: int, seconds: float) -> None:
-    if os.environ.get("TERM") != "dumb" and sys.stderr.isatty():
+    if sys.stderr.isatty():
         print(f"{count:,} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):,.1f} a second", file=sys.stderr)

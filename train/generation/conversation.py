@@ -17,7 +17,7 @@ def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
     """Reads lines until there are no more; what a conversation has said already is not computed again."""
     if source.tokenizer is None:
         raise UserError(f"{source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
-    engine, _ = open_engine(args, source, source.length, 1, args.temperature > 0)
+    engine = open_engine(args, source, source.length, 1, args.temperature > 0)
     print("an empty line or Ctrl-D ends it; Ctrl-C ends an answer", file=sys.stderr)
     said: list[dict[str, Any]] = []
     while True:

@@ -54,8 +54,8 @@ class Engine:
         if not asked.tokens:
             raise UserError("an empty prompt: give at least one token")
         if length > self.sizes.length:
-            raise UserError(f"{len(asked.tokens)} tokens of a prompt and {asked.most} to generate are more than the "
-                            f"model's {self.sizes.length} positions: shorten one of them")
+            raise UserError(f"{len(asked.tokens)} tokens of a prompt and {asked.most} to generate are more than "
+                            f"{self.sizes.length} positions, the most of a sequence here: shorten one of them")
         if -(-length // PAGE) > self.sizes.pages - 1:
             raise UserError(f"{length} positions need {-(-length // PAGE)} pages of {PAGE}, and the pool has "
                             f"{self.sizes.pages - 1}: shorten the request, or give the pool more memory")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -23,7 +25,7 @@ from bytescope.model.paged.pool import PAGE
 from bytescope.train.errors import UserError
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.score import Scorer
-from bytescope.train.generation.source import Model, Source, describe_model
+from bytescope.train.generation.source import Source, describe_model
 from bytescope.train.generation.steps import Sizes, Steps
 
 # Of a CPU's memory, which the system needs too.
@@ -81,12 +83,23 @@ def budget(steps: Steps, sizes: Sizes, limit: int, drawing: Sequence[bool], targ
 
 def with_pages(sizes: Sizes, pages: int) -> Sizes:
     """The same sizes with so many pages."""
-    return Sizes(pages, sizes.sequences, sizes.chunk, sizes.length)
+    return dataclasses.replace(sizes, pages=pages)
 
 
-def describe_here(args: argparse.Namespace, source: Source) -> Model:
-    """The model on the devices of this process."""
-    return describe_model(source.config, jax.devices(), args.fsdp, args.tensor, args.dtype)
+def _steps_here(args: argparse.Namespace, source: Source) -> Steps:
+    """The programs of a source's model for the devices of this process."""
+    return _steps(args, source.config, jax.devices())
+
+
+def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.Device]) -> Steps:
+    model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype)
+    return Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+
+
+def _limit_here(args: argparse.Namespace, device: jax.Device) -> int:
+    """Bytes of a device that may be used: what --limit says, else all, of a CPU's memory half."""
+    available = limit_bytes(device)
+    return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
 
 
 def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> Planned:
@@ -96,62 +109,57 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
       DoesNotFit: no page is left. UserError: what the user can mend.
     """
     devices = target.devices()
-    model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype)
-    steps = Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+    steps = _steps(args, config, devices)
     longest = config.model.max_seq_len
     sizes = sizes_of(args, devices[0].platform, longest, longest, None)
     found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
-    weights = jax.numpy.dtype(model.precision.compute).name
+    weights = jax.numpy.dtype(steps.model.precision.compute).name
     facts = (f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
              f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
              f"{sizes.chunk} tokens")
     return Planned(called(name), facts, found, reports)
 
 
-def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None,
-                drawing: bool) -> tuple[Engine, Budget]:
-    """An engine for requests of up to `needed` positions, its weights loaded; and its memory.
+def open_engine(args: argparse.Namespace, source: Source, needed: int, count: int | None, drawing: bool) -> Engine:
+    """An engine for requests of up to `needed` positions, its weights loaded. A terminal is told its memory before.
 
     count: how many requests there are, None where more may come. drawing: whether any of them draws.
 
     Raises:
       DoesNotFit: the weights leave no room. UserError: what the user can mend.
     """
-    model, device = describe_here(args, source), jax.local_devices()[0]
-    limit = limit_bytes(device)
-    if device.platform == "cpu":
-        limit = int(CPU_SHARE * limit)
-    limit = budget_of(args.limit or "", limit, "--limit")
-    steps = Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
+    steps, device = _steps_here(args, source), jax.local_devices()[0]
+    limit = _limit_here(args, device)
     sizes = sizes_of(args, device.platform, source.length, needed, count)
     console = Console(stderr=True)
     with contextlib.ExitStack() as shown:
         status = shown.enter_context(console.status("compiling")) if console.is_terminal else None
         found, _ = budget(steps, sizes, limit, (drawing,), targets.parse("local"),
                           lambda name: status.update(f"compiling the step of {name}") if status else None)
+    if console.is_terminal:
+        console.print(f"weights {human(found.weights)}, pool {human(found.pool)} for {found.positions:,} positions, "
+                      f"largest step {human(found.step)}; {human(found.limit)} available", highlight=False)
     with _bar(console) as tell:
-        params = source.read(model, tell)
-    return Engine(steps, params, with_pages(sizes, found.pages)), found
+        params = source.read(steps.model, tell)
+    return Engine(steps, params, with_pages(sizes, found.pages))
 
 
-def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> Scorer:
-    """Weights loaded, with programs that score texts of up to `longest` tokens.
+def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
+    """Programs that score texts of up to `longest` tokens, and the weights.
 
     Raises:
-      DoesNotFit: weights and the pages of one text do not. UserError: what the user can mend.
+      DoesNotFit: weights, pages and temporaries do not. UserError: what the user can mend.
     """
-    model, device = describe_here(args, source), jax.local_devices()[0]
-    limit = budget_of(args.limit or "", limit_bytes(device), "--limit")
-    steps = Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
-    chunk = args.chunk or DEFAULTS.get(device.platform, OTHERS)[1]
-    needed = (-(-max(longest, chunk) // PAGE) + 1) * steps.page_bytes
-    if steps.weight_bytes + needed > limit:
-        raise DoesNotFit(f"the weights take {human(steps.weight_bytes)} and the pages of a text {human(needed)} of "
-                         f"{human(limit)}: give a shorter --length, or more devices (--tensor=N or --fsdp=N)")
+    steps, device = _steps_here(args, source), jax.local_devices()[0]
+    limit = _limit_here(args, device)
+    scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
+    if scorer.bytes > limit:
+        raise DoesNotFit(f"scoring {longest:,} tokens takes {human(scorer.bytes)} of {human(limit)}, of which the "
+                         f"weights {human(steps.weight_bytes)}: give a shorter --length, a smaller --chunk, or more "
+                         "devices (--tensor=N or --fsdp=N)")
     with _bar(Console(stderr=True)) as tell:
-        params = source.read(model, tell)
-    return Scorer(steps, params, longest, chunk)
+        return scorer, source.read(steps.model, tell)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
 from bytescope.train.generation import arguments
 
@@ -57,32 +56,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
-    from bytescope.memory.devices.platform import choose_platform, simulate_devices
-
-    try:
-        args = parse(argv)
-        if choose_platform() == "cpu":  # before jax is imported
-            simulate_devices([f"cpu:{args.fsdp * args.tensor}"])
-        score(args)
-    except (ValueError, OSError) as error:
-        if (code := exit_code_of(error)) is None:
-            raise
-        return code
-    return 0
+    return arguments.run(argv, parse, score)
 
 
-def score(args: argparse.Namespace) -> None:
+def score(args: argparse.Namespace) -> int:
     """Scores what is asked.
 
     Raises:
       UserError: what the user can mend. DoesNotFit: the weights leave no room.
     """
-    from bytescope.configs import base
     from bytescope.train.generation.opened import open_scorer
     from bytescope.train.generation.source import open_source
-    from bytescope.train.run.runtime import prepare
 
-    prepare(base.get_config())
     source = open_source(args.source, args.step)
     if args.length is not None and args.length > source.length:
         raise UserError(f"--length={args.length}: the model takes {source.length} positions; give at most that")
@@ -92,9 +77,9 @@ def score(args: argparse.Namespace) -> None:
                for start in range(0, len(text), length) if len(text) - start > 1]
     if not windows:
         raise UserError("nothing to score: give a text of two tokens or more")
-    scorer = open_scorer(args, source, max(len(window) for _, window in windows))
+    scorer, params = open_scorer(args, source, max(len(window) for _, window in windows))
     parts: dict[int, dict[int, Scored]] = {}
-    for found in scorer.score([window for _, window in windows]):
+    for found in scorer.score(params, [window for _, window in windows]):
         parts.setdefault(windows[found.number][0], {})[found.number] = found
     scored = {number: [own[place] for place in sorted(own)] for number, own in sorted(parts.items())}
     if args.text is not None:
@@ -102,6 +87,7 @@ def score(args: argparse.Namespace) -> None:
     _show(scored)
     if args.out:
         _write(args.out, scored)
+    return 0
 
 
 def _texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:

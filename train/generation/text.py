@@ -49,6 +49,14 @@ class Growing:
         """The rest of the text, when no token follows."""
         return "" if self.stopped else self._show(self.tokenizer.decode(self._tokens), final=True)
 
+    def follow(self, engine: Engine, one: Running) -> str:
+        """Takes the newest token of a request, and ends the request where a stop string came; returns the text that is
+        new."""
+        new = "" if one.ended == "stop" else self.add(one.tokens[-1])
+        if self.stopped:
+            engine.finish(one)
+        return new + (self.finish() if one.ended else "")
+
     def _show(self, whole: str, final: bool) -> str:
         found = [place for stop in self.stops if (place := whole.find(stop)) >= 0]
         if found:
@@ -136,12 +144,6 @@ def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -
     growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None
     while not one.ended:
         for _ in engine.step():
-            if one.ended == "stop":
-                continue
-            new = growing.add(one.tokens[-1]) if growing else f"{one.tokens[-1]} "
+            new = growing.follow(engine, one) if growing else f"{one.tokens[-1]} "
             print(shown(new), end="", flush=True)
-            if growing and growing.stopped:
-                engine.finish(one)
-    if growing:
-        print(shown(growing.finish()), end="", flush=True)
     return growing.text if growing else ""
