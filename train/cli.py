@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from types import ModuleType
 
 from bytescope.memory import __main__ as memory_commands
 from bytescope.memory.errors import exit_code_of
 from bytescope.train.errors import UserError
 
-# Command of the trainer -> what it does; memory/__main__.py has the others.
+# Command of the trainer -> (module with parse(argv) and main(argv) -> exit code, what it does); memory/__main__.py has
+# the others.
 TRAINER = {
-    "train": "train a transformer, its memory known before the first step",
-    "prepare": "turn text into token shards, which train reads fast",
-    "generate": "text from a run or a folder of weights, with a paged cache",
-    "score": "log-probabilities and perplexity of texts under a run or a folder",
-    "export": "write the model of a run as a folder that transformers loads",
-    "completion": "print a script that completes commands in bash, zsh or fish",
+    "train": ("__main__", "train a transformer, its memory known before the first step"),
+    "prepare": ("data.prepare", "turn text into token shards, which train reads fast"),
+    "generate": ("generation.command", "text from a run or a folder of weights, with a paged cache"),
+    "score": ("generation.score_command", "log-probabilities and perplexity of texts under a run or a folder"),
+    "export": ("export.command", "write the model of a run as a folder that transformers loads"),
+    "completion": ("completion.command", "print a script that completes commands in bash, zsh or fish"),
 }
 GROUPS = {
     "train": ("train", "prepare", "generate", "score", "export"),
@@ -49,7 +52,12 @@ def overview() -> str:
 
 def summary(command: str) -> str:
     """What a command does, in a line."""
-    return TRAINER.get(command) or memory_commands.COMMANDS[command][1]
+    return (TRAINER.get(command) or memory_commands.COMMANDS[command])[1]
+
+
+def _module(command: str) -> ModuleType:
+    """The module of a command of the trainer, imported when it is needed: some bring jax along."""
+    return importlib.import_module(f"bytescope.train.{TRAINER[command][0]}")
 
 
 def version() -> str:
@@ -70,30 +78,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: an unknown command or argument; it has an `exit_code`.
     """
     command, *rest = argv or [""]
-    if command == "train":
-        from bytescope.train.__main__ import parse as parse_train
-
-        return parse_train(rest)
-    if command == "prepare":
-        from bytescope.train.data.prepare import parse as parse_prepare
-
-        return parse_prepare(rest)
-    if command == "generate":
-        from bytescope.train.generation.command import parse as parse_generate
-
-        return parse_generate(rest)
-    if command == "score":
-        from bytescope.train.generation.score_command import parse as parse_score
-
-        return parse_score(rest)
-    if command == "export":
-        from bytescope.train.export.command import parse as parse_export
-
-        return parse_export(rest)
-    if command == "completion":
-        from bytescope.train.completion.command import parse as parse_completion
-
-        return parse_completion(rest)
+    if command in TRAINER:
+        return _module(command).parse(rest)
     from bytescope.train.planning.adapter import Adapter
 
     args, args.overrides = memory_commands.parse(_known(argv), Adapter())
@@ -129,30 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] in ("-V", "--version"):
         print(version())
         return 0
-    if argv[0] == "train":
-        from bytescope.train.__main__ import main as train
-
-        return train(argv[1:])
-    if argv[0] == "prepare":
-        from bytescope.train.data.prepare import main as prepare
-
-        return prepare(argv[1:])
-    if argv[0] == "generate":
-        from bytescope.train.generation.command import main as generate
-
-        return generate(argv[1:])
-    if argv[0] == "score":
-        from bytescope.train.generation.score_command import main as score
-
-        return score(argv[1:])
-    if argv[0] == "export":
-        from bytescope.train.export.command import main as export
-
-        return export(argv[1:])
-    if argv[0] == "completion":
-        from bytescope.train.completion.command import main as completion
-
-        return completion(argv[1:], {name: summary(name) for names in GROUPS.values() for name in names})
+    if argv[0] == "completion":  # which wants to know every other
+        return _module(argv[0]).main(argv[1:], {name: summary(name) for names in GROUPS.values() for name in names})
+    if argv[0] in TRAINER:
+        return _module(argv[0]).main(argv[1:])
     try:
         return memory_commands.main(_known(argv))
     except UserError as error:
