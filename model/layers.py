@@ -146,7 +146,7 @@ class _Product:
     """One product of an activation: `name` of its scope, `spec` of its einsum, logical `axes` of the weight.
 
     frozen: whether the weight is; then the product has no gradient of it, and keeps no activation for one.
-    stored: how a quantized weight is stored, a row of BASES and its matrix; None of others.
+    stored: how a quantized weight is stored, a row of FORMATS and its matrix; None of others.
     """
 
     name: str

@@ -4,6 +4,10 @@
 asks for it is refused.
 """
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
@@ -76,7 +80,27 @@ def tag(x: jax.Array, name: str) -> jax.Array:
     """
     if name not in NAMES:
         raise KeyError(f"checkpoint name {name!r} is not in model/names.py")
+    if (found := _FOUND.get()) is not None:
+        found[name] = x
     return checkpoint_name(x, name)
+
+
+_FOUND: ContextVar[dict[str, jax.Array] | None] = ContextVar("found", default=None)
+
+
+@contextlib.contextmanager
+def found_names() -> Iterator[dict[str, jax.Array]]:
+    """A dict of what is tagged while it lasts, by name: values of the trace under way, which may return them.
+
+    Of one block under no checkpoint and with the naive attention kernel: what is tagged in an inner trace, such as that
+    of a loop or of a function with a gradient of its own, is not to be read outside of it.
+    """
+    found: dict[str, jax.Array] = {}
+    token = _FOUND.set(found)
+    try:
+        yield found
+    finally:
+        _FOUND.reset(token)
 
 
 def names_in(jaxpr: core.Jaxpr) -> set[str]:

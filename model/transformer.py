@@ -17,7 +17,7 @@ from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import HERE, Placement
 from bytescope.model.precision import Precision
-from bytescope.model.quantized.table import BASES
+from bytescope.model.quantized.table import FORMATS
 from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
 from bytescope.model.remat.policies import RematPlan, Segment
@@ -42,7 +42,7 @@ class Transformer(nnx.Module):
       place: shards activations, parameters and gradients over the mesh.
       ahead: layers in one turn of the loop over them, so that it can look ahead; of this and `config.unroll` the
         larger counts.
-      base: how the weights of the blocks' products are stored, a row of BASES; all but bf16 are frozen.
+      base: how the weights of the blocks' products are stored, a row of FORMATS; all but bf16 are frozen.
       lora: adapters of the blocks, None for none; all other parameters have the same values with them.
       order: of each stack the layer that each of its rows holds, -1 for a row of none; None for all in their order.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
@@ -76,7 +76,7 @@ class Transformer(nnx.Module):
     def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
         made = Block(self.config, self.precision, self.place, routed=routed, lora=self.lora,
                      rngs=nnx.Rngs(params=key))
-        return quantized(made, base) if BASES[base] else made
+        return quantized(made, base) if FORMATS[base] else made
 
     def _init_stack(self, key_N: jax.Array, routed: bool, base: str) -> Block:
         def block(key: jax.Array) -> Block:
@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
 
         graph, _ = nnx.split(nnx.eval_shape(partial(block, key_N[0])))
         # One layer after the other where they are quantized, so that no more than one is wide.
-        each = jax.lax.map if BASES[base] else lambda one, keys: jax.vmap(one)(keys)
+        each = jax.lax.map if FORMATS[base] else lambda one, keys: jax.vmap(one)(keys)
         return nnx.merge(graph, each(lambda key: nnx.split(block(key))[1], key_N))
 
     def hidden(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,

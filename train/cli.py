@@ -21,11 +21,12 @@ TRAINER = {
     "prepare": ("data.prepare", "turn text into token shards, which train reads fast"),
     "generate": ("generation.command", "text from a run or a folder of weights, with a paged cache"),
     "score": ("generation.score_command", "log-probabilities and perplexity of texts under a run or a folder"),
+    "quantize": ("quantize.command", "write a model in 4 bits with scales that a text asks for (AWQ)"),
     "export": ("export.command", "write the model of a run as a folder that transformers loads"),
     "completion": ("completion.command", "print a script that completes commands in bash, zsh or fish"),
 }
 GROUPS = {
-    "train": ("train", "prepare", "generate", "score", "export"),
+    "train": ("train", "prepare", "generate", "score", "quantize", "export"),
     "measure": ("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
     "plan": ("compare", "levers", "front", "fit", "pipeline"),
     "list": ("configs", "targets", "keys", "policies", "completion"),

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generate", action="store_true", help="report on generating from the config's model in the "
                         "place of training it: weights, pool of keys and values, sequences that fit")
     generating = parser.add_argument_group("with --generate")
-    for add in (pool.add_dtype, pool.add_devices, pool.add_pool):
+    for add in (pool.add_dtype, pool.add_weights, pool.add_devices, pool.add_pool):
         add(generating)
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)

@@ -10,6 +10,8 @@ from bytescope.memory.errors import ReportError
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 KERNELS = ("blocks", "gather", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
+# How weights of the blocks may be stored: rows of FORMATS of model/quantized/table.py.
+WEIGHTS = ("int4_g32", "int4_g64", "int4_g128", "nf4", "int8")
 PAGE = 16  # positions of a page, as in model/paged/pool.py
 FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> least value
 
@@ -18,6 +20,12 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
     """What weights and arithmetic are in."""
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", default="", help="float32, bfloat16 or float16, of "
                         "weights and arithmetic (default: float32 on a CPU, else bfloat16)")
+
+
+def add_weights(parser: argparse._ActionsContainer) -> None:
+    """How weights of a config are stored; a folder says so itself."""
+    parser.add_argument("--weights", choices=WEIGHTS, metavar="NAME", default="", help=f"{', '.join(WEIGHTS)}: of the "
+                        "blocks, unpacked layer by layer; int4 as bytescope quantize writes them (default: --dtype)")
 
 
 def add_devices(parser: argparse._ActionsContainer) -> None:
@@ -55,5 +63,5 @@ def check(args: argparse.Namespace) -> None:
 def given(args: argparse.Namespace) -> list[tuple[str, object]]:
     """(flag, value) of those that are not as they are without being given."""
     usual = {"dtype": "", "tensor": 1, "fsdp": 1, "sequences": None, "length": None, "chunk": None, "kv": "compute",
-             "kernel": "blocks"}
-    return [(name, value) for name, default in usual.items() if (value := getattr(args, name)) != default]
+             "kernel": "blocks", "weights": ""}
+    return [(name, value) for name, default in usual.items() if (value := getattr(args, name, default)) != default]

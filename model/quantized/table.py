@@ -1,9 +1,13 @@
-"""How frozen weights of the blocks are stored: one row per `lora.base`, and the arrays that a weight becomes."""
+"""How frozen weights of the blocks are stored: the arrays that a weight becomes.
+
+BASES has a row per `lora.base`, FORMATS those and what only folders that are quantized already have.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from bytescope.model.placement import Axes, Placement
-from bytescope.model.quantized import absmax, int8, nf4
+from bytescope.model.quantized import absmax, groups, int8, nf4
 
 CHUNK = 2**18  # numbers that one thread of the host quantizes at once: they stay in its caches
 
@@ -47,11 +51,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One row of the table. Names of arrays are keys of the dicts.
+    """How a weight is stored. Names of arrays are keys of the dicts.
 
     block: inputs that share a scale; 0 for all. parts: what a weight is stored as.
-    encode: weights [outputs, inputs], of some outputs -> codes and scales of these outputs, on the host.
-    finish: codes and scales of all outputs -> the arrays, in the shapes of `parts`.
     on_device: weights [inputs, outputs] -> the arrays, output dimensions flattened.
     decode: the arrays -> float32 weights [inputs, ...], output dimensions as they are.
     """
@@ -59,10 +61,20 @@ class Format:
     summary: str
     block: int
     parts: Callable[[Matrix], dict[str, Part]]
-    encode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-    finish: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
     on_device: Callable[[jax.Array], dict[str, jax.Array]]
     decode: Callable[[Mapping[str, jax.Array]], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Base(Format):
+    """A row of `lora.base`: weights are quantized as they are read, too.
+
+    encode: weights [outputs, inputs], of some outputs -> codes and scales of these outputs, on the host.
+    finish: codes and scales of all outputs -> the arrays, in the shapes of `parts`.
+    """
+
+    encode: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    finish: Callable[[np.ndarray, np.ndarray], dict[str, np.ndarray]]
 
 
 def _nf4_parts(matrix: Matrix) -> dict[str, Part]:
@@ -96,30 +108,49 @@ def _int8_parts(matrix: Matrix) -> dict[str, Part]:
             "scales": Part(matrix.outputs, jnp.float32, axes[1:])}
 
 
+def _groups_parts(size: int, matrix: Matrix) -> dict[str, Part]:
+    inputs, axes = matrix.sizes[0], (matrix.axes[0], *matrix.axes[matrix.inputs:])
+    of_group = (inputs // size, *matrix.outputs)
+    return {"codes": Part((inputs // 2, *matrix.outputs), jnp.uint8, axes), "zeros": Part(of_group, jnp.uint8, axes),
+            "scales": Part(of_group, jnp.float16, axes)}
+
+
+def _groups_on_device(size: int, w_IO: jax.Array) -> dict[str, jax.Array]:
+    codes, zeros, scales = groups.encode(w_IO.astype(jnp.float32), size)
+    return {"codes": groups.pack(codes), "zeros": zeros, "scales": scales}
+
+
 # What `lora.base` may be -> how it is stored; None: wide.
-BASES: Mapping[str, Format | None] = {
+BASES: Mapping[str, Base | None] = {
     "bf16": None,
-    "nf4": Format("4-bit NormalFloat, scales of blocks of 64 in 8 bits", nf4.BLOCK, _nf4_parts, nf4.encode, _nf4_finish,
-                  _nf4_on_device, _nf4_decode),
-    "int8": Format("8 bits, one scale per output", 0, _int8_parts, int8.encode,
-                   lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
-                   lambda w_IO: dict(zip(("codes", "scales"), int8.encode_on_device(w_IO))),
-                   lambda parts: int8.decode(parts["codes"], parts["scales"])),
+    "nf4": Base("4-bit NormalFloat, scales of blocks of 64 in 8 bits", nf4.BLOCK, _nf4_parts, _nf4_on_device,
+                _nf4_decode, nf4.encode, _nf4_finish),
+    "int8": Base("8 bits, one scale per output", 0, _int8_parts,
+                 lambda w_IO: dict(zip(("codes", "scales"), int8.encode_on_device(w_IO))),
+                 lambda parts: int8.decode(parts["codes"], parts["scales"]), int8.encode,
+                 lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O}),
 }
+# The same and, by their groups, what `bytescope quantize` and AWQ write.
+FORMATS: Mapping[str, Format | None] = {**BASES, **{
+    f"int4_g{size}": Format(f"4 bits, scale and zero point of groups of {size}", size, partial(_groups_parts, size),
+                            partial(_groups_on_device, size),
+                            lambda parts: groups.decode(groups.unpack(parts["codes"]), parts["zeros"], parts["scales"]))
+    for size in groups.SIZES}}
 
 
 def check_blocks(base: str, name: str, matrix: Matrix, shards: int = 1) -> None:
     """Raises ValueError where the inputs of a weight `name`, shared by so many devices, are not whole blocks."""
-    block, inputs = BASES[base].block or 1, matrix.sizes[0]
+    block, inputs = FORMATS[base].block or 1, matrix.sizes[0]
     if inputs % (block * shards):
         over, what = (f" on each of {shards} devices", "the mesh") if shards > 1 else ("", "the size")
-        raise ValueError(f"lora.base={base}: the {inputs} inputs of {name} are not whole blocks of {block}{over}: "
-                         f"change {what}, or set lora.base=int8")
+        shown, remedy = (f"lora.base={base}", ", or set lora.base=int8") if base in BASES else (base, "")
+        raise ValueError(f"{shown}: the {inputs} inputs of {name} are not whole blocks of {block}{over}: "
+                         f"change {what}{remedy}")
 
 
 def parts_of(base: str, matrix: Matrix) -> dict[str, Part]:
     """The arrays that a weight is stored as."""
-    return BASES[base].parts(matrix)
+    return FORMATS[base].parts(matrix)
 
 
 def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
@@ -141,13 +172,13 @@ def quantize(base: str, matrix: Matrix, pieces: Iterable[np.ndarray]) -> dict[st
 
 def quantize_on_device(base: str, matrix: Matrix, w: jax.Array) -> dict[str, jax.Array]:
     """The arrays of a weight that is on a device; the same numbers on every mesh."""
-    found = BASES[base].on_device(w.reshape(matrix.sizes))
-    return {name: found[name].reshape(part.shape) for name, part in BASES[base].parts(matrix).items()}
+    found = FORMATS[base].on_device(w.reshape(matrix.sizes))
+    return {name: found[name].reshape(part.shape) for name, part in FORMATS[base].parts(matrix).items()}
 
 
 def dequantize(base: str, matrix: Matrix, arrays: Mapping[str, jax.Array], dtype: DTypeLike,
                place: Placement) -> jax.Array:
     """The weight in `dtype` and its own shape. Devices that share it in storage alone (ZeRO-3) exchange the codes."""
-    row = BASES[base]
+    row = FORMATS[base]
     whole = {name: place.weight(arrays[name], part.axes) for name, part in row.parts(matrix).items()}
     return row.decode(whole).astype(dtype).reshape(matrix.shape)

@@ -5,24 +5,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from bytescope.model.placement import Placement
-from bytescope.model.quantized.table import BASES, Matrix, check_blocks, dequantize, quantize_on_device
+from bytescope.model.quantized.table import FORMATS, Matrix, check_blocks, dequantize, quantize_on_device
 
 # The matrices of a block that are quantized, as bitsandbytes has it: all but adapters, norms and biases.
 WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down")
 
 
 class Quantized(nnx.Module):
-    """A weight that is stored as the row `base` of BASES says; each array of that row is an attribute."""
+    """A weight that is stored as the row `base` of FORMATS says; each array of that row is an attribute."""
 
     def __init__(self, base: str, matrix: Matrix, w: jax.Array):
         self.base, self.matrix = base, matrix
-        parts = BASES[base].parts(matrix)
+        parts = FORMATS[base].parts(matrix)
         for name, array in quantize_on_device(base, matrix, w).items():
             setattr(self, name, nnx.Param(array, axes=parts[name].axes, contracted=False, wide=False, frozen=True))
 
     def arrays(self) -> dict[str, jax.Array]:
         """What is stored, by name."""
-        return {name: getattr(self, name)[...] for name in BASES[self.base].parts(self.matrix)}
+        return {name: getattr(self, name)[...] for name in FORMATS[self.base].parts(self.matrix)}
 
     def read(self, dtype: DTypeLike, place: Placement) -> jax.Array:
         """The weight in `dtype`, gathered for the computation; no gradient goes to what is stored."""
@@ -30,7 +30,7 @@ class Quantized(nnx.Module):
 
 
 def quantized(block: nnx.Module, base: str) -> nnx.Module:
-    """The block with the weights of its products stored as the row `base` of BASES says; in place.
+    """The block with the weights of its products stored as the row `base` of FORMATS says; in place.
 
     Raises:
       ValueError: a weight whose inputs are not whole blocks.
@@ -53,6 +53,6 @@ def matrix_of(p: nnx.Param) -> Matrix:
 
 
 def quantized_weights(model: nnx.Module) -> dict[str, tuple[str, Matrix]]:
-    """The dotted path of every quantized weight, such as `blocks.attention.w_q` -> its row of BASES, its matrix."""
+    """The dotted path of every quantized weight, such as `blocks.attention.w_q` -> its row of FORMATS, its matrix."""
     return {".".join(map(str, path)): (node.base, node.matrix) for path, node in nnx.iter_graph(model)
             if isinstance(node, Quantized)}

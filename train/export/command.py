@@ -19,6 +19,7 @@ from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError, exit_code_of
 from bytescope.memory.units import human, parse_bytes
 from bytescope.train.errors import UserError
+from bytescope.train.export.out_folder import disk_told, move, refuse_used
 
 if TYPE_CHECKING:  # they bring jax along, which the parser does not need
     from bytescope.train.export.saved_run import SavedRun
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         args = parse(argv)
-        with _disk_told(args.out):
+        with disk_told(args.out):
             export(args)
     except (UserError, ReportError) as error:
         return exit_code_of(error)
@@ -86,7 +87,7 @@ def export(args: argparse.Namespace) -> None:
     """
     from bytescope.train.export.saved_run import SavedRun
 
-    _refuse_used(args.out, args.force)
+    refuse_used(args.out, args.force)
     run = SavedRun.open(args.run, args.step)
     origin = os.path.expanduser(run.config.init.folder)
     if origin and os.path.realpath(origin) == os.path.realpath(args.out):
@@ -96,35 +97,10 @@ def export(args: argparse.Namespace) -> None:
     partial.mkdir(parents=True)
     try:
         lines = _write(run, partial, DTYPES.get(args.dtype), args.shard_bytes, args.merge)
-        _move(partial, args.out)
+        move(partial, args.out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print("\n".join([f"{args.out}: step {run.step} of {args.run}", *lines]))
-
-
-def _refuse_used(out: Path, force: bool) -> None:
-    if not os.path.lexists(out):
-        return
-    if not out.is_dir() or out.is_symlink():
-        raise UserError(f"{out} is no folder: give a new or empty one")
-    names = {path.name for path in out.iterdir()}
-    if not names:
-        return
-    if not force:
-        raise UserError(f"{out} is not empty: give a new or empty folder, or --force to replace the model in it")
-    described = names & {"config.json", "adapter_config.json"}
-    if not described or not any(name.endswith(".safetensors") for name in names):
-        raise UserError(f"{out} holds no model, and --force replaces nothing else: give another folder")
-
-
-def _move(partial: Path, out: Path) -> None:
-    """Puts the finished folder in its place; what was there goes once the new one is."""
-    old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        out.rename(old)
-    partial.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge: bool) -> list[str]:
@@ -210,13 +186,3 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda size: bar.advance(task, size)
-
-
-@contextlib.contextmanager
-def _disk_told(out: Path) -> Iterator[None]:
-    """Turns an error of the disk into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{error.filename or out} cannot be written or read ({error.strerror or error}): make room, or "
-                        "choose another folder; nothing was left there") from error

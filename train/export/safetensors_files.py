@@ -21,26 +21,30 @@ ALIGNED = 8  # bytes that a header's length is a multiple of
 class Files:
     """The files of a model in `folder`, each of at most `most` bytes of tensors unless one tensor has more.
 
-    Their room is taken at once, so that a full disk shows before anything is computed.
+    Their room is taken at once, so that a full disk shows before anything is computed. Tensors are anything with `name`,
+    `dtype` (the format's name), `shape` and `nbytes`.
+
+    Args:
+      keep: files that are there already, of the same tensors, stay as they are; `kept` is whether all of them did.
 
     Raises:
       OSError: the disk is full, or cannot be written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int):
-        self._folder, self._places = folder, {}
+    def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int, keep: bool = False):
+        self._folder, self._places, self.kept = folder, {}, keep
         shards = _split(tensors, most)
         self.names = [SINGLE] if len(shards) == 1 else [
             f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         for name, shard in zip(self.names, shards):
-            self._begin(name, shard)
+            self._begin(name, shard, keep)
         if len(shards) > 1:
             index = {"metadata": {"total_size": self.nbytes},
                      "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors}}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _begin(self, name: str, shard: Sequence[Tensor]) -> None:
+    def _begin(self, name: str, shard: Sequence[Tensor], keep: bool) -> None:
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
         for tensor in shard:
@@ -51,10 +55,13 @@ class Files:
         header += b" " * (-len(header) % ALIGNED)
         for tensor in shard:
             self._places[tensor.name] = name, 8 + len(header) + entries[tensor.name]["data_offsets"][0]
+        begin, size = len(header).to_bytes(8, "little") + header, 8 + len(header) + end
+        if keep and _begins(self._folder / name, begin, size):
+            return
+        self.kept = False
         with open(self._folder / name, "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(begin)
             file.flush()
-            size = 8 + len(header) + end
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
@@ -70,11 +77,26 @@ class Files:
             if (written := file.tell() - start) != tensor.nbytes:
                 raise ValueError(f"{tensor.name} has {written} bytes, not {tensor.nbytes}")
 
+    def read(self, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+        """A tensor that was written. Raises OSError: the disk cannot be read."""
+        name, start = self._places[tensor.name]
+        with open(self._folder / name, "rb") as file:
+            file.seek(start)
+            return np.frombuffer(file.read(tensor.nbytes), dtype).reshape(tensor.shape)
+
     def sync(self) -> None:
         """Returns when all of it is on the disk."""
         for name in self.names:
             with open(self._folder / name, "rb") as file:
                 os.fsync(file.fileno())
+
+
+def _begins(path: Path, begin: bytes, size: int) -> bool:
+    """Whether a file is there that begins so and has this size."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(begin)) == begin
 
 
 def _split(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:

@@ -22,10 +22,11 @@ from bytescope.memory.plan.trainer import called
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 from bytescope.model.paged.pool import PAGE
+from bytescope.model.quantized.table import FORMATS
 from bytescope.train.errors import UserError
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.score import Scorer
-from bytescope.train.generation.source import Source, describe_model
+from bytescope.train.generation.source import WIDE, Source, describe_model
 from bytescope.train.generation.steps import Sizes, Steps
 
 # Of a CPU's memory, which the system needs too.
@@ -88,11 +89,11 @@ def with_pages(sizes: Sizes, pages: int) -> Sizes:
 
 def _steps_here(args: argparse.Namespace, source: Source) -> Steps:
     """The programs of a source's model for the devices of this process."""
-    return _steps(args, source.config, jax.devices())
+    return _steps(args, source.config, jax.devices(), source.base)
 
 
-def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.Device]) -> Steps:
-    model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype)
+def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.Device], base: str) -> Steps:
+    model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype, base)
     return Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
 
 
@@ -109,12 +110,15 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
       DoesNotFit: no page is left. UserError: what the user can mend.
     """
     devices = target.devices()
-    steps = _steps(args, config, devices)
+    base = args.weights or WIDE
+    steps = _steps(args, config, devices, base)
     longest = config.model.max_seq_len
     sizes = sizes_of(args, devices[0].platform, longest, longest, None)
     found, reports = budget(steps, sizes, target.limit_bytes, (False, True), target)
     share = f"sharded over fsdp {args.fsdp} x tensor {args.tensor}" if args.fsdp * args.tensor > 1 else "one device"
     weights = jax.numpy.dtype(steps.model.precision.compute).name
+    if base != WIDE:
+        weights = f"{FORMATS[base].summary}, the rest {weights}"
     facts = (f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
              f"{sizes.sequences} sequences of up to {sizes.length:,} positions at once, prompts in steps of "
              f"{sizes.chunk} tokens")

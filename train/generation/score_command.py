@@ -92,21 +92,12 @@ def score(args: argparse.Namespace) -> int:
 
 def _texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
     """The tokens of each text."""
-    from bytescope.train.generation.answers import read_rows
-    from bytescope.train.generation.text import Prompts
+    from bytescope.train.generation.text import Prompts, read_texts
 
     with Prompts(source, chat=False) as prompts:
         if args.text is not None:
             return [prompts.of_row({"text": args.text}, "--text")]
-        if args.texts.suffix == ".jsonl":
-            return [prompts.of_row(row, f"{args.texts} row {number}")
-                    for number, row in enumerate(read_rows(args.texts, "--texts"))]
-        try:
-            return [prompts.of_row({"text": args.texts.read_text(encoding="utf-8")}, str(args.texts))]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise UserError(f"--texts={args.texts} cannot be read ({reason}): give a file of text, or rows in a .jsonl "
-                            "file") from None
+        return read_texts(prompts, args.texts, "--texts")
 
 
 def mean_of(found: Sequence[Scored]) -> tuple[int, float]:

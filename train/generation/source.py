@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from bytescope.configs import base
+from bytescope.configs import base as trainer
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.experts.kernels import choose_moe_kernel
 from bytescope.model.transformer import logical_axes
@@ -26,16 +27,18 @@ from bytescope.train.export.tensors import Parameters
 from bytescope.train.export.tokenizer_files import text_of
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
+from bytescope.train.quantize.read import PackedFolder, load_packed
 from bytescope.train.run.workdir import CHECKPOINTS
 from bytescope.train.weights.finetune import config_of
-from bytescope.train.weights.folder import CONFIG, Folder, read_config
+from bytescope.train.weights.folder import CONFIG, Folder
 from bytescope.train.weights.hf_config import describe
-from bytescope.train.weights.leaves import parameters_of
+from bytescope.train.weights.leaves import PACKED, checkpoint_leaves, parameters_of
 from bytescope.train.weights.load import load_params
 from bytescope.train.weights.stacks import by_array
 
 # A dtype to compute in -> the row of precisions that has it.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+WIDE = "bf16"  # the row of FORMATS of weights that are not quantized, whatever their dtype
 Tell = Callable[[int, int], None]  # called with the bytes read and the bytes to read
 
 
@@ -61,17 +64,20 @@ class Source:
 
     Fields:
       title: for people. config: the model's and its tokenizer's. read: the parameters of a model with this config.
+      parameter: one of them, by our dotted path with the numbers of layer and expert; None where they are quantized.
       tokenizer: None where there is none; then requests are token ids. begin: ids before a text. ends: ids that end an
-      answer. length: positions of a sequence at most.
+      answer. length: positions of a sequence at most. base: how weights are stored, a row of FORMATS.
     """
 
     title: str
     config: ConfigDict
     read: Callable[[Model, Tell], Any]
+    parameter: Callable[[str], np.ndarray] | None
     tokenizer: Tokenizer | None
     begin: tuple[int, ...]
     ends: frozenset[int]
     length: int
+    base: str = WIDE
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
@@ -87,16 +93,26 @@ def open_source(path: Path, step: int | None = None) -> Source:
     if not os.path.isfile(path / CONFIG):
         raise UserError(f"{path} is neither a run nor a folder of weights: give the folder that bytescope train wrote, "
                         "or one with a config.json as transformers has it")
-    config, folder = config_of(str(path)), Folder.open(path)
-    window = describe(read_config(str(path)), str(path / CONFIG), ()).window
+    config, folder = config_of(str(path), leave_out=(PACKED,)), Folder.open(path)
+    model = ModelConfig.from_dict(config.model)
+    packed = PackedFolder.open(folder, model)
+    raw = {key: value for key, value in folder.config.items() if key != PACKED}
+    window = describe(raw, str(path / CONFIG), ()).window
     ends = folder.config.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     tokenizer = None
     if os.path.isfile(path / "tokenizer.json"):
         tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
-    return Source(str(path), config, lambda model, tell: load_params(folder, model.config, model.shapes, tell),
-                  tokenizer, tokenizer.around[0] if tokenizer else (), frozenset(ends),
-                  min(config.model.max_seq_len, window or config.model.max_seq_len))
+    if packed:
+        def read(model: Model, tell: Tell) -> Any:
+            return load_packed(packed, model.shapes, tell)
+    else:
+        def read(model: Model, tell: Tell) -> Any:
+            return load_params(folder, model.config, model.shapes, tell)
+    leaves = functools.cache(lambda: checkpoint_leaves(folder, model))
+    return Source(str(path), config, read, None if packed else lambda name: leaves()[name].read(), tokenizer,
+                  tokenizer.around[0] if tokenizer else (), frozenset(ends),
+                  min(config.model.max_seq_len, window or config.model.max_seq_len), packed.base if packed else WIDE)
 
 
 def _of_run(run: SavedRun) -> Source:
@@ -118,19 +134,20 @@ def _of_run(run: SavedRun) -> Source:
             tell(done, total)
         return tree.unflatten(found)
 
-    return Source(f"step {run.step} of {run.workdir}", run.config, read,
+    return Source(f"step {run.step} of {run.workdir}", run.config, read, lambda name: whole(parameters.read(name)),
                   load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
                   (), frozenset(() if text.end is None else [text.end]), run.config.model.max_seq_len)
 
 
 def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
-                   dtype: str = "") -> Model:
+                   dtype: str = "", base: str = WIDE) -> Model:
     """The model of a config on fsdp x tensor devices.
 
-    dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere.
+    dtype: of its parameters, to compute in, a row of DTYPES; "" for float32 on a CPU, bfloat16 elsewhere. base: how the
+    weights of its blocks are stored, a row of FORMATS.
 
     Raises:
-      UserError: it does not divide over them.
+      UserError: it does not divide over them, or inputs of a weight are no whole groups.
     """
     if fsdp * tensor > len(devices):
         raise UserError(f"--fsdp={fsdp} --tensor={tensor}: {fsdp * tensor} devices are needed, and there are "
@@ -143,11 +160,14 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
     model = ModelConfig.from_dict(ConfigDict(keys))
     if model.experts:
         model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
-    settings = base.get_config().precision
+    settings = trainer.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
     precision = Precision.of(settings)
     precision = dataclasses.replace(precision, param=precision.compute)
-    abstract = nnx.eval_shape(lambda: Transformer(model, precision, rngs=nnx.Rngs(params=0)))
+    try:
+        abstract = nnx.eval_shape(lambda: Transformer(model, precision, base=base, rngs=nnx.Rngs(params=0)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     graph, state = nnx.split(abstract)
 
     def place(path: tuple, axes: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

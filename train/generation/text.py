@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bytescope.memory.text.console import safe
@@ -12,6 +13,7 @@ from bytescope.train.data.examples.content import Chat, Malformed
 from bytescope.train.data.examples.template import Renderer, find_template
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.errors import UserError
+from bytescope.train.generation.answers import read_rows
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.request import Running
 from bytescope.train.generation.source import Source
@@ -136,6 +138,22 @@ class Prompts:
         if self.source.tokenizer is None:
             raise UserError(f"{self.source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
         return self.source.tokenizer
+
+
+def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]:
+    """The tokens of each row of a .jsonl file, or of any other file as one text.
+
+    Raises:
+      UserError: it cannot be read, or a row has no text; `flag` names it.
+    """
+    if path.suffix == ".jsonl":
+        return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
+    try:
+        return [prompts.of_row({"text": path.read_text(encoding="utf-8")}, str(path))]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of text, or rows in a .jsonl "
+                        "file") from None
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:

@@ -32,16 +32,17 @@ MAY_DIFFER = ("norm_eps", "rope_theta", "rope_scaling", "dropout", "max_seq_len"
 OWN = ("init_std", "dropout")
 
 
-def config_of(folder: str, given: Collection[str] = ()) -> ConfigDict:
+def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[str] = ()) -> ConfigDict:
     """The config `hf:FOLDER`: the model of config.json, its weights and tokenizer, and settings to train it further.
 
-    given: dotted keys of the command line, which win.
+    given: dotted keys of the command line, which win. leave_out: keys of config.json that the caller sees to.
 
     Raises:
       UserError: the folder has no config.json of a model that can be read.
     """
     path = os.path.expanduser(folder)
-    described = describe(read_config(path), str(Path(path) / CONFIG), given)
+    raw = {key: value for key, value in read_config(path).items() if key not in leave_out}
+    described = describe(raw, str(Path(path) / CONFIG), given)
     config = base.get_config()
     for group, values in SETTINGS.items():
         config[group].update(values)

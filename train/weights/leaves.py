@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import ml_dtypes
@@ -25,6 +25,7 @@ from bytescope.train.weights.stacks import PER_EXPERT
 # The format's name of a dtype that parameters may have -> NumPy's.
 READABLE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 FUSED = ".experts.gate_up_proj"  # what transformers 5 has in memory, and saves with save_original_format=False
+PACKED = "quantization_config"  # of a config.json whose weights are quantized
 FIRST = "blocks.0."  # before the parameters of the only layer of a model
 COMPARED = 2**24  # elements of two tensors that are compared at once
 
@@ -85,18 +86,22 @@ class Leaf:
         return np.pad(found, padding)
 
 
-def checkpoint_leaves(folder: Folder, model: ModelConfig) -> dict[str, Leaf]:
+def checkpoint_leaves(folder: Folder, model: ModelConfig, packed: Mapping[str, Collection[str]] = MappingProxyType({}),
+                      ) -> dict[str, Leaf]:
     """Our dotted path of each parameter, with the numbers of its layer and expert and without stacking, such as
     `blocks.3.attention.w_q` or `blocks.3.experts.w_up.7` -> where it is.
+
+    packed: paths that the folder has in other tensors than their own, which are these; they are left out.
 
     Raises:
       UserError: a tensor is missing, too many, misshapen, or of a dtype that weights do not have, with its name.
     """
-    family = family_of(folder.config, str(folder.path / "config.json"))
+    family = family_of({key: value for key, value in folder.config.items() if not packed or key != PACKED},
+                       str(folder.path / "config.json"))
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
     found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path])
-             for path, (row, name) in rows_by_path(family, shapes).items()}
-    _refuse_surplus(folder, family, found, name_of)
+             for path, (row, name) in rows_by_path(family, shapes).items() if path not in packed}
+    _refuse_surplus(folder, family, found, name_of, {name for names in packed.values() for name in names})
     return found
 
 
@@ -179,13 +184,13 @@ def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, .
     return Leaf(folder, tensor, pattern, sizes, shape, axis, before)
 
 
-def _refuse_surplus(folder: Folder, family: Family, found: dict[str, Leaf],
-                    name_of: Callable[[str], str]) -> None:
+def _refuse_surplus(folder: Folder, family: Family, found: dict[str, Leaf], name_of: Callable[[str], str],
+                    packed: Collection[str]) -> None:
     """Raises UserError for a tensor that is no parameter of ours; a head that is stored beside the table that it is
     tied to has to equal it."""
     used = {leaf.tensor.name for leaf in found.values()}
     for name, tensor in folder.tensors.items():
-        if name in used or any(re.fullmatch(pattern, name) for pattern in family.ignored):
+        if name in used or name in packed or any(re.fullmatch(pattern, name) for pattern in family.ignored):
             continue
         table = found["w_token"].tensor
         if "w_head" not in found and name == name_of(family.rows["w_head"].tensor):

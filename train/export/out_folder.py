@@ -1,0 +1,47 @@
+"""The folder of a model that a command writes: refused where something else is, made beside its place, moved there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from bytescope.train.errors import UserError
+
+
+def refuse_used(out: Path, force: bool) -> None:
+    """Raises UserError where `out` is more than an empty folder, or with `force` than one that holds a model."""
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise UserError(f"{out} is no folder: give a new or empty one")
+    names = {path.name for path in out.iterdir()}
+    if not names:
+        return
+    if not force:
+        raise UserError(f"{out} is not empty: give a new or empty folder, or --force to replace the model in it")
+    described = names & {"config.json", "adapter_config.json"}
+    if not described or not any(name.endswith(".safetensors") for name in names):
+        raise UserError(f"{out} holds no model, and --force replaces nothing else: give another folder")
+
+
+def move(partial: Path, out: Path) -> None:
+    """Puts the finished folder in its place; what was there goes once the new one is."""
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def disk_told(out: Path) -> Iterator[None]:
+    """Turns an error of the disk into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or out} cannot be written or read ({error.strerror or error}): make room, or "
+                        "choose another folder; nothing was left there") from error

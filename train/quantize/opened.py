@@ -1,0 +1,105 @@
+"""From a command line to work that can begin: weights, texts, programs and the bytes that they will take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+
+import jax
+
+from bytescope.configs import base
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.compiler import versions
+from bytescope.memory.devices.limits import budget_of, limit_bytes
+from bytescope.memory.generation.budget import DoesNotFit
+from bytescope.memory.units import human
+from bytescope.model import ModelConfig, Precision
+from bytescope.train.generation.opened import CPU_SHARE
+from bytescope.train.generation.source import DTYPES
+from bytescope.train.quantize.origin import Origin, open_origin
+from bytescope.train.quantize.output import Output, bytes_by_component
+from bytescope.train.quantize.programs import Programs, Sizes
+from bytescope.train.quantize.result import Memory, Result
+from bytescope.train.quantize.windows import rows_of, windows_of
+from bytescope.train.quantize.work import METHODS, Outcome, Tell, Work
+from bytescope.train.weights.leaves import parameters_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Work that can begin, and what it will take."""
+
+    work: Work
+    memory: Memory
+    tokens: tuple[int, int]
+
+
+def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
+    """The work that a command line asks for, its programs compiled.
+
+    Raises:
+      UserError: what the user can mend. DoesNotFit: one layer does not fit the device.
+    """
+    origin, device, method = open_origin(args.source, args.step, args.group), jax.local_devices()[0], METHODS[args.method]
+    calibration, held_out = windows_of(args, origin.source)
+    sizes = Sizes(rows_of(len(calibration), len(held_out)), args.length, args.group)
+    programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
+    settings = {"weights": origin.fingerprint, "group": args.group, "format": args.format, "method": args.method,
+                "dtype": args.dtype or "default", "length": args.length, "windows": len(calibration),
+                "text": _digest(calibration, held_out)}
+    peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
+    limit = limit_bytes(device)
+    limit = budget_of(args.limit or "", int(CPU_SHARE * limit) if device.platform == "cpu" else limit, "--limit")
+    tokens = calibration.size, held_out.size
+    output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
+    found = memory_of(origin.model, programs, tokens, peaks, limit, output.nbytes)
+    refuse(found)
+    return Opened(Work(origin, programs, method, (calibration, held_out), output, tell), found, tokens)
+
+
+def precision_of(dtype: str, platform: str) -> Precision:
+    """Parameters float32, computed in this dtype, by default float32 on a CPU and bfloat16 elsewhere."""
+    settings = base.get_config().precision
+    settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
+    return Precision.of(settings)
+
+
+def memory_of(model: ModelConfig, programs: Programs, tokens: tuple[int, int], peaks: dict[str, int], limit: int,
+              folder: int) -> Memory:
+    """The bytes of a quantization."""
+    calibration, held_out = tokens
+    streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
+    # In float32: as read, with scales in them, and decoded for what was written; the tables twice.
+    layer = max(3 * programs.parameter_bytes,
+                8 * sum(math.prod(shape) for path, shape in parameters_of(model).items() if not path.startswith("blocks.")))
+    return Memory(peaks, limit, streams, layer, folder)
+
+
+def refuse(found: Memory) -> None:
+    """Raises DoesNotFit where the device has less than is needed."""
+    name, peak = found.peak
+    if peak > found.limit:
+        raise DoesNotFit(f"{name} takes {human(peak)} of {human(found.limit)} on the device: give a shorter --length, or "
+                         "a device with more memory")
+
+
+def measured(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> Result:
+    """What a finished run found."""
+    origin: Origin = opened.work.origin
+    calibration, held_out = opened.tokens
+    facts = (f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
+             f"calibrated on {calibration:,} tokens of {args.calibrate.name}, perplexity on {held_out:,} held-out ones "
+             f"of {(args.held_out or args.calibrate).name}")
+    components = bytes_by_component(opened.work.output.tensors, origin)
+    return Result(origin.source.title, str(args.out), facts, opened.memory, components, outcome.before, outcome.after,
+                  opened.tokens, outcome.layers, versions())
+
+
+def _digest(*arrays) -> str:
+    import hashlib
+
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,115 @@
+"""The wide weights that are quantized: of a run or a folder, and what a folder of them has besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bytescope.model import ModelConfig
+from bytescope.train.errors import UserError
+from bytescope.train.export import tokenizer_files
+from bytescope.train.export.config_json import config_json
+from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.export.tokenizer_files import COMPANIONS, GENERATION, TOKENIZER
+from bytescope.train.generation.source import Source, open_source
+from bytescope.train.quantize.read import matrices, packed_paths
+from bytescope.train.run.workdir import CHECKPOINTS
+from bytescope.train.weights.families import FAMILIES, Family
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import PACKED, rows_by_path
+from bytescope.train.weights.packed import PER_WORD, SIZES
+from bytescope.train.weights.patterns import Pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Weights to quantize.
+
+    Fields:
+      source: them, and how they read text. model: their config. family: whose tensors they become. raw: config.json.
+      write_text: writes tokenizer and generation_config into a folder. fingerprint: of the weights.
+    """
+
+    source: Source
+    model: ModelConfig
+    family: Family
+    raw: Mapping[str, Any]
+    write_text: Callable[[Path], None]
+    fingerprint: str
+
+
+def open_origin(path: Path, step: int | None, group: int) -> Origin:
+    """The weights of a run or a folder, which can be quantized by groups.
+
+    Raises:
+      UserError: they cannot be read, are quantized already, or neither layout holds them.
+    """
+    source = open_source(path, step)
+    if source.parameter is None:
+        raise UserError(f"{path} is quantized already ({PACKED} in its config.json): give the folder of wide weights")
+    model = ModelConfig.from_dict(source.config.model)
+    if model.experts or model.attention_kind != "gqa":
+        what = "experts" if model.experts else "latent attention"
+        raise UserError(f"{path} has {what}: dense models with grouped-query attention are quantized; export it wide "
+                        "(bytescope export)")
+    is_run = os.path.isdir(path / CHECKPOINTS)
+    raw, write_text, fingerprint = _of_run(path, step) if is_run else _of_folder(path)
+    family = FAMILIES[raw["model_type"]]
+    _check_layout(path, family, raw["model_type"], model)
+    _check_groups(model, group)
+    return Origin(source, model, family, raw, write_text, fingerprint)
+
+
+def _of_run(path: Path, step: int | None) -> tuple[dict[str, Any], Callable[[Path], None], str]:
+    run = SavedRun.open(path, step)
+    began = os.path.expanduser(run.config.init.folder)
+    folder = Folder.open(began) if began and os.path.isdir(began) else None
+    raw, text = config_json(run.config.model.to_dict(), folder and folder.config), tokenizer_files.text_of(run.config)
+    if folder is None:
+        raw |= tokenizer_files.special_ids(text)
+
+    def write_text(out: Path) -> None:
+        tokenizer_files.write_text_files(out, text, run.config, folder and folder.path)
+        tokenizer_files.write_generation_config(out, raw, folder and folder.path)
+
+    sums = json.dumps([run.step, *(array.checksum for array in run.arrays.values())])
+    return raw, write_text, hashlib.sha256(sums.encode()).hexdigest()[:16]
+
+
+def _of_folder(path: Path) -> tuple[dict[str, Any], Callable[[Path], None], str]:
+    folder = Folder.open(path)
+
+    def write_text(out: Path) -> None:
+        for name in (TOKENIZER, *COMPANIONS, GENERATION):
+            if (folder.path / name).is_file():
+                shutil.copyfile(folder.path / name, out / name)
+
+    return dict(folder.config), write_text, folder.fingerprint
+
+
+def _check_layout(path: Path, family: Family, name: str, model: ModelConfig) -> None:
+    """Raises UserError for a family whose tensors are not [outputs, inputs], each of one weight."""
+    for row, _ in rows_by_path(family, packed_paths(model)).values():
+        pattern = Pattern.of(row.pattern)
+        if row.parts or pattern.ours[:len(pattern.theirs[1])] != pattern.theirs[1]:
+            raise UserError(f"{path}: {name} has its weights in other tensors ({row.tensor}) than the layouts of 4 bits "
+                            "know, which are of one nn.Linear each; export it wide (bytescope export)")
+
+
+def _check_groups(model: ModelConfig, group: int) -> None:
+    """Raises UserError where inputs are no whole groups, or outputs no whole words."""
+    sizes = {path: matrix.sizes for path, matrix in matrices(model).items()}
+    for path, (inputs, outputs) in sizes.items():
+        if inputs % group:
+            fitting = [size for size in SIZES if all(inputs % size == 0 for inputs, _ in sizes.values())]
+            remedy = f"give --group={max(fitting)}" if fitting else f"no group of {', '.join(map(str, SIZES))} fits it"
+            raise UserError(f"--group={group}: the {inputs} inputs of {path} are no whole groups: {remedy}")
+        if outputs % PER_WORD:
+            raise UserError(f"{path} has {outputs} outputs, no multiple of {PER_WORD}, which are in a word of the "
+                            "format: it cannot be written in 4 bits")

@@ -1,0 +1,201 @@
+"""The folder that is written: its tensors at their places, layer by layer, so that a run that was cut off goes on.
+
+It is made beside its place, as `.OUT.partial`, and moved there when it is complete. `progress.json` in it says which
+layers are written, and for which settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescope.train.errors import UserError
+from bytescope.train.export.out_folder import move
+from bytescope.train.export.safetensors_files import Files
+from bytescope.train.quantize.folds import Params
+from bytescope.train.quantize.origin import Origin
+from bytescope.train.quantize.read import packed_paths
+from bytescope.train.weights.leaves import PACKED, parameters_of, rows_by_path
+from bytescope.train.weights.packed import LAYOUTS, Codes
+from bytescope.train.weights.patterns import Pattern, sizes_of
+
+PROGRESS = "progress.json"
+DTYPES = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+# What parameters are for people, by the beginning of their path within a block or without one.
+COMPONENTS = (("w_token", "tables"), ("w_position", "tables"), ("w_head", "head"), ("attention.w_", "attention"),
+              ("mlp.w_", "MLP"), ("", "norms and biases"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of the folder: `dtype` is the format's name of it; `path`: our parameter; `part`: of a packed weight."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    part: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def layer(self) -> int:
+        """Of which layer, -1 for none."""
+        return int(self.path.split(".")[1]) if self.path.startswith("blocks.") else -1
+
+
+def plan(origin: Origin, layout: str, group: int) -> list[Stored]:
+    """The tensors of the folder: tables and norm first, then layer by layer."""
+    model, found = origin.model, []
+    sizes, packed = sizes_of(model), packed_paths(model)
+    for path, (row, name) in rows_by_path(origin.family, parameters_of(model)).items():
+        if path in packed:
+            shapes = LAYOUTS[layout].shapes(*packed[path], group)
+            found += [Stored(f"{name.removesuffix('.weight')}.{part}", dtype, shape, path, part)
+                      for part, (dtype, shape) in shapes.items()]
+        else:
+            found.append(Stored(name, "F16", Pattern.of(row.pattern).their_shape(sizes), path))
+    return sorted(found, key=lambda one: one.layer)
+
+
+def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, tuple[int, int]]:
+    """Component -> (bytes of its weights in 16 bits, bytes in the folder)."""
+    wide: dict[str, int] = {}
+    for path, (row, _) in rows_by_path(origin.family, parameters_of(origin.model)).items():
+        size = 2 * math.prod(Pattern.of(row.pattern).their_shape(sizes_of(origin.model)))
+        wide[_component(path)] = wide.get(_component(path), 0) + size
+    return {name: (size, sum(one.nbytes for one in tensors if _component(one.path) == name))
+            for name, size in wide.items()}
+
+
+def _component(path: str) -> str:
+    within = path.split(".", 2)[2] if path.startswith("blocks.") else path
+    return next(name for begin, name in COMPONENTS if within.startswith(begin))
+
+
+class Output:
+    """The folder under way.
+
+    Args:
+      settings: what decides the numbers in it; a folder of others is not gone on with. force: start over.
+
+    Attributes:
+      done: rows of the layers that are written, in order.
+
+    Raises:
+      UserError: there is unfinished work of other settings. OSError: the disk.
+    """
+
+    def __init__(self, out: Path, origin: Origin, layout: str, group: int, settings: Mapping[str, Any], shard_bytes: int,
+                 force: bool):
+        self.tensors = plan(origin, layout, group)
+        self._origin, self._layout, self._group, self._settings = origin, LAYOUTS[layout], group, dict(settings)
+        self._out, self.folder = out, out.with_name(f".{out.name}.partial")
+        if force:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.done = self._found()
+        if not self.done:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        self._files = Files(self.folder, self.tensors, shard_bytes, keep=bool(self.done))
+        if not self._files.kept:
+            self.done = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights in the folder."""
+        return self._files.nbytes
+
+    def _found(self) -> list[dict[str, Any]]:
+        """Rows of layers that an earlier start has written."""
+        try:
+            found = json.loads((self.folder / PROGRESS).read_text())
+            settings, layers = found["settings"], found["layers"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+        if settings != self._settings:
+            differing = sorted(key for key in {*settings, *self._settings}
+                               if settings.get(key) != self._settings.get(key))
+            shown = ", ".join(f"{key}={settings.get(key)}" for key in differing)
+            raise UserError(f"{self.folder} holds {len(layers)} layers of an unfinished folder with {shown}: go on with "
+                            "that, or give --force to start over")
+        return layers
+
+    def write(self, layer: int, params: Params, codes: Mapping[str, Codes]) -> None:
+        """Writes the parameters of a layer, -1 for those of none.
+
+        Args:
+          params: float arrays by our path, in the layer or without one. codes: those that are packed.
+
+        Raises:
+          UserError: a number that float16 does not hold. OSError: the disk.
+        """
+        packed = {path: self._layout.pack(one) for path, one in codes.items()}
+        for one in self.tensors:
+            if one.layer != layer:
+                continue
+            path = _within(one.path)
+            array = packed[path][one.part] if one.part else self._half(one, params[path])
+            self._files.write(one, [np.ascontiguousarray(array)])
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Notes that the next layer is written, with a row for people. Raises OSError: the disk."""
+        self._files.sync()
+        beside = self.folder / f".{PROGRESS}"
+        beside.write_text(json.dumps({"settings": self._settings, "layers": [*self.done, row]}))
+        os.replace(beside, self.folder / PROGRESS)
+        self.done.append(dict(row))
+
+    def read(self, layer: int) -> tuple[dict[str, np.ndarray], dict[str, Codes]]:
+        """What `write` wrote of a layer: (parameters float32, packed ones), by their path in it."""
+        sizes, params, packed = sizes_of(self._origin.model), {}, {}
+        rows = rows_by_path(self._origin.family, parameters_of(self._origin.model))
+        for one in self.tensors:
+            if one.layer != layer:
+                continue
+            array, path = self._files.read(one, DTYPES[one.dtype]), _within(one.path)
+            if one.part:
+                packed.setdefault(path, {})[one.part] = array
+            else:
+                pattern = Pattern.of(rows[one.path][0].pattern)
+                spans = [(0, sizes[letter]) for letter in pattern.ours]
+                params[path] = pattern.forward(array, spans, sizes).astype(np.float32)
+        return params, {path: self._layout.unpack(tensors) for path, tensors in packed.items()}
+
+    def finish(self) -> None:
+        """Writes what is not weights, and moves the folder to its place. Raises OSError: the disk."""
+        raw = {**self._origin.raw, PACKED: self._layout.config(self._group)}
+        raw["dtype" if "dtype" in raw else "torch_dtype"] = "float16"
+        (self.folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+        self._origin.write_text(self.folder)
+        self._files.sync()
+        (self.folder / PROGRESS).unlink(missing_ok=True)
+        move(self.folder, self._out)
+
+    def _half(self, one: Stored, array: np.ndarray) -> np.ndarray:
+        """A parameter of ours as it lies on disk, without the padding of the vocabulary."""
+        row = rows_by_path(self._origin.family, [one.path])[one.path][0]
+        pattern, sizes = Pattern.of(row.pattern), sizes_of(self._origin.model)
+        kept = array[tuple(slice(0, sizes[letter]) for letter in pattern.ours)]
+        with np.errstate(over="ignore"):
+            found = pattern.back(kept.astype(np.float16))
+        if not np.isfinite(found).all():
+            raise UserError(f"{one.name} has values beyond 65,504, the largest of float16, which these folders are in: "
+                            "it cannot be written in 4 bits")
+        return found
+
+
+def _within(path: str) -> str:
+    """A path without its layer."""
+    return path.split(".", 2)[2] if path.startswith("blocks.") else path

@@ -1,0 +1,193 @@
+"""Folders of weights in 4 bits, as transformers and vLLM read them: what a weight's tensors are called, and their bits.
+
+Both layouts have groups of inputs with a scale and a zero point each (model/quantized/groups.py). Eight codes are in an
+int32. The rows of LAYOUTS write them and read them back; nothing else knows where a code lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bytescope.memory.report_json import one_line
+from bytescope.model.quantized.groups import SIZES
+from bytescope.train.errors import UserError
+from bytescope.train.weights.leaves import PACKED
+
+BITS = 4
+PER_WORD = 32 // BITS
+HEAD = "lm_head"  # the only product that stays wide
+# AutoAWQ's order of eight codes in a word, from the low bits: a kernel takes two halves of a word apart by it.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """A weight in 4 bits: codes_IO uint8 [inputs, outputs], zeros_GO uint8 and scales_GO float16 [groups, outputs]."""
+
+    codes_IO: np.ndarray
+    zeros_GO: np.ndarray
+    scales_GO: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One layout.
+
+    config: inputs of a group -> the object of PACKED in config.json. shapes: (inputs, outputs, group) -> tensor -> (dtype
+    of the format, shape). pack: a weight -> its tensors. unpack: the inverse; tensors of OPTIONAL may be left out.
+    """
+
+    summary: str
+    config: Callable[[int], dict[str, Any]]
+    shapes: Callable[[int, int, int], Shapes]
+    pack: Callable[[Codes], dict[str, np.ndarray]]
+    unpack: Callable[[Mapping[str, np.ndarray]], Codes]
+
+
+def pack_words(codes: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
+    """Eight neighbours along the last axis of uint8 codes in an int32: place p of a word, from the low bits, has the
+    one of number `order[p]`."""
+    groups = codes.reshape(*codes.shape[:-1], -1, PER_WORD).astype(np.uint32)
+    words = np.zeros(groups.shape[:-1], np.uint32)
+    for place, number in enumerate(order):
+        words |= groups[..., number] << np.uint32(BITS * place)
+    return words.view(np.int32)
+
+
+def unpack_words(words: np.ndarray, order: Sequence[int] = range(PER_WORD)) -> np.ndarray:
+    """The inverse of `pack_words`."""
+    words = np.ascontiguousarray(words).view(np.uint32)
+    codes = np.empty((*words.shape, PER_WORD), np.uint8)
+    for place, number in enumerate(order):
+        codes[..., number] = (words >> np.uint32(BITS * place)) & np.uint32(2**BITS - 1)
+    return codes.reshape(*words.shape[:-1], -1)
+
+
+# ---- AutoAWQ's layout ---------------------------------------------------------------------------------------------
+
+
+def _awq_config(group: int) -> dict[str, Any]:
+    return {"quant_method": "awq", "version": "gemm", "bits": BITS, "group_size": group, "zero_point": True,
+            "modules_to_not_convert": [HEAD]}
+
+
+def _awq_shapes(inputs: int, outputs: int, group: int) -> Shapes:
+    return {"qweight": ("I32", (inputs, outputs // PER_WORD)),
+            "qzeros": ("I32", (inputs // group, outputs // PER_WORD)), "scales": ("F16", (inputs // group, outputs))}
+
+
+def _awq_pack(one: Codes) -> dict[str, np.ndarray]:
+    return {"qweight": pack_words(one.codes_IO, AWQ_ORDER), "qzeros": pack_words(one.zeros_GO, AWQ_ORDER),
+            "scales": one.scales_GO}
+
+
+def _awq_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
+    return Codes(unpack_words(tensors["qweight"], AWQ_ORDER), unpack_words(tensors["qzeros"], AWQ_ORDER),
+                 half(tensors["scales"]))
+
+
+# ---- compressed-tensors' layout -----------------------------------------------------------------------------------
+
+
+def _compressed_config(group: int) -> dict[str, Any]:
+    weights = {"num_bits": BITS, "type": "int", "symmetric": False, "strategy": "group", "group_size": group,
+               "dynamic": False, "actorder": None, "observer": "minmax"}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "ignore": [HEAD], "kv_cache_scheme": None, "global_compression_ratio": None,
+            "config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": weights,
+                                          "input_activations": None, "output_activations": None}}}
+
+
+def _compressed_shapes(inputs: int, outputs: int, group: int) -> Shapes:
+    return {"weight_packed": ("I32", (outputs, inputs // PER_WORD)),
+            "weight_zero_point": ("I32", (outputs // PER_WORD, inputs // group)),
+            "weight_scale": ("F16", (outputs, inputs // group)), "weight_shape": ("I64", (2,))}
+
+
+def _compressed_pack(one: Codes) -> dict[str, np.ndarray]:
+    # The words of zero points have neighbours along the outputs, those of codes along the inputs.
+    return {"weight_packed": pack_words(np.ascontiguousarray(one.codes_IO.T)),
+            "weight_zero_point": np.ascontiguousarray(pack_words(one.zeros_GO).T),
+            "weight_scale": np.ascontiguousarray(one.scales_GO.T),
+            "weight_shape": np.array(one.codes_IO.shape[::-1], np.int64)}
+
+
+def _compressed_unpack(tensors: Mapping[str, np.ndarray]) -> Codes:
+    scales_GO = half(tensors["weight_scale"]).T
+    if "weight_zero_point" in tensors:
+        zeros_GO = unpack_words(tensors["weight_zero_point"].T)
+    else:  # symmetric: codes are of -8..7, and 8 was added to each
+        zeros_GO = np.full(scales_GO.shape, 2 ** (BITS - 1), np.uint8)
+    return Codes(unpack_words(tensors["weight_packed"]).T, zeros_GO, scales_GO)
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "awq": Layout("AutoAWQ's GEMM", _awq_config, _awq_shapes, _awq_pack, _awq_unpack),
+    "compressed-tensors": Layout("compressed-tensors' pack-quantized", _compressed_config, _compressed_shapes,
+                                 _compressed_pack, _compressed_unpack),
+}
+OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may lack
+
+
+def half(scales: np.ndarray) -> np.ndarray:
+    """Scales of a folder as float16, which has to hold them.
+
+    Raises:
+      UserError: one is beyond what float16 has.
+    """
+    found = scales.astype(np.float16)
+    wide = scales.astype(np.float32)
+    if np.abs(found.astype(np.float32) - wide).max(initial=0) > 2**-10 * np.abs(wide).max(initial=0):
+        raise UserError(f"a scale of {float(np.abs(wide).max()):.3g} is more than float16 holds: quantize the model "
+                        "again from its own weights")
+    return found
+
+
+def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
+    """(the layout, inputs of a group) of a config.json; None where its weights are not quantized.
+
+    Raises:
+      UserError: they are quantized otherwise; `where` names the file.
+    """
+    found = raw.get(PACKED)
+    if not found:
+        return None
+    if not isinstance(found, Mapping):
+        raise UserError(f"{where}: {PACKED} is no object: download the folder again")
+    method = found.get("quant_method")
+    asked = found if method == "awq" else _weights(found)
+    wanted = {"awq": {"bits": BITS, "version": "gemm", "zero_point": True},
+              "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"}}.get(method)
+    if wanted is None:
+        raise UserError(f"{where}: {PACKED} has quant_method={one_line(repr(method))[:60]}: "
+                        f"{' and '.join(LAYOUTS)} are read; give the folder of the bf16 weights")
+    for key, value in wanted.items():
+        given = asked.get(key)
+        if (given.lower() if isinstance(given, str) else given) != value:
+            raise UserError(f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: {value} alone is read; give "
+                            "the folder of the bf16 weights")
+    if asked.get("actorder") not in (None, False, "weight"):
+        raise UserError(f"{where}: {PACKED} has actorder={one_line(repr(asked['actorder']))[:60]}: groups are read in "
+                        "the order of the inputs alone; give the folder of the bf16 weights")
+    group = asked.get("group_size")
+    if group not in SIZES:
+        raise UserError(f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: groups of "
+                        f"{', '.join(map(str, SIZES))} are read; give the folder of the bf16 weights")
+    return LAYOUTS[method], group
+
+
+def _weights(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What compressed-tensors' config says of weights; {} where it says several things or none."""
+    groups = found.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, Mapping) else []
+    one = groups[0] if len(groups) == 1 and isinstance(groups[0], Mapping) else {}
+    if one.get("input_activations"):
+        return {}
+    weights = one.get("weights")
+    return weights if isinstance(weights, Mapping) else {}
