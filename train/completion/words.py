@@ -56,9 +56,11 @@ def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
     from bytescope.train.export import command as export
     from bytescope.train.generation import command as generate
     from bytescope.train.generation import score_command as score
+    from bytescope.train.quantize import command as quantize
 
     parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "generate": generate.make_parser(),
-               "score": score.make_parser(), "export": export.make_parser(), "completion": own}
+               "score": score.make_parser(), "quantize": quantize.make_parser(), "export": export.make_parser(),
+               "completion": own}
     parsers |= {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
     lists = _lists()
     return Words(

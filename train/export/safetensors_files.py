@@ -21,8 +21,8 @@ ALIGNED = 8  # bytes that a header's length is a multiple of
 class Files:
     """The files of a model in `folder`, each of at most `most` bytes of tensors unless one tensor has more.
 
-    Their room is taken at once, so that a full disk shows before anything is computed. Tensors are anything with `name`,
-    `dtype` (the format's name), `shape` and `nbytes`.
+    Their room is taken at once, so that a full disk shows before anything is computed. Tensors are anything with
+    `name`, `dtype` (the format's name), `shape` and `nbytes`.
 
     Args:
       keep: files that are there already, of the same tensors, stay as they are; `kept` is whether all of them did.

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError, exit_code_of
@@ -14,14 +13,12 @@ from bytescope.memory.generation.arguments import add_dtype
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 
-if TYPE_CHECKING:
-    from bytescope.train.quantize.result import Memory
-
 EPILOG = """\
 examples:
   bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
   bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=errors.html
   bytescope quantize big/ big-awq/ --calibrate=text.txt --format=compressed-tensors
+  bytescope quantize llama_70b --plan=h100       its memory alone, of any config
 
 The text to calibrate on should be like what the model will read. Where no
 --held-out is given, the end of it measures perplexity and calibrates nothing.
@@ -34,12 +31,14 @@ BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors")
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     parser = Parser(prog="bytescope quantize", allow_abbrev=False, epilog=EPILOG,
-                    usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [--group=N] [--format=NAME] [...]",
+                    usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...] | RUN_OR_FOLDER_OR_CONFIG --plan=TARGET",
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="Write a model with its products in 4 bits and scales that the text asks for (AWQ).")
     parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
                         "wrote it, or a folder as Hugging Face has it")
-    parser.add_argument("out", type=user_path, metavar="OUT", help="a new or empty folder")
+    parser.add_argument("out", type=user_path, metavar="OUT", nargs="?", help="a new or empty folder")
+    parser.add_argument("--plan", metavar="TARGET", help="show the bytes that it would take on this device, which "
+                        "need not be here, and write nothing; of a config's name, too")
     parser.add_argument("--calibrate", type=user_path, metavar="TEXT", help="text whose activations decide the "
                         "scales: rows of a .jsonl file, or any other file as one text")
     parser.add_argument("--held-out", type=user_path, metavar="TEXT", help="text to measure perplexity on (default: "
@@ -69,7 +68,14 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, checked; `shard_bytes` is added. Raises ValueError with an `exit_code` for a mistake in it."""
     args = make_parser().parse_args(argv)
-    if args.calibrate is None:
+    if args.plan is not None:
+        for flag in ("out", "calibrate", "held_out", "html", "json"):
+            if (value := getattr(args, flag)) is not None:
+                shown = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
+                raise UserError(f"{shown}={value} with --plan={args.plan}, which writes nothing: leave one of them out")
+    elif args.out is None:
+        raise UserError("give OUT, a new or empty folder to write, or --plan=TARGET for the memory alone")
+    elif args.calibrate is None:
         raise UserError("give --calibrate=TEXT: a file of text like what the model will read")
     if args.bits != BITS:
         raise UserError(f"--bits={args.bits}: weights of {BITS} bits are written; leave it out")
@@ -98,12 +104,14 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         args = parse(argv)
-        if choose_platform() == "cpu":  # before jax is imported
-            simulate_devices(["cpu:1"])
+        choose_platform()  # before jax is imported
+        simulate_devices([args.plan or "cpu:1"])
         from bytescope.configs import base
         from bytescope.train.run.runtime import prepare
 
         prepare(base.get_config())
+        if args.plan is not None:
+            return plan(args)
         with disk_told(args.out):
             quantize(args)
     except (ValueError, OSError) as error:
@@ -111,6 +119,18 @@ def main(argv: Sequence[str]) -> int:
             raise
         return code
     return 0
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Shows the memory of a quantization; returns the exit code: 3 where it does not fit."""
+    from bytescope.memory.text.console import put
+    from bytescope.train.quantize import shown
+    from bytescope.train.quantize.opened import planned
+
+    with _bar() as tell:
+        title, found = planned(args, tell)
+    put(shown.plan(title, found))
+    return 0 if found.fits else 3
 
 
 def quantize(args: argparse.Namespace) -> None:
@@ -124,7 +144,6 @@ def quantize(args: argparse.Namespace) -> None:
     from bytescope.train.export.out_folder import refuse_used
     from bytescope.train.quantize import page, shown
     from bytescope.train.quantize.opened import measured, open_work
-    from bytescope.train.quantize.result import Result
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):
@@ -134,7 +153,7 @@ def quantize(args: argparse.Namespace) -> None:
         put(shown.memory(opened.memory))
         outcome = opened.work.run()
         opened.work.output.finish()
-    result: Result = measured(args, opened, outcome)
+    result = measured(args, opened, outcome)
     put(shown.view(result))
     if args.html:
         write(args.html, page.render(result))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import math
+import os
 
 import jax
+import numpy as np
 
 from bytescope.configs import base
 from bytescope.memory.devices import targets
@@ -15,14 +18,19 @@ from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.generation.budget import DoesNotFit
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig, Precision
+from bytescope.train.config import load
+from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.generation.opened import CPU_SHARE
 from bytescope.train.generation.source import DTYPES
-from bytescope.train.quantize.origin import Origin, open_origin
+from bytescope.train.quantize.origin import Origin, check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component
 from bytescope.train.quantize.programs import Programs, Sizes
+from bytescope.train.quantize.read import packed_paths
 from bytescope.train.quantize.result import Memory, Result
-from bytescope.train.quantize.windows import rows_of, windows_of
+from bytescope.train.quantize.windows import HELD_OUT, ROWS, rows_of, windows_of
 from bytescope.train.quantize.work import METHODS, Outcome, Tell, Work
+from bytescope.train.run.workdir import CHECKPOINTS
+from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.leaves import parameters_of
 
 
@@ -41,7 +49,8 @@ def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
     Raises:
       UserError: what the user can mend. DoesNotFit: one layer does not fit the device.
     """
-    origin, device, method = open_origin(args.source, args.step, args.group), jax.local_devices()[0], METHODS[args.method]
+    origin = open_origin(args.source, args.step, args.group)
+    device, method = jax.local_devices()[0], METHODS[args.method]
     calibration, held_out = windows_of(args, origin.source)
     sizes = Sizes(rows_of(len(calibration), len(held_out)), args.length, args.group)
     programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
@@ -58,6 +67,40 @@ def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
     return Opened(Work(origin, programs, method, (calibration, held_out), output, tell), found, tokens)
 
 
+def planned(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
+    """(a title, the bytes of quantizing a model on a target, which may be a described one).
+
+    Raises:
+      UserError: no such model, or it cannot be quantized.
+    """
+    target, model = targets.parse(args.plan), model_of(args)
+    check_model(str(args.source), model, args.group)
+    method, rows = METHODS[args.method], min(ROWS, args.samples)
+    device = target.devices()[0]
+    sizes = Sizes(rows, min(args.length, model.max_seq_len), args.group)
+    programs = Programs(model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
+    peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"), method.scales)
+    tokens = args.samples // rows * rows * sizes.length, HELD_OUT // rows * rows * sizes.length
+    limit = budget_of(args.limit or "", target.limit_bytes, "--limit")
+    weights = sum(math.prod(shape) for shape in parameters_of(model).values())
+    packed = sum(inputs * outputs for inputs, outputs in packed_paths(model).values())
+    bits = 4 + 20 / args.group  # a scale of 16 bits and a zero point of 4 for each group
+    folder = int(2 * (weights - packed) + packed * bits / 8)
+    return (f"quantizing {args.source} on {target.name}, {args.samples} windows of {sizes.length} tokens",
+            memory_of(model, programs, tokens, peaks, limit, folder))
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    """The model of a run, a folder, of which config.json is enough, or a config."""
+    if os.path.isdir(args.source / CHECKPOINTS):
+        config = SavedRun.open(args.source, args.step).config
+    elif os.path.isdir(args.source):
+        config = config_of(str(args.source))
+    else:
+        config = load(str(args.source), [])
+    return ModelConfig.from_dict(config.model)
+
+
 def precision_of(dtype: str, platform: str) -> Precision:
     """Parameters float32, computed in this dtype, by default float32 on a CPU and bfloat16 elsewhere."""
     settings = base.get_config().precision
@@ -71,17 +114,17 @@ def memory_of(model: ModelConfig, programs: Programs, tokens: tuple[int, int], p
     calibration, held_out = tokens
     streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
     # In float32: as read, with scales in them, and decoded for what was written; the tables twice.
-    layer = max(3 * programs.parameter_bytes,
-                8 * sum(math.prod(shape) for path, shape in parameters_of(model).items() if not path.startswith("blocks.")))
+    tables = sum(math.prod(shape) for path, shape in parameters_of(model).items() if not path.startswith("blocks."))
+    layer = max(3 * programs.parameter_bytes, 2 * 4 * tables)
     return Memory(peaks, limit, streams, layer, folder)
 
 
 def refuse(found: Memory) -> None:
     """Raises DoesNotFit where the device has less than is needed."""
     name, peak = found.peak
-    if peak > found.limit:
-        raise DoesNotFit(f"{name} takes {human(peak)} of {human(found.limit)} on the device: give a shorter --length, or "
-                         "a device with more memory")
+    if not found.fits:
+        raise DoesNotFit(f"{name} takes {human(peak)} of {human(found.limit)} on the device: give a shorter --length, "
+                         "or a device with more memory")
 
 
 def measured(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> Result:
@@ -96,9 +139,7 @@ def measured(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> Resu
                   opened.tokens, outcome.layers, versions())
 
 
-def _digest(*arrays) -> str:
-    import hashlib
-
+def _digest(*arrays: np.ndarray) -> str:
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())

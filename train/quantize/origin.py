@@ -54,15 +54,11 @@ def open_origin(path: Path, step: int | None, group: int) -> Origin:
     if source.parameter is None:
         raise UserError(f"{path} is quantized already ({PACKED} in its config.json): give the folder of wide weights")
     model = ModelConfig.from_dict(source.config.model)
-    if model.experts or model.attention_kind != "gqa":
-        what = "experts" if model.experts else "latent attention"
-        raise UserError(f"{path} has {what}: dense models with grouped-query attention are quantized; export it wide "
-                        "(bytescope export)")
+    check_model(str(path), model, group)
     is_run = os.path.isdir(path / CHECKPOINTS)
     raw, write_text, fingerprint = _of_run(path, step) if is_run else _of_folder(path)
     family = FAMILIES[raw["model_type"]]
     _check_layout(path, family, raw["model_type"], model)
-    _check_groups(model, group)
     return Origin(source, model, family, raw, write_text, fingerprint)
 
 
@@ -98,12 +94,17 @@ def _check_layout(path: Path, family: Family, name: str, model: ModelConfig) -> 
     for row, _ in rows_by_path(family, packed_paths(model)).values():
         pattern = Pattern.of(row.pattern)
         if row.parts or pattern.ours[:len(pattern.theirs[1])] != pattern.theirs[1]:
-            raise UserError(f"{path}: {name} has its weights in other tensors ({row.tensor}) than the layouts of 4 bits "
-                            "know, which are of one nn.Linear each; export it wide (bytescope export)")
+            raise UserError(f"{path}: {name} has its weights in other tensors ({row.tensor}) than the layouts of 4 "
+                            "bits know, which are of one nn.Linear each; write it wide with bytescope export")
 
 
-def _check_groups(model: ModelConfig, group: int) -> None:
-    """Raises UserError where inputs are no whole groups, or outputs no whole words."""
+def check_model(title: str, model: ModelConfig, group: int) -> None:
+    """Raises UserError for a model with other layers than dense ones, or whose inputs are no whole groups or outputs no
+    whole words."""
+    if model.experts or model.attention_kind != "gqa":
+        what = "experts" if model.experts else "latent attention"
+        raise UserError(f"{title} has {what}: dense models with grouped-query attention are quantized; write it wide "
+                        "with bytescope export")
     sizes = {path: matrix.sizes for path, matrix in matrices(model).items()}
     for path, (inputs, outputs) in sizes.items():
         if inputs % group:

@@ -29,6 +29,11 @@ class Memory:
         return max(self.device.items(), key=lambda item: item[1])
 
     @property
+    def fits(self) -> bool:
+        """Whether the device has as much."""
+        return self.peak[1] <= self.limit
+
+    @property
     def host(self) -> int:
         """Bytes on the host."""
         return self.streams + self.layer

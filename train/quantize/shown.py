@@ -24,6 +24,16 @@ def memory(found: Memory) -> RenderableType:
     return Group(table, Text())
 
 
+def plan(title: str, found: Memory) -> RenderableType:
+    """The bytes of a quantization that is not begun."""
+    programs = FigureTable(label("on the device"), figure("bytes"))
+    for name, size in found.device.items():
+        programs.add(name, human(size))
+    verdict = "fits" if found.fits else "does not fit: give a shorter --length, or a device with more memory"
+    return Group(Text(title, style="bold"), memory(found), programs, Text(),
+                 Prose(verdict, "green" if found.fits else "red"))
+
+
 def view(result: Result) -> RenderableType:
     """What was found."""
     sizes = FigureTable(label(), figure("16 bits"), figure("here"), figure("share"))

@@ -1,0 +1,3 @@
+"use strict";
+// Nothing is drawn by script: the template has the schedules as SVG.
+base.start(() => {});
