@@ -67,6 +67,15 @@ def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Ar
     return gathered(here(p[...]).astype(dtype), place, p.get_metadata()["axes"])
 
 
+def _read_for(p: nnx.Param | Quantized, x: jax.Array, place: Placement) -> jax.Array:
+    """`read` in the dtype of `x`, which the parameter is multiplied with. Where layers are unrolled the compiler would
+    decode quantized weights as early as it can, many layers' at once: not before `x` is there."""
+    if not isinstance(p, Quantized):
+        return read(p, x.dtype, place)
+    arrays, _ = jax.lax.optimization_barrier((p.arrays(), x))
+    return dequantize(p.base, p.matrix, jax.lax.stop_gradient(arrays), x.dtype, place)
+
+
 # The logical axes of the tokens whose rows of the table are looked up.
 ROWS = ("table_batch", "table_length")
 
@@ -228,7 +237,7 @@ def enter(spec: str, x_BLD: jax.Array, params: Mapping[str, nnx.Param], place: P
     # Sharded as the stream first: what a policy keeps is the shard, not the result of the gather.
     within_BLD = move(place(x_BLD, STREAM), place, WITHIN, STREAM)
     specs = [(each, spec) for each in params]
-    return _products(specs, within_BLD, [read(p, x_BLD.dtype, place) for p in params.values()])
+    return _products(specs, within_BLD, [_read_for(p, within_BLD, place) for p in params.values()])
 
 
 def leave(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: bool, matmul: str = "wide",
@@ -252,7 +261,7 @@ def multiply(spec: str, x: jax.Array, p: nnx.Param, place: Placement, *, again: 
     """`einsum(spec, x, p)` in the dtype of `x`, wherever that is; `again` as in `enter`."""
     if again:
         return _again((_Product.of(name, spec, p),), place, None, x, (_value(p),))[0]
-    return jnp.einsum(spec, x, read(p, x.dtype, place))
+    return jnp.einsum(spec, x, _read_for(p, x, place))
 
 
 ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}

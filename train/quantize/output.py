@@ -97,8 +97,8 @@ class Output:
       UserError: there is unfinished work of other settings. OSError: the disk.
     """
 
-    def __init__(self, out: Path, origin: Origin, layout: str, group: int, settings: Mapping[str, Any], shard_bytes: int,
-                 force: bool):
+    def __init__(self, out: Path, origin: Origin, layout: str, group: int, settings: Mapping[str, Any],
+                 shard_bytes: int, force: bool):
         self.tensors = plan(origin, layout, group)
         self._origin, self._layout, self._group, self._settings = origin, LAYOUTS[layout], group, dict(settings)
         self._out, self.folder = out, out.with_name(f".{out.name}.partial")
@@ -128,8 +128,8 @@ class Output:
             differing = sorted(key for key in {*settings, *self._settings}
                                if settings.get(key) != self._settings.get(key))
             shown = ", ".join(f"{key}={settings.get(key)}" for key in differing)
-            raise UserError(f"{self.folder} holds {len(layers)} layers of an unfinished folder with {shown}: go on with "
-                            "that, or give --force to start over")
+            raise UserError(f"{self.folder} holds {len(layers)} layers of an unfinished folder with {shown}: go on "
+                            "with that, or give --force to start over")
         return layers
 
     def write(self, layer: int, params: Params, codes: Mapping[str, Codes]) -> None:

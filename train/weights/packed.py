@@ -40,7 +40,8 @@ class Layout:
     """One layout.
 
     config: inputs of a group -> the object of PACKED in config.json. shapes: (inputs, outputs, group) -> tensor ->
-    (dtype of the format, shape). pack: a weight -> its tensors. unpack: the inverse; tensors of OPTIONAL may be left out.
+    (dtype of the format, shape). pack: a weight -> its tensors. unpack: the inverse; tensors of OPTIONAL may be
+    left out.
     """
 
     summary: str
