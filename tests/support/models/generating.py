@@ -38,7 +38,7 @@ def random_engine(keys=NOTHING, *, pages=24, sequences=4, chunk=16, kernel="bloc
 def engine_of(folder, *, pages=40, sequences=4, chunk=16, length=None, fsdp=1, tensor=1):
     """An engine of a folder's or run's weights."""
     source = open_source(folder)
-    model = describe_model(source.config, jax.devices(), fsdp, tensor)
+    model = describe_model(source.config, jax.devices(), fsdp, tensor, base=source.base)
     return Engine(Steps(model, "blocks", model.precision.compute), source.read(model, lambda done, total: None),
                   Sizes(pages, sequences, chunk, length or source.length))
 
