@@ -31,7 +31,8 @@ BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors")
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     parser = Parser(prog="bytescope quantize", allow_abbrev=False, epilog=EPILOG,
-                    usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...] | RUN_OR_FOLDER_OR_CONFIG --plan=TARGET",
+                    usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
+                    "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG --plan=TARGET [...]",
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="Write a model with its products in 4 bits and scales that the text asks for (AWQ).")
     parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "

