@@ -38,10 +38,10 @@ def move(partial: Path, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_told(out: Path) -> Iterator[None]:
-    """Turns an error of the disk into one line."""
+def disk_told(out: Path, left: str = "nothing was left there") -> Iterator[None]:
+    """Turns an error of the disk into one line, which ends with what is `left` of the work."""
     try:
         yield
     except OSError as error:
         raise UserError(f"{error.filename or out} cannot be written or read ({error.strerror or error}): make room, or "
-                        "choose another folder; nothing was left there") from error
+                        f"choose another folder; {left}") from error

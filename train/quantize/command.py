@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         prepare(base.get_config())
         if args.plan is not None:
             return plan(args)
-        with disk_told(args.out):
+        with disk_told(args.out, "layers that are written are kept, and the same command goes on"):
             quantize(args)
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:

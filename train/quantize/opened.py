@@ -23,7 +23,7 @@ from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.generation.opened import CPU_SHARE
 from bytescope.train.generation.source import DTYPES
 from bytescope.train.quantize.origin import Origin, check_model, open_origin
-from bytescope.train.quantize.output import Output, bytes_by_component
+from bytescope.train.quantize.output import Output, bytes_by_component, plan
 from bytescope.train.quantize.programs import Programs, Sizes
 from bytescope.train.quantize.read import packed_paths
 from bytescope.train.quantize.result import Memory, Result
@@ -61,9 +61,10 @@ def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
     limit = limit_bytes(device)
     limit = budget_of(args.limit or "", int(CPU_SHARE * limit) if device.platform == "cpu" else limit, "--limit")
     tokens = calibration.size, held_out.size
+    folder = sum(tensor.nbytes for tensor in plan(origin, args.format, args.group))
+    found = memory_of(origin.model, programs, tokens, peaks, limit, folder)
+    refuse(found)  # before room is taken on the disk
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
-    found = memory_of(origin.model, programs, tokens, peaks, limit, output.nbytes)
-    refuse(found)
     return Opened(Work(origin, programs, method, (calibration, held_out), output, tell), found, tokens)
 
 

@@ -112,11 +112,6 @@ class Output:
         if not self._files.kept:
             self.done = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights in the folder."""
-        return self._files.nbytes
-
     def _found(self) -> list[dict[str, Any]]:
         """Rows of layers that an earlier start has written."""
         try:

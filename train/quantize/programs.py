@@ -40,7 +40,7 @@ class Programs:
     """The programs of one model. Those named here take and give arrays of the device.
 
     Args:
-      config: a dense model. precision: parameters float32, computed in its compute dtype. methods: see `work.METHODS`.
+      config: a dense model. precision: parameters float32, computed in its compute dtype. clip: whether groups may be.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, sizes: Sizes, device: jax.Device, clip: bool):

@@ -11,6 +11,7 @@ import pytest
 from bytescope.train import cli
 from bytescope.train.generation.request import Asked
 from bytescope.train.quantize import work
+from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
 from support.models import weights
 from support.models.generating import alone, engine_of
@@ -191,4 +192,21 @@ def test_mistakes_are_told_in_a_line(made, home, capsys, words, message):
         weights.gpt2(home / "gpt2")
     code, _, err = quantize(capsys, *words)
     assert code in (2, 3) and message in err and len(err.splitlines()) == 1
-    assert not (home / "out").exists()
+    assert not (home / "out").exists() and not (home / ".out.partial").exists()
+
+
+def test_a_full_disk_keeps_the_layers_that_are_written(made, home, capsys, monkeypatch):
+    whole, calls = Output.note, []
+
+    def full(self, row):
+        calls.append(row)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        whole(self, row)
+
+    monkeypatch.setattr(Output, "note", full)
+    code, _, err = quantize(capsys, "wide", "full", *SHORT, "--held-out=held.jsonl")
+    assert code == 2 and "No space left" in err and "the same command goes on" in err and len(err.splitlines()) == 1
+    monkeypatch.setattr(Output, "note", whole)
+    assert quantize(capsys, "wide", "full", *SHORT, "--held-out=held.jsonl")[0] == 0
+    assert (home / "full" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()
