@@ -142,6 +142,8 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     monkeypatch.setattr(work.Work, "_round", whole)
     code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
     assert code == 2 and "1 layers of an unfinished folder with method=awq" in err
+    code, _, err = quantize(capsys, "wide", "again", *SHORT)
+    assert code == 2 and "unfinished folder with text=" in err  # perplexity would be of another text
     calls.clear()
     monkeypatch.setattr(work.Work, "_round", lambda self, *args: calls.append(args) or whole(self, *args))
     code, _, _ = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--json=again.json")
