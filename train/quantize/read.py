@@ -48,6 +48,9 @@ class PackedFolder:
         if found is None:
             return None
         layout, group = found
+        if model.experts:
+            raise UserError(f"{folder.path} has experts in 4 bits, which are not read: give the folder of the bf16 "
+                            "weights")
         family = FAMILIES[folder.config["model_type"]]
         paths = packed_paths(model)
         rows = rows_by_path(family, paths)

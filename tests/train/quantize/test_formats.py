@@ -108,3 +108,11 @@ def test_a_folder_whose_packed_tensors_are_wrong_is_refused(tmp_path):
     folder = weights.write(tmp_path / "wide", config, tensors)
     with pytest.raises(UserError, match="has no tensor model.layers.0.self_attn.[qkvo]_proj.qweight, which its quant"):
         open_source(folder)
+
+
+def test_experts_in_4_bits_are_refused(tmp_path):
+    config = weights.LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+                              "architectures": ["MixtralForCausalLM"], "quantization_config": LAYOUTS["awq"].config(32)}
+    folder = weights.write(tmp_path / "mixture", config, weights.numbers({"model.norm.weight": (32,)}))
+    with pytest.raises(UserError, match="has experts in 4 bits, which are not read"):
+        open_source(folder)
