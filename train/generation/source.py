@@ -160,6 +160,10 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
     model = ModelConfig.from_dict(ConfigDict(keys))
     if model.experts:
         model = dataclasses.replace(model, moe_kernel=choose_moe_kernel(model, platform)[0])
+    if base != WIDE and (model.experts or model.attention_kind != "gqa"):
+        what = "experts" if model.experts else "latent attention"
+        raise UserError(f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave "
+                        "--weights out")
     settings = trainer.get_config().precision
     settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
     precision = Precision.of(settings)
