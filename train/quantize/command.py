@@ -16,8 +16,8 @@ from bytescope.train.errors import UserError
 EPILOG = """\
 examples:
   bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
-  bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=errors.html
-  bytescope quantize big/ big-awq/ --calibrate=text.txt --format=compressed-tensors
+  bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=e.html
+  bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
   bytescope quantize llama_70b --plan=h100       its memory alone, of any config
 
 The text to calibrate on should be like what the model will read. Where no
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
                     usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
                     "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG --plan=TARGET [...]",
                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Write a model with its products in 4 bits and scales that the text asks for (AWQ).")
+                    description="Write a model with its products in 4 bits, scaled by what a text shows (AWQ).")
     parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
                         "wrote it, or a folder as Hugging Face has it")
     parser.add_argument("out", type=user_path, metavar="OUT", nargs="?", help="a new or empty folder")
