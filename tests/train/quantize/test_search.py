@@ -65,6 +65,17 @@ def test_clipping_helps_each_group_and_the_error_is_told(problem):
         assert (mine <= theirs * 1.001).all() and (mine < 0.99 * theirs).any()
 
 
+def test_the_error_of_scaled_weights_is_that_of_scaled_inputs(problem):
+    x_TI, gram_II, w_IO = problem
+    scale_I = np.exp(np.random.default_rng(5).standard_normal(64)).astype(np.float32)
+    scaled_IO = w_IO * scale_I[:, None]
+    whole = np.square(x_TI @ w_IO).sum() / len(x_TI)
+    for clip in (False, True):
+        found, told = search.quantize(gram_II, scale_I, scaled_IO, GROUP, clip)
+        direct = error(x_TI / scale_I, scaled_IO, groups.decode(*found)) / whole
+        assert float(told) == pytest.approx(direct, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_scaled_but_not_rounded_the_model_is_the_same(name):
     model, params = random_model(FAMILIES[name])
