@@ -70,6 +70,7 @@ from bytescope.memory.report_records.parallel import Collective, Communication, 
 from bytescope.memory.report_records.schedule import Steps
 from bytescope.memory.report_records.schedule import from_json as read_schedule
 from bytescope.memory.report_records.schedule import to_json as schedule_json
+from bytescope.memory.report_records.transfers import Transfer
 
 # The report's records with those of report_records, which come from here.
 __all__ = ["CARD", "CATEGORIES", "IN_RUN", "KEYS", "MEMORIES", "METHODS", "PHASES", "POOL", "ROWS", "SCHEMA",
@@ -100,19 +101,6 @@ class Finding:
     message: str
     remedy: str
     flags: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """Bytes that one step moves over a device's host link in one direction ("to device", "to host") in one phase.
-
-    `seconds`: at the target's `host_link_bytes_per_s`, 0.0 where unknown; whether compute overlaps it is not judged.
-    """
-
-    phase: str
-    direction: str
-    bytes: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from bytescope.train import cli
+from support.models.mistakes import LONE, LONG, OF_MODELS
 
 pytestmark = pytest.mark.quick
 
-LONG, LONE = "x" * 5000, "\udcff"
 # What `bytescope calibrate` wrote on an H200.
 CURVE = "[[1000.0, 1e12]]"
 WIDTHS = f'{{"128": {CURVE}}}'
@@ -27,17 +27,6 @@ OF_WEIGHTS = [
     ("hf:.", "no 'config.json'"), ("hf:~nobody-here/x", "no folder ~nobody-here/x"), (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
     ("hf:yarn", "of the kind 'yarn'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
-# Mistakes of every command that takes the weights of a run or a folder.
-OF_SOURCE = [
-    (source, "is neither a run nor a folder") for source in ("missing", ".", "notes.md", LONG, LONE)] + [
-    ("", "required"), ("~nobody-here/x", "no such user"), ("cut", "config.json is damaged"),
-    ("yarn", "of the kind 'yarn'"), ("missing --step=last", "--step"), ("missing --sequences=0", "--sequences=0"),
-    ("missing --length=1", "--length=1"), ("missing --chunk=20", "--chunk=20: give a multiple of 16"),
-    ("missing --chunk=0", "--chunk=0"), ("missing --kv=int4", "did you mean int8?"),
-    ("missing --kernel=block", "did you mean blocks?"), ("missing --dtype=bf16", "did you mean bfloat16?"),
-    ("missing --limit=", "--limit"), ("missing --limit=0", "--limit=0"), ("missing --limit=lots", "not a valid size"),
-    ("missing --tensor=0", "--tensor=0"), ("missing --fsdp=0", "--fsdp=0"),
-    ("missing --config.model.n_layers=1", "unrecognized")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
@@ -224,49 +213,7 @@ MISTAKES = {
         ("--source=text.txt --out=o --shard-tokens=0", "--shard-tokens=0"),
         ("--source=text.txt --out=o --shard-tokens=many", "--shard-tokens"), ("--sauce=text.txt --out=o", "--source"),
         ("--source=text.txt --out=o --config.train.steps=1", "unrecognized")],
-    "generate": [
-        ("missing --prompt=x --prompts=records.jsonl", "--prompt or --prompts"),
-        ("missing --out=o", "belongs to --prompts"), ("missing --prompts=", "no name of a file"),
-        ("missing --max-tokens=0", "--max-tokens=0: give 1 or more"),
-        ("missing --temperature=-1", "--temperature=-1.0"),
-        ("missing --temperature=nan", "--temperature=nan"), ("missing --temperature=hot", "--temperature"),
-        ("missing --top-p=1.5", "--top-p=1.5"), ("missing --min-p=-1", "--min-p=-1.0"),
-        ("missing --top-k=-1", "--top-k=-1"), ("missing --seed=-1", "--seed=-1"), ("missing --stop=", "--stop="),
-        (f"missing --seed={2**32}", "less than 2**32"), ("missing --promt=x", "did you mean --prompt or"),
-        ("missing more", "unrecognized")],
-    "score": [
-        ("missing", "--text=TEXT or --texts=FILE"), ("missing --text=x --texts=text.txt", "--text=TEXT"),
-        ("missing --texts=", "no name of a file"), ("missing --text=x --out=", "no name of a file"),
-        ("missing --txet=x", "did you mean --text?"), ("missing --text=x --max-tokens=3", "unrecognized")],
-    "quantize": [
-        ("", "required"), ("missing", "give OUT"), ("missing out", "give --calibrate=TEXT"),
-        ("missing out --calibrate=", "no name of a file"), ("missing out --calibrate=text.txt", "is neither a run nor"),
-        ("missing out --calibrate=text.txt --bits=3", "--bits=3: weights of 4 bits"),
-        ("missing out --calibrate=text.txt --group=48", "--group"),
-        ("missing out --calibrate=text.txt --format=gptq", "--format"),
-        ("missing out --calibrate=text.txt --method=awk", "did you mean awq?"),
-        ("missing out --calibrate=text.txt --samples=0", "--samples=0: give 1 or more"),
-        ("missing out --calibrate=text.txt --length=1", "--length=1: give 2 or more"),
-        ("missing out --calibrate=text.txt --shard-size=0", "--shard-size=0"),
-        ("missing out --calibrate=text.txt --limit=lots", "not a valid size"),
-        ("missing out --calibrate=text.txt --html=/no/such/page.html", "no folder /no/such"),
-        ("missing . --calibrate=text.txt", "is not empty"), ("missing notes.md --calibrate=text.txt", "is no folder"),
-        (f"{LONG} out --calibrate=text.txt", "is neither a run nor"),
-        ("missing out --plan=h100", "OUT=out with --plan=h100"), ("missing --plan=h100", "missing"),
-        ("tiny --plan=h900", "h900"), ("tiny --plan=cpu:1 --calibrate=text.txt", "--calibrate=text.txt with --plan"),
-        ("tiny --plan=cpu:1 --limit=0", "--limit=0"), ("missing out --calibrat=x", "did you mean --calibrate?"),
-        ("missing out --calibrate=x --config.model.n_layers=1", "unrecognized")],
-    "export": [
-        ("", "required"), ("missing", "required"), ("missing out", "missing holds no run"), (". out", "holds no run"),
-        (f"{LONG} out", "holds no run"), (f"{LONE} out", "holds no run"), ("notes.md out", "holds no run"),
-        ("missing ", "no name of a file or folder"), ("~nobody-here/x out", "no such user"),
-        ("missing notes.md", "notes.md is no folder"), ("missing .", "is not empty"),
-        ("missing . --force", "holds no model"), ("missing out --step=last", "--step"),
-        ("missing out --dtype=bf16", "did you mean bfloat16?"), ("missing out --shard-size=", "--shard-size"),
-        ("missing out --shard-size=0", "--shard-size=0"), ("missing out --shard-size=5XB", "not a valid size"),
-        ("missing out --shrad-size=5GB", "did you mean --shard-size?"), ("missing out more", "unrecognized"),
-        ("missing out --config.train.steps=1", "unrecognized"), ("missing out --merge=yes", "--merge"),
-        ("missing out --merg", "did you mean --merge?")],
+    **OF_MODELS,
 }
 for command in ("report", "compare", "levers", "front", "fit"):
     MISTAKES[command] += [(f"tiny h200 {words}", message) for words, message in OF_RATES]
@@ -274,8 +221,6 @@ for command in ("report", "compare", "levers", "front", "fit"):
                           for message in OTHER_DEVICE]
 for command in ("report", "names", "estimate", "compare", "levers", "front", "fit", "train"):
     MISTAKES[command] += OF_WEIGHTS
-for command, flag in (("generate", "--prompt=x"), ("score", "--text=x")):
-    MISTAKES[command] += [(f"{words} {flag}".lstrip(), message) for words, message in OF_SOURCE]
 MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "rates of NVIDIA H200 for h100")]
 MISTAKES["validate"] += [*OF_RATES, ("--rates=rates.json", "rates of NVIDIA H200 for h100"),

@@ -112,9 +112,10 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     from bytescope.train.export import peft, tensors, tokenizer_files
     from bytescope.train.export.config_json import config_json
     from bytescope.train.export.safetensors_files import Files
+    from bytescope.train.export.saved_run import began_from
     from bytescope.train.weights.families import FAMILIES
 
-    folder = _origin(run)
+    folder = began_from(run)
     raw = config_json(run.config.model.to_dict(), folder and folder.config)
     model = ModelConfig.from_dict(run.config.model)
     if merge and not run.config.lora.rank:
@@ -143,14 +144,6 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
         lines.append(f"note       {run.config.init.folder}, which the run began from, is not here: config.json is "
                      "made of config.model, and dtypes are those of the run")
     return lines
-
-
-def _origin(run: SavedRun) -> Folder | None:
-    """The folder of weights that a run began from; None without one, or where it is not here."""
-    from bytescope.train.weights.folder import Folder
-
-    path = run.config.init.folder
-    return Folder.open(path) if path and os.path.isdir(os.path.expanduser(path)) else None
 
 
 def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable[[str], str]:

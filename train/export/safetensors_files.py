@@ -25,26 +25,30 @@ class Files:
     `name`, `dtype` (the format's name), `shape` and `nbytes`.
 
     Args:
-      keep: files that are there already, of the same tensors, stay as they are; `kept` is whether all of them did.
+      begin: make them; else they are as `found` has it.
 
     Raises:
       OSError: the disk is full, or cannot be written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int, keep: bool = False):
-        self._folder, self._places, self.kept = folder, {}, keep
+    def __init__(self, folder: Path, tensors: Sequence[Tensor], most: int, begin: bool = True):
+        self._folder, self._places = folder, {}
         shards = _split(tensors, most)
         self.names = [SINGLE] if len(shards) == 1 else [
             f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        for name, shard in zip(self.names, shards):
-            self._begin(name, shard, keep)
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": self.nbytes},
-                     "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors}}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        self._begins = {name: self._place(name, shard) for name, shard in zip(self.names, shards)}
+        if begin:
+            self._begin(tensors)
 
-    def _begin(self, name: str, shard: Sequence[Tensor], keep: bool) -> None:
+    @classmethod
+    def found(cls, folder: Path, tensors: Sequence[Tensor], most: int) -> Files | None:
+        """The files of these tensors that are there already, begun as here; None where one is not."""
+        files = cls(folder, tensors, most, begin=False)
+        return files if all(_is_begun(folder / name, *begin) for name, begin in files._begins.items()) else None
+
+    def _place(self, name: str, shard: Sequence[Tensor]) -> tuple[bytes, int]:
+        """(what a file begins with, its bytes in all)."""
         entries: dict = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
         for tensor in shard:
@@ -55,17 +59,21 @@ class Files:
         header += b" " * (-len(header) % ALIGNED)
         for tensor in shard:
             self._places[tensor.name] = name, 8 + len(header) + entries[tensor.name]["data_offsets"][0]
-        begin, size = len(header).to_bytes(8, "little") + header, 8 + len(header) + end
-        if keep and _begins(self._folder / name, begin, size):
-            return
-        self.kept = False
-        with open(self._folder / name, "wb") as file:
-            file.write(begin)
-            file.flush()
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
+        return len(header).to_bytes(8, "little") + header, 8 + len(header) + end
+
+    def _begin(self, tensors: Sequence[Tensor]) -> None:
+        for name, (header, size) in self._begins.items():
+            with open(self._folder / name, "wb") as file:
+                file.write(header)
+                file.flush()
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+        if len(self.names) > 1:
+            index = {"metadata": {"total_size": self.nbytes},
+                     "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors}}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, tensor: Tensor, pieces: Iterable[np.ndarray]) -> None:
         """Writes a tensor whose bytes are those of its pieces. Raises OSError: the disk cannot be written."""
@@ -91,7 +99,7 @@ class Files:
                 os.fsync(file.fileno())
 
 
-def _begins(path: Path, begin: bytes, size: int) -> bool:
+def _is_begun(path: Path, begin: bytes, size: int) -> bool:
     """Whether a file is there that begins so and has this size."""
     if not path.is_file() or path.stat().st_size != size:
         return False

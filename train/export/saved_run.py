@@ -24,6 +24,7 @@ from bytescope.train.export.stored_array import Slices, StoredArray, whole
 from bytescope.train.run.failures import keep_library_log
 from bytescope.train.run.runtime import stderr_held
 from bytescope.train.run.workdir import CHECKPOINTS, Identity, recorded
+from bytescope.train.weights.folder import Folder
 
 _KEY = re.compile(r"\['?(.*?)'?\]")  # of jax.tree_util.keystr: .params['blocks'][0]['w_q']
 _DESCRIBED = re.compile(r"(\w+)\[([\d,]*)\]")  # of checkpoint.describe: float32[4,8]
@@ -107,6 +108,12 @@ class SavedRun:
                 remedy = f"choose another with --step={others[-1]}" if others else "there is no other one"
                 raise UserError(f"checkpoint {self.step} of {self.workdir} is damaged "
                                 f"({one_line(error)[:120] or type(error).__name__}): {remedy}") from error
+
+
+def began_from(run: SavedRun) -> Folder | None:
+    """The folder of weights that a run began from; None without one, or where it is not here."""
+    path = os.path.expanduser(run.config.init.folder)
+    return Folder.open(path) if path and os.path.isdir(path) else None
 
 
 def _config(identity: Identity, workdir: Path) -> ConfigDict:

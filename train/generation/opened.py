@@ -97,7 +97,7 @@ def _steps(args: argparse.Namespace, config: ConfigDict, devices: Sequence[jax.D
     return Steps(model, args.kernel, KV[args.kv] or model.precision.compute)
 
 
-def _limit_here(args: argparse.Namespace, device: jax.Device) -> int:
+def limit_here(args: argparse.Namespace, device: jax.Device) -> int:
     """Bytes of a device that may be used: what --limit says, else all, of a CPU's memory half."""
     available = limit_bytes(device)
     return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
@@ -134,7 +134,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
       DoesNotFit: the weights leave no room. UserError: what the user can mend.
     """
     steps, device = _steps_here(args, source), jax.local_devices()[0]
-    limit = _limit_here(args, device)
+    limit = limit_here(args, device)
     sizes = sizes_of(args, device.platform, source.length, needed, count)
     console = Console(stderr=True)
     with contextlib.ExitStack() as shown:
@@ -156,7 +156,7 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
       DoesNotFit: weights, pages and temporaries do not. UserError: what the user can mend.
     """
     steps, device = _steps_here(args, source), jax.local_devices()[0]
-    limit = _limit_here(args, device)
+    limit = limit_here(args, device)
     scorer = Scorer(steps, longest, args.chunk or DEFAULTS.get(device.platform, OTHERS)[1])
     if scorer.bytes > limit:
         raise DoesNotFit(f"scoring {longest:,} tokens takes {human(scorer.bytes)} of {human(limit)}, of which the "

@@ -33,7 +33,7 @@ from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.folder import CONFIG, Folder
 from bytescope.train.weights.hf_config import describe
 from bytescope.train.weights.leaves import PACKED, checkpoint_leaves, parameters_of
-from bytescope.train.weights.load import load_params
+from bytescope.train.weights.load import dotted, load_params
 from bytescope.train.weights.stacks import by_array
 
 # A dtype to compute in -> the row of precisions that has it.
@@ -127,7 +127,7 @@ def _of_run(run: SavedRun) -> Source:
         total, done, found = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
         for path, like in flat:
             made = np.zeros(like.shape, like.dtype)
-            for index, name in places[".".join(str(getattr(key, "key", key)) for key in path)].items():
+            for index, name in places[dotted(path)].items():
                 made[index] = whole(parameters.read(name)).astype(like.dtype)
             found.append(jax.device_put(made, like.sharding))
             done += made.nbytes
@@ -164,9 +164,7 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
         what = "experts" if model.experts else "latent attention"
         raise UserError(f"weights in {base} of a model with {what}: those of dense layers alone are read so; leave "
                         "--weights out")
-    settings = trainer.get_config().precision
-    settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
-    precision = Precision.of(settings)
+    precision = precision_of(dtype, platform)
     precision = dataclasses.replace(precision, param=precision.compute)
     try:
         abstract = nnx.eval_shape(lambda: Transformer(model, precision, base=base, rngs=nnx.Rngs(params=0)))
@@ -184,3 +182,10 @@ def describe_model(config: ConfigDict, devices: Sequence[jax.Device], fsdp: int 
     shapes = jax.tree_util.tree_map_with_path(place, logical_axes(abstract), nnx.to_pure_dict(state),
                                               is_leaf=lambda node: isinstance(node, tuple))
     return Model(model, precision, graph, shapes, layout)
+
+
+def precision_of(dtype: str, platform: str) -> Precision:
+    """Parameters float32, computed in this dtype, a row of DTYPES; "" for float32 on a CPU and bfloat16 elsewhere."""
+    settings = trainer.get_config().precision
+    settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
+    return Precision.of(settings)

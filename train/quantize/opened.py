@@ -11,17 +11,16 @@ import os
 import jax
 import numpy as np
 
-from bytescope.configs import base
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
-from bytescope.memory.devices.limits import budget_of, limit_bytes
+from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.generation.budget import DoesNotFit
 from bytescope.memory.units import human
-from bytescope.model import ModelConfig, Precision
+from bytescope.model import ModelConfig
 from bytescope.train.config import load
 from bytescope.train.export.saved_run import SavedRun
-from bytescope.train.generation.opened import CPU_SHARE
-from bytescope.train.generation.source import DTYPES
+from bytescope.train.generation.opened import limit_here
+from bytescope.train.generation.source import precision_of
 from bytescope.train.quantize.origin import Origin, check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
 from bytescope.train.quantize.programs import Programs, Sizes
@@ -58,11 +57,10 @@ def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
                 "dtype": args.dtype or "default", "length": args.length, "windows": len(calibration),
                 "text": _digest(calibration, held_out)}
     peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
-    limit = limit_bytes(device)
-    limit = budget_of(args.limit or "", int(CPU_SHARE * limit) if device.platform == "cpu" else limit, "--limit")
+    limit = limit_here(args, device)
     tokens = calibration.size, held_out.size
     folder = sum(tensor.nbytes for tensor in plan(origin, args.format, args.group))
-    found = memory_of(origin.model, programs, tokens, peaks, limit, folder)
+    found = memory_of(origin.model, programs, tokens, peaks, limit, folder, origin.held)
     refuse(found)  # before room is taken on the disk
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
     return Opened(Work(origin, programs, method, (calibration, held_out), output, tell), found, tokens)
@@ -102,22 +100,15 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     return ModelConfig.from_dict(config.model)
 
 
-def precision_of(dtype: str, platform: str) -> Precision:
-    """Parameters float32, computed in this dtype, by default float32 on a CPU and bfloat16 elsewhere."""
-    settings = base.get_config().precision
-    settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
-    return Precision.of(settings)
-
-
 def memory_of(model: ModelConfig, programs: Programs, tokens: tuple[int, int], peaks: dict[str, int], limit: int,
-              folder: int) -> Memory:
-    """The bytes of a quantization."""
+              folder: int, held: int = 0) -> Memory:
+    """The bytes of a quantization. held: of the checkpoint on the host, whose stacks of layers are decoded whole."""
     calibration, held_out = tokens
     streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
     # In float32: as read, with scales in them, and decoded for what was written; the tables twice.
     tables = sum(math.prod(shape) for path, shape in parameters_of(model).items() if not path.startswith("blocks."))
     layer = max(3 * programs.parameter_bytes, 2 * 4 * tables)
-    return Memory(peaks, limit, streams, layer, folder)
+    return Memory(peaks, limit, streams, layer, held, folder)
 
 
 def refuse(found: Memory) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bytescope.model import ModelConfig
 from bytescope.train.errors import UserError
 from bytescope.train.export import tokenizer_files
 from bytescope.train.export.config_json import config_json
-from bytescope.train.export.saved_run import SavedRun
+from bytescope.train.export.saved_run import SavedRun, began_from
 from bytescope.train.export.tokenizer_files import COMPANIONS, GENERATION, TOKENIZER
 from bytescope.train.generation.source import Source, open_source
 from bytescope.train.quantize.read import matrices, packed_paths
@@ -33,7 +36,8 @@ class Origin:
 
     Fields:
       source: them, and how they read text. model: their config. family: whose tensors they become. raw: config.json.
-      write_text: writes tokenizer and generation_config into a folder. fingerprint: of the weights.
+      write_text: writes tokenizer and generation_config into a folder. fingerprint: of the weights. held: bytes of a
+      checkpoint that reading it layer by layer keeps on the host.
     """
 
     source: Source
@@ -42,6 +46,7 @@ class Origin:
     raw: Mapping[str, Any]
     write_text: Callable[[Path], None]
     fingerprint: str
+    held: int
 
 
 def open_origin(path: Path, step: int | None, group: int) -> Origin:
@@ -56,16 +61,18 @@ def open_origin(path: Path, step: int | None, group: int) -> Origin:
     model = ModelConfig.from_dict(source.config.model)
     check_model(str(path), model, group)
     is_run = os.path.isdir(path / CHECKPOINTS)
-    raw, write_text, fingerprint = _of_run(path, step) if is_run else _of_folder(path)
+    raw, write_text, fingerprint, held = _of_run(path, step) if is_run else _of_folder(path)
     family = FAMILIES[raw["model_type"]]
     _check_layout(path, family, raw["model_type"], model)
-    return Origin(source, model, family, raw, write_text, fingerprint)
+    return Origin(source, model, family, raw, write_text, fingerprint, held)
 
 
-def _of_run(path: Path, step: int | None) -> tuple[dict[str, Any], Callable[[Path], None], str]:
+Found = tuple[dict[str, Any], Callable[[Path], None], str, int]  # raw, write_text, fingerprint, held of an Origin
+
+
+def _of_run(path: Path, step: int | None) -> Found:
     run = SavedRun.open(path, step)
-    began = os.path.expanduser(run.config.init.folder)
-    folder = Folder.open(began) if began and os.path.isdir(began) else None
+    folder = began_from(run)
     raw, text = config_json(run.config.model.to_dict(), folder and folder.config), tokenizer_files.text_of(run.config)
     if folder is None:
         raw |= tokenizer_files.special_ids(text)
@@ -75,10 +82,11 @@ def _of_run(path: Path, step: int | None) -> tuple[dict[str, Any], Callable[[Pat
         tokenizer_files.write_generation_config(out, raw, folder and folder.path)
 
     sums = json.dumps([run.step, *(array.checksum for array in run.arrays.values())])
-    return raw, write_text, hashlib.sha256(sums.encode()).hexdigest()[:16]
+    held = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in run.arrays.values())
+    return raw, write_text, hashlib.sha256(sums.encode()).hexdigest()[:16], held
 
 
-def _of_folder(path: Path) -> tuple[dict[str, Any], Callable[[Path], None], str]:
+def _of_folder(path: Path) -> Found:
     folder = Folder.open(path)
 
     def write_text(out: Path) -> None:
@@ -86,7 +94,7 @@ def _of_folder(path: Path) -> tuple[dict[str, Any], Callable[[Path], None], str]
             if (folder.path / name).is_file():
                 shutil.copyfile(folder.path / name, out / name)
 
-    return dict(folder.config), write_text, folder.fingerprint
+    return dict(folder.config), write_text, folder.fingerprint, 0
 
 
 def _check_layout(path: Path, family: Family, name: str, model: ModelConfig) -> None:

@@ -105,12 +105,12 @@ class Output:
         if force:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.done = self._found()
-        if not self.done:
+        found = Files.found(self.folder, self.tensors, shard_bytes) if self.done else None
+        if found is None:  # with its progress, which would vouch for layers that are not there
+            self.done = []
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-        self._files = Files(self.folder, self.tensors, shard_bytes, keep=bool(self.done))
-        if not self._files.kept:
-            self.done = []
+        self._files = found or Files(self.folder, self.tensors, shard_bytes)
 
     def _found(self) -> list[dict[str, Any]]:
         """Rows of layers that an earlier start has written."""

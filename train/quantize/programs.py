@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from bytescope.memory.analyze import report_of
@@ -20,11 +21,10 @@ from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.names import found_names
+from bytescope.train.optimizer.host_offload import device_bytes
 from bytescope.train.quantize import search
 from bytescope.train.quantize.folds import Fold, folds_of, shared
 from bytescope.train.quantize.read import matrices
-
-Sums = Mapping[str, tuple[jax.Array, jax.Array]]  # name of an input -> (sum of |x| [I], X'X [I, I])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Programs:
 
     @property
     def _sums(self) -> dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+        """Checkpoint name of an input -> sum of |x| [I], X'X [I, I]."""
         return {fold.input: (self._array(size), self._array(size, size))
                 for fold in self.folds for size in [self.inputs_of(fold)]}
 
@@ -164,7 +165,7 @@ class Programs:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the parameters of one block on the device."""
-        return _bytes(self.block_shapes)
+        return device_bytes(self.block_shapes)
 
     def peak_bytes(self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None,
                    searching: bool = True) -> dict[str, int]:
@@ -174,7 +175,7 @@ class Programs:
             return report_of(compilation, target=target).predicted_bytes + beside
 
         found = {"embedding": of("embedding", self.embed()), "one block": of("one block", self.watch())}
-        grams = {fold.input: _bytes(self._sums[fold.input]) for fold in self.folds}
+        grams = {fold.input: device_bytes(self._sums[fold.input]) for fold in self.folds}
         for fold in self.folds:
             beside = sum(grams.values()) - grams[fold.input]
             if searching and fold.before:
@@ -185,23 +186,7 @@ class Programs:
         return found
 
 
-def _bytes(shapes: Any) -> int:
-    return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def put(tree: Any, like: Any) -> Any:
-    """Arrays of the host on the device of `like`, in its dtypes."""
+def put(flat: Mapping[str, Any], like: Any) -> Any:
+    """Arrays of the host, by dotted path, as a tree on the device of `like`, in its dtypes."""
     return jax.tree.map(lambda array, shape: jax.device_put(np.asarray(array).astype(shape.dtype, copy=False),
-                                                            shape.sharding), tree, like)
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted paths as a tree."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, name = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
+                                                            shape.sharding), unflatten_dict(flat, sep="."), like)

@@ -17,6 +17,7 @@ from bytescope.train.weights import folder as folders
 from bytescope.train.weights.families import FAMILIES
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import PACKED, Leaf, checkpoint_leaves, rows_by_path
+from bytescope.train.weights.load import dotted
 from bytescope.train.weights.packed import OPTIONAL, Codes, Layout, layout_of
 from bytescope.train.weights.quantized import matrices_of
 
@@ -107,7 +108,7 @@ def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], No
     total, done, made = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
     last: tuple[str, dict[str, np.ndarray]] = ("", {})
     for keys, like in flat:  # the parts of one weight follow each other
-        path = ".".join(str(getattr(key, "key", key)) for key in keys)
+        path = dotted(keys)
         weight, _, part = path.rpartition(".")
         if weight in packed.names:
             if last[0] != weight:

@@ -14,13 +14,15 @@ class Memory:
 
     Fields:
       device: program -> on the device while it runs. limit: of the device. streams: activations on the host. layer: of
-      one layer on the host, or of the tables where they are more. folder: of the weights that are written.
+      one layer on the host, or of the tables where they are more. held: of a run's checkpoint on the host. folder: of
+      the weights that are written.
     """
 
     device: Mapping[str, int]
     limit: int
     streams: int
     layer: int
+    held: int
     folder: int
 
     @property
@@ -36,7 +38,7 @@ class Memory:
     @property
     def host(self) -> int:
         """Bytes on the host."""
-        return self.streams + self.layer
+        return self.streams + self.layer + self.held
 
 
 @dataclasses.dataclass(frozen=True)

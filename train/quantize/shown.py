@@ -18,8 +18,9 @@ def memory(found: Memory) -> RenderableType:
     name, peak = found.peak
     table = FigureTable(label(), figure(), words())
     table.add("device", human(peak), f"of {human(found.limit)}; {name} takes most")
+    checkpoint = f", the checkpoint {human(found.held)}" if found.held else ""
     table.add("host", human(found.host), f"activations {human(found.streams)}, a layer or the tables "
-              f"{human(found.layer)}")
+              f"{human(found.layer)}{checkpoint}")
     table.add("folder", human(found.folder), "")
     return Group(table, Text())
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from bytescope.model.quantized import groups
 from bytescope.train.quantize.folds import Fold, fold_in
 from bytescope.train.quantize.origin import Origin
 from bytescope.train.quantize.output import Output
-from bytescope.train.quantize.programs import Programs, nested, put
+from bytescope.train.quantize.programs import Programs, put
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed import Codes
 
@@ -49,7 +50,7 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run found. layers: a row each, see `Work._row`. before, after: perplexity of the held-out text."""
+    """What a run found. layers: a row each, as of `result.Result`. before, after: perplexity of the held-out text."""
 
     layers: list[dict[str, Any]]
     before: float
@@ -81,15 +82,15 @@ class Work:
 
     def run(self) -> Outcome:
         """Writes all layers; those that an earlier start has written are run through alone."""
-        before = {path: self.origin.source.parameter(path).astype(np.float32) for path in self._outside}
-        self.output.write(-1, before, {})
-        after = {path: _padded(array, before[path]) for path, array in self.output.read(-1)[0].items()}
-        streams = Streams(self._embed(before, self._calibration), self._embed(before, self._held_out),
-                          self._embed(after, self._held_out))
+        self.output.write(-1, self._tables(), {})
+        shell = put(self._tables(), self.programs.shell_shapes)
+        calibration, original = (self._embed(shell, tokens) for tokens in (self._calibration, self._held_out))
+        del shell  # tables are read again in the end: nothing holds them, or those that are written, meanwhile
+        streams = Streams(calibration, original, self._embed(self._written_tables(), self._held_out))
         for layer in range(self.origin.model.n_layers):
             self._layer(layer, streams)
-        nats = [self._nats(before, streams.original), self._nats(after, streams.written)]
-        return Outcome(self.output.done, *(math.exp(min(one, 700)) for one in nats))
+        before = self._perplexity(put(self._tables(), self.programs.shell_shapes), streams.original)
+        return Outcome(self.output.done, before, self._perplexity(self._written_tables(), streams.written))
 
     # ---- a layer ----------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class Work:
         params = {path: self.origin.source.parameter(f"blocks.{layer}.{path}").astype(np.float32)
                   for path in self._within}
         written = layer < len(self.output.done)
-        on_device = put(nested(params), self.programs.block_shapes)
+        on_device = put(params, self.programs.block_shapes)
         sums = self._forward(layer, on_device, streams.calibration, "calibration", watch=not written)
         self._forward(layer, on_device, streams.original, "held-out text")
         del on_device
@@ -109,7 +110,7 @@ class Work:
         del sums
         rounded = {path: array.astype(np.float16).astype(np.float32) for path, array in kept.items()}
         rounded |= {path: decoded(one).reshape(params[path].shape) for path, one in codes.items()}
-        self._forward(layer, put(nested(rounded), self.programs.block_shapes), streams.written, "what was written")
+        self._forward(layer, put(rounded, self.programs.block_shapes), streams.written, "what was written")
         if not written:
             self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
 
@@ -132,12 +133,11 @@ class Work:
     def _quantize(self, layer: int, params: dict[str, np.ndarray], sums: Any
                   ) -> tuple[dict[str, np.ndarray], dict[str, Codes], list[dict[str, Any]]]:
         """(parameters that stay wide, with scales in them; the packed weights; a row of errors for each)."""
-        tokens = self._calibration.size
-        means = {name: (size_I / tokens, gram_II / tokens) for name, (size_I, gram_II) in sums.items()}
         found, scales, powers = dict(params), {}, {}
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: scales of {fold.name}")
-            magnitudes_I, gram_II = means[fold.input]
+            size_I, gram_II = sums[fold.input]  # errors are shares: X'X need not be divided by the tokens, nor copied
+            magnitudes_I = size_I / self._calibration.size
             scales[fold.name], powers[fold.name] = np.ones(len(magnitudes_I), np.float32), 0.0
             if self.method.scales and fold.before:
                 flat = tuple(self._flat(found, path) for path in fold.weights)
@@ -148,7 +148,7 @@ class Work:
         for fold in self.programs.folds:
             self._tell(self._calls, self.calls, f"layer {layer}: rounding {fold.name}")
             for path in fold.weights:
-                codes[path], row = self._round(fold, path, means[fold.input][1], scales[fold.name], params, found)
+                codes[path], row = self._round(fold, path, sums[fold.input][1], scales[fold.name], params, found)
                 errors.append({"weight": path, "power": powers[fold.name], **row})
         return {path: array for path, array in found.items() if path not in codes}, codes, errors
 
@@ -164,19 +164,30 @@ class Work:
 
     # ---- both ends --------------------------------------------------------------------------------------------
 
-    def _embed(self, params: Mapping[str, np.ndarray], tokens_NL: np.ndarray) -> np.ndarray:
-        shell, rows = put(nested(params), self.programs.shell_shapes), self.programs.sizes.rows
+    def _tables(self) -> dict[str, np.ndarray]:
+        """The parameters of no layer."""
+        return {path: self.origin.source.parameter(path).astype(np.float32) for path in self._outside}
+
+    def _written_tables(self) -> Any:
+        """The same as they are written, on the device; the padding of the vocabulary is zeros."""
+        stored, like = self.output.read(-1)[0], self.programs.shell_shapes
+        sizes = {".".join(path): leaf.shape for path, leaf in flatten_dict(like).items()}
+        return put({path: np.pad(array, [(0, size - own) for own, size in zip(array.shape, sizes[path])])
+                    for path, array in stored.items()}, like)
+
+    def _embed(self, shell: Any, tokens_NL: np.ndarray) -> np.ndarray:
+        rows = self.programs.sizes.rows
         return np.concatenate([np.asarray(self.programs.embed().compiled(shell, tokens_NL[start:start + rows]))
                                for start in range(0, len(tokens_NL), rows)])
 
-    def _nats(self, params: Mapping[str, np.ndarray], x_NLD: np.ndarray) -> float:
-        """The mean of -log p of the held-out text in nats."""
+    def _perplexity(self, shell: Any, x_NLD: np.ndarray) -> float:
+        """That of the held-out text."""
         self._tell(self._calls, self.calls, "perplexity")
-        shell, rows = put(nested(params), self.programs.shell_shapes), self.programs.sizes.rows
+        rows = self.programs.sizes.rows
         total = sum(float(self.programs.head().compiled(shell, x_NLD[start:start + rows],
                                                         self._held_out[start:start + rows]))
                     for start in range(0, len(x_NLD), rows))
-        return total / (len(x_NLD) * (x_NLD.shape[1] - 1))
+        return math.exp(min(total / (len(x_NLD) * (x_NLD.shape[1] - 1)), 700))
 
 
 def decoded(one: Codes) -> np.ndarray:
@@ -192,8 +203,3 @@ def drift(streams: Streams) -> float:
         difference += float(np.square(mine - theirs).sum())
         power += float(np.square(theirs).sum())
     return difference / max(power, 1e-30)
-
-
-def _padded(array: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """With zeros up to the shape of another: the padding of the vocabulary."""
-    return np.pad(array, [(0, size - own) for own, size in zip(array.shape, like.shape)])

@@ -58,9 +58,9 @@ def load_leaves(leaves: Mapping[str, Leaf], model: ModelConfig, shapes: Any,
     """The same of what is where already, by our dotted path with the numbers of layer and expert."""
     held = by_row(by_array(model, leaves), order)
     flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    targets = {_dotted(path): _Target(like) for path, like in flat}
+    targets = {dotted(path): _Target(like) for path, like in flat}
     parts = {f"{name}.{part}" for name, (base, matrix) in quantized.items() for part in parts_of(base, matrix)}
-    jobs: list[_Job | QuantizedJob] = [job for path, _ in flat if (name := _dotted(path)) not in parts
+    jobs: list[_Job | QuantizedJob] = [job for path, _ in flat if (name := dotted(path)) not in parts
                                        for job in _jobs(targets[name], _held(name, held))]
     for name, (base, matrix) in quantized.items():
         own = {part: targets[f"{name}.{part}"] for part in parts_of(base, matrix)}
@@ -188,7 +188,7 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
         yield from pieces([*spans[:axis], half, *spans[axis + 1:]], most, outer)
 
 
-def _dotted(path: Sequence[Any]) -> str:
+def dotted(path: Sequence[Any]) -> str:
     """A parameter's path in the tree, as jax has it, in text."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 

@@ -1,3 +1,3 @@
 "use strict";
-// Nothing is drawn by script: the template has the schedules as SVG.
+// Nothing is drawn by script: the template has the lines as SVG.
 base.start(() => {});

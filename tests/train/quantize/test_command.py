@@ -163,10 +163,31 @@ def test_a_partial_folder_whose_files_are_damaged_starts_over(made, home, capsys
         quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")
     file = home / ".torn.partial" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+    calls += [None] * 10  # the next start ends in the first layer, and has written none
+    with pytest.raises(ZeroDivisionError):
+        quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")
     calls.clear()
     monkeypatch.setattr(work.Work, "_round", lambda self, *args: calls.append(args) or whole(self, *args))
     assert quantize(capsys, "wide", "torn", *SHORT, "--held-out=held.jsonl")[0] == 0 and len(calls) == 3 * 7
     assert (home / "torn" / "model.safetensors").read_bytes() == (home / "awq" / "model.safetensors").read_bytes()
+
+
+def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkeypatch):
+    whole, held = work.Work._round, []
+
+    def square():
+        return [array.shape[0] for array in jax.live_arrays()
+                if array.shape in ((64, 64), (96, 96)) and array.dtype == np.float32]
+
+    def look(self, *args):
+        held.append(len(square()))
+        return whole(self, *args)
+
+    monkeypatch.setattr(work.Work, "_round", look)
+    before = len(square())
+    assert quantize(capsys, "wide", "looked", *SHORT, "--held-out=held.jsonl")[0] == 0
+    # Inputs of q, k, v, of attention's output, of gate and up, and of down: the bytes that were told.
+    assert [count - before for count in held] == [4] * 3 * 7
 
 
 def test_the_plan_is_what_the_work_says(made, capsys):

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from bytescope.model.quantized import groups
 from bytescope.train.quantize import search
 from bytescope.train.quantize.folds import fold_in, folds_of, shared
-from bytescope.train.quantize.programs import nested
 from bytescope.train.weights.leaves import parameters_of
 from support.models.generating import random_model
 
@@ -93,7 +93,7 @@ def test_scaled_but_not_rounded_the_model_is_the_same(name):
                 scaled, taken = fold_in(fold, model.config, scaled, np.asarray(scale_I))
                 np.testing.assert_allclose(taken, scale_I, rtol=1e-2)  # a norm's vector is rounded
         layers.append([path for path in own if not np.array_equal(own[path], scaled[path])])
-        found["blocks"][layer] = nested(scaled)
+        found["blocks"][layer] = unflatten_dict(scaled, sep=".")
     run = nnx.jit(lambda params: nnx.merge(model.graph, params)(tokens))
     np.testing.assert_allclose(run(found), run(params), atol=1e-5 * float(jnp.abs(run(params)).max()))
     assert len(layers[0]) >= (9 if name != "no gate" else 7)  # norms and all weights that take part
