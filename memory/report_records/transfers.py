@@ -1,5 +1,7 @@
 """What a step moves over the host link."""
 
+from __future__ import annotations
+
 import dataclasses
 
 
