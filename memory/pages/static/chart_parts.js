@@ -99,8 +99,39 @@ const parts = (() => {
   box.setAttribute("role", "status");
   box.hidden = true;
   const hide = () => { box.hidden = true; };
-  // `lines`: texts, of which the first stands out, or rows {name, value, color, strong}. At (x, y) of the window.
-  const show = (lines, x, y, spoken) => {
+  // Distances in pixels: between mark and tooltip, from the tooltip to the edge of the window, from the pointer to a
+  // tooltip at most, and the width down to which a tooltip is narrowed.
+  const GAP = 14, EDGE = 4, FAR = 120, NARROWEST = 160;
+  // Puts the tooltip to the right or left of the mark, below or above it, wherever it is in the window and near (x, y);
+  // else it is narrowed. If the mark is too large for that, the tooltip goes beside the point (x, y) of the mark.
+  const place = ([x, y], mark) => {
+    const { clientWidth: wide } = document.documentElement, tall = window.innerHeight;
+    const beside = ({ left, top, right, bottom }, { width, height }) => {
+      if (right - x <= FAR && right + GAP + width <= wide - EDGE) return [right + GAP, y + GAP];
+      if (x - left <= FAR && left - GAP - width >= EDGE) return [left - GAP - width, y + GAP];
+      if (bottom - y <= FAR && bottom + GAP + height <= tall - EDGE) return [x - width / 2, bottom + GAP];
+      if (y - top <= FAR && top - GAP - height >= EDGE) return [x - width / 2, top - GAP - height];
+      return null;
+    };
+    const put = (anchor, most) => {
+      box.style.maxWidth = most ? `min(420px, ${most}px)` : "";
+      box.style.left = box.style.top = "0";  // a box near the right edge would be measured narrower than it can be
+      const size = box.getBoundingClientRect(), at = beside(anchor, size);
+      if (!at) return false;
+      box.style.left = Math.max(EDGE, Math.min(at[0], wide - size.width - EDGE)) + "px";
+      box.style.top = Math.max(EDGE, Math.min(at[1], tall - size.height - EDGE)) + "px";
+      return true;
+    };
+    const whole = { left: Math.min(mark.left, x), top: Math.min(mark.top, y), right: Math.max(mark.right, x),
+      bottom: Math.max(mark.bottom, y) };
+    for (const anchor of [whole, { left: x, top: y, right: x, bottom: y }]) {
+      const room = Math.max(wide - anchor.right, anchor.left) - GAP - EDGE;
+      if (put(anchor) || (room >= NARROWEST && put(anchor, room))) return;
+    }
+  };
+  // `lines`: texts, of which the first stands out, or rows {name, value, color, strong}. `mark`: the box in the window
+  // of what they describe; `at`: [x, y] of the pointer, none for the middle of the mark.
+  const show = (lines, at, mark, spoken) => {
     if (!box.isConnected) document.body.append(box);
     box.setAttribute("aria-live", spoken ? "polite" : "off");
     box.replaceChildren(...lines.filter(Boolean).map((line, i) => {
@@ -111,10 +142,7 @@ const parts = (() => {
       return row;
     }));
     box.hidden = false;
-    const { width, height } = box.getBoundingClientRect(), page = document.documentElement;
-    const right = x + 14 + width <= page.clientWidth - 4 ? x + 14 : x - 14 - width;
-    box.style.left = Math.max(4, Math.min(right, page.clientWidth - width - 4)) + "px";
-    box.style.top = Math.max(4, Math.min(y + 14, window.innerHeight - height - 4)) + "px";
+    place(at || [(mark.left + mark.right) / 2, (mark.top + mark.bottom) / 2], mark);
   };
   window.addEventListener("scroll", hide, { passive: true });
 

@@ -66,18 +66,20 @@ const pointing = (() => {
     const { cross } = view.panel, x = view.x.at(cross.x[k]);
     clear(state);
     state.at = k;
-    state.over.append(upright(view, x, "cursor"));
-    show(cross.tip(k), ...(place || outside(state, x, view.top + 10)), spoken);
+    const line = upright(view, x, "cursor");
+    state.over.append(line);
+    show(cross.tip(k), place || outside(state, x, view.top + 10), line.getBoundingClientRect(), spoken);
     if (cross.move) cross.move(k);
   };
   const pointTarget = (state, k, place, spoken) => {
     const target = state.targets[k], { box, series, index } = target;
     clear(state);
     state.at = k;
-    state.over.append(box ? svg("rect", { x: round(box.x), y: round(box.y), width: round(box.width),
+    const found = box ? svg("rect", { x: round(box.x), y: round(box.y), width: round(box.width),
       height: round(box.height), class: "found" }) : svg("circle", { cx: round(target.x), cy: round(target.y),
-      r: target.r + 4, class: "found" }));
-    show(marks.tipped(series, index) || [], ...(place || outside(state, target.x, target.y)), spoken);
+      r: target.r + 4, class: "found" });
+    state.over.append(found);
+    show(marks.tipped(series, index) || [], place, found.getBoundingClientRect(), spoken);
   };
   const point = (state, k, place, spoken) => {
     const view = crossed(state);
@@ -159,6 +161,7 @@ const pointing = (() => {
     state.svg.addEventListener("pointerdown", (event) => {
       [from] = inside(state, event);
       sheet = null;
+      state.dragged = false;
       if (event.pointerType === "touch") move(event);
     });
     state.svg.addEventListener("pointerup", () => {
@@ -170,11 +173,13 @@ const pointing = (() => {
       state.dragged = true;
     });
     state.svg.addEventListener("click", (event) => {
+      // The click that ends a drag. Browsers send none if the drag began on another element.
       if (state.dragged) { state.dragged = false; return; }
+      // A pick draws the chart anew, after which browsers send no dblclick: the second click is told by its count.
+      if (event.detail === 2 && state.zoom) { state.zoom = null; redraw(); return; }
       const k = find(event);
       if (k !== null) pick(state, k);
     });
-    state.svg.addEventListener("dblclick", () => { if (state.zoom) { state.zoom = null; redraw(); } });
     state.svg.addEventListener("pointerleave", (event) => {
       from = sheet = null;
       if (event.pointerType !== "touch") leave(state);

@@ -64,8 +64,11 @@
     "font-weight": strong ? 650 : null }, text);
   const rect = ({ x, y, width, height }, look) => svg("rect", { x: round(x), y: round(y),
     width: round(Math.max(width, 0)), height: round(Math.max(height, 0)), ...look });
-  const shrunk = ({ x, y, width, height }, by) => ({ x: x + by, y: y + by, width: width - 2 * by,
-    height: height - 2 * by });
+  // A tile without its margin, which is at most a quarter of a side: a narrow tile keeps half its width.
+  const shrunk = ({ x, y, width, height }, margin) => {
+    const by = Math.min(margin, width / 4, height / 4);
+    return { x: x + by, y: y + by, width: width - 2 * by, height: height - 2 * by };
+  };
   // Names differ at their ends: params['blocks']['wq'], dynamic-update-slice.40.
   const ended = (text, room) => {
     if (textWidth(text) <= room) return text;
@@ -153,13 +156,10 @@
   };
   const leave = (state) => { state.on = null; hide(); state.over.replaceChildren(); };
   const point = (state, target, event, spoken) => {
-    const { node, box } = target, page = state.svg.getBoundingClientRect();
-    const ratio = (page.width || 1) / state.svg.viewBox.baseVal.width;
-    const [x, y] = event ? [event.clientX, event.clientY]
-      : [page.left + (box.x + box.width / 2) * ratio, page.top + (box.y + box.height / 2) * ratio];
+    const { node, box } = target, found = rect(box, { class: "found" });
     state.on = target;
-    state.over.replaceChildren(rect(box, { class: "found" }));
-    show(node.tip(node.total), x, y, spoken);
+    state.over.replaceChildren(found);
+    show(node.tip(node.total), event && [event.clientX, event.clientY], found.getBoundingClientRect(), spoken);
   };
   const press = (state, { node }) => {
     if (node.children.length) enter(state, node.id);
