@@ -3,11 +3,14 @@
 Page NAME is `templates/NAME.html`, which extends `templates/frame.html`; its styles and script are `static/NAME.css`
 and `static/NAME.js`, after `base.css` and `base.js`. Every value is escaped where it is put in, the names of buffers
 being other people's text, and a name that a template uses and nobody gives is an error.
+The Content-Security-Policy of a page allows its own scripts and styles by their hashes and nothing else.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import json
 import re
 from importlib import resources
@@ -42,13 +45,14 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates, with `human`, `flags` (the words of a command) and `tojson` as filters; `static` and `library` put
-    in files as they are."""
+    """The templates, with `human`, `flags` (the words of a command), `tojson`, `source_hash` and
+    `without_style_attributes` as filters; `static` and `library` put in files as they are."""
     found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
     found.policies |= {"json.dumps_kwargs": {"separators": (",", ":")}, "json.dumps_function": written}
-    found.filters |= {"human": human, "flags": lambda command: re.split(r" (?='?--)", command)}
+    found.filters |= {"human": human, "flags": lambda command: re.split(r" (?='?--)", command),
+                      "source_hash": source_hash, "without_style_attributes": without_style_attributes}
     found.globals |= {"static": static, "library": _library}
     return found
 
@@ -59,6 +63,32 @@ def written(value: Any, **options: Any) -> str:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
         return json.dumps(finite(value), allow_nan=False, **options)
+
+
+def source_hash(text: str) -> Markup:
+    """The hash of a script or a style element by which a Content-Security-Policy allows it: "'sha256-...'"."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
+
+
+# Attributes of numbers and units, such as style="width:12.5%"; any other is left for the browser to refuse.
+_STYLE_ATTRIBUTE = re.compile(r' style="([\w:.% -]+)"')
+
+
+def without_style_attributes(text: Markup) -> tuple[Markup, Markup]:
+    """HTML whose style attributes are references, and the CSS rules that they refer to.
+
+    A policy without 'unsafe-inline' refuses style attributes. Texts of the data are escaped and hold no quotes, so only
+    the attributes of the templates match.
+    """
+    numbers: dict[str, int] = {}
+
+    def refer(match: re.Match[str]) -> str:
+        return f' data-style="{numbers.setdefault(match[1], len(numbers))}"'
+
+    html = _STYLE_ATTRIBUTE.sub(refer, text)
+    rules = [f':root [data-style="{number}"] {{ {declarations} }}\n' for declarations, number in numbers.items()]
+    return Markup(html), Markup("".join(rules))
 
 
 def static(name: str) -> Markup:

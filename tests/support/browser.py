@@ -6,13 +6,15 @@ import re
 import subprocess
 from html.parser import HTMLParser
 
+from bytescope.memory.pages.frame import source_hash
 from support.oracles import CHROMIUM, require
 
 # What would end an element, an attribute or a line of a script, and what a template would run.
 HOSTILE = "</script><b>x</b><!--&amp;'\"\u2028{{ 7 * 6 }}{% if x %}"
 # Bytes of a page at the most: it is mailed, and opened on a phone.
 MOST = 600_000
-TRAP = "<script>window.addEventListener('error', (e) => { document.title = 'ERROR ' + e.message; });</script>"
+TRAP = """addEventListener("error", (e) => { document.title = "ERROR " + e.message; });
+addEventListener("securitypolicyviolation", (e) => { document.title = "ERROR refused " + e.violatedDirective; });"""
 
 
 class Page(HTMLParser):
@@ -55,16 +57,24 @@ def one_file(text, links=()):
     return page
 
 
+def with_style_attributes(text):
+    """The HTML of a page with the declarations of its style rules in the elements that they are for."""
+    rules = dict(re.findall(r':root \[data-style="(\d+)"\] { (.*?) }', text))
+    return re.sub(r'data-style="(\d+)"', lambda match: f'style="{rules[match[1]]}"', text.partition("<body>")[2])
+
+
 def literally(page):
     """How often the hostile text is shown, as it was written."""
     return sum(word.count(HOSTILE) for word in page.words)
 
 
 def browse(tmp_path, text, fragment="", script="", options=(), dark=False):
-    """The page's document after its scripts ran, as text; `script` runs last."""
+    """The page's document after its scripts ran, as text; `script` runs last, and is added to what the page's policy
+    allows."""
     require("chromium")
     path = tmp_path / "page.html"
-    path.write_text(text.replace("</title>", "</title>" + TRAP, 1)
+    allowed = text.replace("script-src ", f"script-src {source_hash(TRAP)} {source_hash(script)} ", 1)
+    path.write_text(allowed.replace("</title>", f"</title><script>{TRAP}</script>", 1)
                     .replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1440,1400",

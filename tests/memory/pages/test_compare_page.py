@@ -10,7 +10,7 @@ from bytescope.memory.pages import feasibility_grid as feasibility_grid_page
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import ROWS
-from support.browser import HOSTILE, body, browse, literally, one_file
+from support.browser import HOSTILE, body, browse, literally, one_file, with_style_attributes
 from support.rows import row, some_rows
 
 
@@ -72,7 +72,7 @@ def test_the_map_has_a_cell_for_every_combination():
 
 
 def test_the_map_of_the_page_is_escaped_and_has_one_unit():
-    text = compare_page.render(plan_rows.to_json(layouts(), {}, {}))
+    text = with_style_attributes(compare_page.render(plan_rows.to_json(layouts(), {}, {})))
     text = text[text.index('<section class="card" id="map-card">'):text.index('id="pareto-card"')]
     assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
     assert re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)[1:3] == [("2", "8"), ("1", "none")]

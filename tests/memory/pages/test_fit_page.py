@@ -10,7 +10,7 @@ import pytest
 from bytescope.memory.pages import fit as fit_page
 from bytescope.memory.pages.elements import seconds as pages_seconds
 from bytescope.memory.text.seconds.prediction import within
-from support.browser import HOSTILE, Page, body, browse, literally, one_file
+from support.browser import HOSTILE, Page, body, browse, literally, one_file, with_style_attributes
 from support.fit_trials import GIB, as_json, walk
 
 HOST = "remat,micro,accumulation,offload"
@@ -52,7 +52,7 @@ def test_the_page_is_one_file_with_the_answer_on_top(fits):
 
 def test_the_bar_is_the_bytes_against_the_budget(fits, fits_not):
     def bar(out):
-        page = fit_page.render(out)
+        page = with_style_attributes(fit_page.render(out))
         drawn = re.search('<div class="against">(.*?)<p class="room', page, re.S)[1]
         widths = dict(re.findall(r'class="c-(\w+)" style="width:([\d.]+)%"', drawn))
         return {name: float(width) for name, width in widths.items()}, re.findall('limit" style="left:([0-9.]+)', page)
