@@ -50,6 +50,15 @@ settings.load_profile("as found")
 gc.set_threshold(200_000, 50, 100)
 
 
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """One Chromium for all tests of a process; each page that it opens starts anew."""
+    from support.driven import Browser
+
+    with Browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
 def pytest_addoption(parser):
     parser.addoption("--require-oracles", default="", metavar="NAMES",
                      help=f"a missing one of these fails instead of skipping: {','.join(oracles.ORACLES)}")

@@ -49,9 +49,14 @@ def one_file(text, links=()):
     the addresses that it may lead to."""
     page = Page(text)
     assert page.tags["script"] == 4 and page.tags["style"] == 1 and "<b>x" not in text
+    policy = dict(part.strip().split(" ", 1) for part in re.search('Policy" content="(.*?)"', text)[1].split(";"))
+    style = re.search("<style>(.*?)</style>", text, re.S)[1]
+    assert policy["script-src"] == " ".join(source_hash(page.scripts[k]) for k in (0, 2, 3))
+    assert policy["style-src"] == source_hash(style) and policy["default-src"] == "'none'"
     assert "const base" in page.scripts[0] and "base.start(" in page.scripts[3]
     assert "const charts" in page.scripts[2] and len(text.encode()) <= MOST, f"{len(text.encode()):,} bytes"
     for name, value in page.attributes:
+        assert name != "style", f"the policy refuses style={value}"
         needless = value.startswith("data:") or (name == "href" and value in links)
         assert name not in ("src", "href") or needless, f"{name}={value} needs the network"
     return page

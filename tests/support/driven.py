@@ -70,9 +70,9 @@ const probe = {
     }
     return found;
   },
-  // The box that a chart says the keyboard is at.
+  // The box of the mark that a chart shows a tooltip for.
   mark: (id) => {
-    const found = document.querySelector(`#${id} .found`);
+    const found = document.querySelector(`#${id} .found, #${id} .cursor`);
     if (!found) return null;
     const { left, top, right, bottom } = found.getBoundingClientRect();
     return [left, top, right, bottom];
@@ -96,6 +96,11 @@ const probe = {
     // A tooltip stands on a mark that is large both ways, beside the pointer.
     if (box && Math.min(box[2] - box[0], box[3] - box[1]) <= 60 && covers(...box)) wrong.push("covers its mark");
     return { wrong, text: tip.innerText };
+  },
+  // Whether a chart is drawn in the size in which it is shown, and the pointer is where the drawing says.
+  fits: (id) => {
+    const { svg } = charts.of(id), { width, height } = svg.getBoundingClientRect(), drawn = svg.viewBox.baseVal;
+    return Math.abs(width - drawn.width) < 1.5 && Math.abs(height - drawn.height) < 1.5;
   },
   zooms: (id) => (charts.of(id).views || []).filter((view) => view.panel.zoom).map((view) => {
     const [page, ratio] = probe.scale(charts.of(id).svg);
@@ -283,12 +288,15 @@ def _charts(browser):
     found = []
     for chart in browser.ask("charts"):
         browser.ask("show", chart)
+        found += [] if browser.ask("fits", chart) else [f"{chart}: the drawing is scaled"]
         for mark in browser.ask("marks", chart, SAMPLES):
             # Beside a small mark as well as on it: the nearest one is found from there.
             small = mark["kind"] in ("points", "line")
             for dx, dy in ((0, 0), (-9, -9), (9, 9)) if small else ((0, 0),):
                 browser.move(mark["x"] + dx, mark["y"] + dy)
-                box = browser.ask("mark", chart) if small else mark["box"]
+                box = browser.ask("mark", chart) if small or mark["kind"] == "cross" else mark["box"]
+                if mark["kind"] == "cross" and box and not box[1] - 3 <= mark["y"] <= box[3] + 3:
+                    found.append(f"{chart}: the cursor is in another panel")
                 found += _tip(browser, f"{chart}, {mark['kind']}", box, (mark["x"] + dx, mark["y"] + dy),
                               mark["kind"] == "cross")
         found += _zoom(browser, chart)

@@ -5,7 +5,17 @@ const pointing = (() => {
   const { svg } = base, { show, hide, round } = parts;
   const NEAR = 26;
 
-  const crossed = (state) => state.views.find((view) => view.panel.cross);
+  // The panels with a crosshair. Their points are numbered from panel to panel; `resolve` gives the panel of a number
+  // and the point's number in it.
+  const crossed = (state) => state.views.filter((view) => view.panel.cross);
+  const resolve = (state, number) => {
+    let k = number;
+    for (const view of crossed(state)) {
+      if (k < view.panel.cross.x.length) return [view, k];
+      k -= view.panel.cross.x.length;
+    }
+    return [];
+  };
   const nearest = (xs, value) => {
     let low = 0, high = xs.length - 1;
     while (high - low > 1) {
@@ -40,6 +50,20 @@ const pointing = (() => {
     });
     return best;
   };
+  // Of the panels at x the one that is nearest in y.
+  const hitCross = (state, [x, y]) => {
+    const margin = 4;
+    let first = 0, best = null, least = Infinity;
+    for (const view of crossed(state)) {
+      const { cross } = view.panel, far = Math.max(view.top - y, y - view.bottom, 0);
+      if (cross.x.length && x >= view.x.from - margin && x <= view.x.to + margin && far < least) {
+        best = first + nearest(cross.x, view.x.back(x));
+        least = far;
+      }
+      first += cross.x.length;
+    }
+    return best;
+  };
   const upright = (view, x, name) => svg("path", { d: `M${round(x)} ${view.top}V${view.bottom}`, class: name });
   // The line that stays, at what was picked.
   const settle = (state) => {
@@ -57,15 +81,15 @@ const pointing = (() => {
     settle(state);
   };
   const leave = (state) => {
-    const view = crossed(state), was = state.at;
+    const [view] = state.at === null ? [] : resolve(state, state.at);
     hide();
     clear(state);
-    if (view && was !== null && view.panel.cross.move) view.panel.cross.move(null);
+    if (view && view.panel.cross.move) view.panel.cross.move(null);
   };
-  const pointCross = (state, view, k, place, spoken) => {
-    const { cross } = view.panel, x = view.x.at(cross.x[k]);
+  const pointCross = (state, number, place, spoken) => {
+    const [view, k] = resolve(state, number), { cross } = view.panel, x = view.x.at(cross.x[k]);
     clear(state);
-    state.at = k;
+    state.at = number;
     const line = upright(view, x, "cursor");
     state.over.append(line);
     show(cross.tip(k), place || outside(state, x, view.top + 10), line.getBoundingClientRect(), spoken);
@@ -82,11 +106,10 @@ const pointing = (() => {
     show(marks.tipped(series, index) || [], place, found.getBoundingClientRect(), spoken);
   };
   const point = (state, k, place, spoken) => {
-    const view = crossed(state);
-    if (view) pointCross(state, view, k, place, spoken); else pointTarget(state, k, place, spoken);
+    if (crossed(state).length) pointCross(state, k, place, spoken); else pointTarget(state, k, place, spoken);
   };
-  const pick = (state, k) => {
-    const view = crossed(state), target = state.targets[k];
+  const pick = (state, number) => {
+    const [view, k] = resolve(state, number), target = state.targets[number];
     if (view) { if (view.panel.cross.pick) view.panel.cross.pick(k); }
     else if (target && target.series.pick) target.series.pick(target.index);
   };
@@ -100,8 +123,9 @@ const pointing = (() => {
     redraw();
   };
   const zoomBy = (state, redraw, factor) => {
-    const view = zoomable(state), { low, high } = view.x, { cross } = view.panel;
-    const middle = cross && state.at !== null ? cross.x[state.at] : (low + high) / 2, at = state.at;
+    const view = zoomable(state), { low, high } = view.x, at = state.at;
+    const [panel, k] = at === null ? [] : resolve(state, at);
+    const middle = panel ? panel.panel.cross.x[k] : (low + high) / 2;
     const half = ((high - low) * factor) / 2, whole = state.whole || [low, high];
     state.whole = whole;
     const from = Math.max(whole[0], middle - half), to = Math.min(whole[1], middle + half);
@@ -111,8 +135,8 @@ const pointing = (() => {
 
   // ---- listening --------------------------------------------------------------------------------------
   const count = (state) => {
-    const view = crossed(state);
-    return view ? view.panel.cross.x.length : state.targets.length;
+    const views = crossed(state);
+    return views.length ? views.reduce((sum, view) => sum + view.panel.cross.x.length, 0) : state.targets.length;
   };
   const JUMPS = { ArrowRight: () => 1, ArrowUp: () => 1, ArrowLeft: () => -1, ArrowDown: () => -1,
     PageUp: (n) => Math.max(1, Math.round(n / 20)), PageDown: (n) => -Math.max(1, Math.round(n / 20)),
@@ -121,7 +145,7 @@ const pointing = (() => {
     const n = count(state), at = state.at;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key in JUMPS && n) {
-      const jump = JUMPS[event.key](n), view = crossed(state);
+      const jump = JUMPS[event.key](n), [view] = crossed(state);
       const marked = view && view.panel.cross.mark != null ? nearest(view.panel.cross.x, view.panel.cross.mark) : null;
       const begun = at ?? marked, ends = event.key === "End" ? n - 1 : 0;
       point(state, begun === null ? ends : Math.max(0, Math.min(n - 1, begun + jump)), null, true);
@@ -137,11 +161,8 @@ const pointing = (() => {
   const listen = (state, redraw) => {
     let from = null, sheet = null;
     const find = (event) => {
-      const place = inside(state, event), view = crossed(state);
-      if (!view) return hit(state, place);
-      const { cross } = view.panel, margin = 4;
-      if (!cross.x.length || place[0] < view.x.from - margin || place[0] > view.x.to + margin) return null;
-      return nearest(cross.x, view.x.back(place[0]));
+      const place = inside(state, event);
+      return crossed(state).length ? hitCross(state, place) : hit(state, place);
     };
     const move = (event) => {
       const view = zoomable(state), [x] = inside(state, event);

@@ -209,8 +209,8 @@ const charts = window.charts = (() => {
     const columns = Math.max(1, Math.min(spec.columns || panels.length, Math.floor(width / 300), panels.length));
     const rows = Math.ceil(panels.length / columns);
     if (spec.height) state.svg.style.flex = `none`;
-    const height = spec.height ? spec.height * rows
-      : Math.max(120, box.clientHeight - (state.list ? state.list.offsetHeight : 0));
+    // What the legend leaves of the box: drawn larger, the drawing would be scaled down, and the pointer be off.
+    const height = spec.height ? spec.height * rows : Math.max(120, state.svg.getBoundingClientRect().height);
     if (spec.height) state.svg.style.height = height + "px";
     state.drawn = box.clientWidth;
     state.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);

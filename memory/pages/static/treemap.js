@@ -125,13 +125,14 @@
   const redraw = (state) => {
     const width = charts.width(state.box);
     if (!width) return;
-    const nodes = tree(state), height = Math.max(160, state.box.clientHeight - 34);
+    const nodes = tree(state);
     state.root = nodes.get(state.at) || nodes.get("");
     state.drawn = state.box.clientWidth;
     state.targets = [];
     state.holders = [];
     state.on = null;
     trail(state);
+    const height = Math.max(160, state.svg.getBoundingClientRect().height);  // what the trail leaves of the box
     state.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     state.svg.replaceChildren();
     if (state.root.children.length) {

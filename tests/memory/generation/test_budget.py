@@ -11,6 +11,7 @@ from bytescope.model.paged.kernels import KERNELS
 from bytescope.train import cli
 from bytescope.train.generation.source import DTYPES
 from support.browser import body
+from support.driven import sweep
 from support.described import described
 from support.oracles import require
 
@@ -65,7 +66,7 @@ def test_no_room_is_told_before_anything_is_compiled():
         settle(10**9, 5 * 10**8, 10**6, 100, lambda pages: {"a": 6 * 10**8})
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path, monkeypatch, capsys, browser):
     monkeypatch.chdir(tmp_path)
     command = ["report", "tiny", "cpu:4", "--generate", "--length=256", "--sequences=8"]
     assert cli.main([*command, "--tensor=2", "--json=two.json", "--html=two.html"]) == 0
@@ -81,6 +82,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert narrow["token_bytes"] / (2 * two["token_bytes"]) == (32 + 4) / (4 * 32)
     page = (tmp_path / "two.html").read_text()
     assert "Sequences against length" in body(page) and page.count("<circle") >= 4
+    assert sweep(browser, page) == []
 
 
 def test_llama_8b_at_64_sequences_takes_a_tenth_of_a_gibibyte(tmp_path, monkeypatch, capsys):

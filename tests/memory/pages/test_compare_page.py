@@ -11,6 +11,7 @@ from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import ROWS
 from support.browser import HOSTILE, body, browse, literally, one_file, with_style_attributes
+from support.driven import sweep
 from support.rows import row, some_rows
 
 
@@ -78,6 +79,11 @@ def test_the_map_of_the_page_is_escaped_and_has_one_unit():
     assert re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)[1:3] == [("2", "8"), ("1", "none")]
     assert '<td class="room best" style="--share: 12%" title="' in text and ">4.8</td>" in text
     assert "the worker died &lt;b&gt;" in text and "33.0 % recomputed" in text and 'style="--share: 95%"' in text
+
+
+@pytest.mark.parametrize("make_rows", [growing, layouts])
+def test_the_page_is_sound_when_it_is_used(make_rows, browser):
+    assert sweep(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {}))) == []
 
 
 def test_a_map_of_one_line_is_none(rows):

@@ -10,6 +10,7 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.pages import diff as diff_page
 from bytescope.memory.records import Buffer, Report, Subject, TimelinePoint
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.driven import sweep
 
 GIB = 2**30
 
@@ -143,3 +144,7 @@ def test_the_browser_draws_it_and_sorts_and_searches(text, tmp_path):
 def test_reports_with_nothing_in_them_give_a_page(tmp_path):
     empty = diff_page.render(Report(0, 0, {}), Report(0, 0, {}))
     assert "Nothing changed" in empty and 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))
+
+
+def test_the_page_is_sound_when_it_is_used(text, browser):
+    assert sweep(browser, text) == []

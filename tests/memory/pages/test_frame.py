@@ -111,6 +111,19 @@ def head():
     return page[:page.index("<main>")] + "</body></html>"
 
 
+def test_the_policy_refuses_what_the_page_was_not_made_with(head, browser):
+    """A script, a handler, a style element and a style attribute that got into a page have no effect."""
+    strange = ("<script>document.title = 'ran'</script><style>body { color: rgb(1, 2, 3) }</style>"
+               "<p id='strange' style='color: rgb(1, 2, 3)' onclick='document.title = 1'>x</p></body>")
+    browser.open(head.replace("</body>", strange), 500)
+    browser.call("document.getElementById('strange').click()")
+    title, color = browser.call("[document.title, getComputedStyle(document.getElementById('strange')).color]")
+    refused = [error for error in browser.errors() if error.startswith("CSP refuses")]
+    assert title == re.search("<title>(.*?)<", head)[1] and color != "rgb(1, 2, 3)"
+    assert [line.split()[2] for line in refused] == [
+        "script-src-elem", "style-src-elem", "style-src-attr", "script-src-attr"]
+
+
 def seen(document):
     return re.search("<title>(.*?)<", document)[1]
 

@@ -8,11 +8,14 @@ import pytest
 
 from bytescope.memory.formulas.estimate import Question, shape_for
 from bytescope.memory.pages import compare, estimate, fit, frontier, levers
+from bytescope.memory.pages.pipeline import schedule as pipeline_page
+from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.memory.plan import frontier as front
 from bytescope.memory.plan import levers as stairs
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.frontier import Fixed, Point
 from support.browser import Page, at_widths, one_file
+from support.driven import sweep
 from support.fit_trials import as_json, walk
 from support.rows import GIB, row
 
@@ -117,6 +120,13 @@ def test_no_page_cuts_anything_at_any_width(tmp_path):
             assert wide <= room and (few < all_of_them) != hidden, (name, width)
     few, wide, _, whole, _ = found["policies", 800][1]
     assert few < whole, "at 800 some of them are left out"
+
+
+@pytest.mark.parametrize("name", [*pages(), "pipeline"])
+def test_the_pages_are_sound_when_they_are_used(name, browser):
+    schedules = [make_schedule(schedule, 4, 8) for schedule in ("1f1b", "v", "zero_bubble")]
+    every = {**pages(), "pipeline": pipeline_page.render(schedules, [[3, 2, 2, 2], None, None])}
+    assert sweep(browser, every[name]) == []
 
 
 def test_titles_and_headers_say_what_and_where():

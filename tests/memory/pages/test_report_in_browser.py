@@ -9,8 +9,9 @@ import pytest
 
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.pages import report_data as report_data_page
-from bytescope.memory.records import Report
+from bytescope.memory.records import Buffer, Report
 from support.browser import HOSTILE, body, browse
+from support.driven import sweep
 from support.rows import make_report
 
 
@@ -137,6 +138,16 @@ def test_hostile_names_and_an_empty_report_run_without_error(report, tmp_path):
     seen = body(browse(tmp_path, report_page.render(hostile), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen
     assert 'data-ready="yes"' in body(browse(tmp_path, report_page.render(Report(0, 0, {})), options=["--dump-dom"]))
+
+
+def test_the_page_is_sound_when_it_is_used(report, browser):
+    """At both widths, with tiles of less than a pixel beside large ones."""
+    narrow = tuple(Buffer(f"narrow.{k}", 1 + k * 2**14, category="outputs", phase="backward", at_peak=True,
+                          start=report.peak_index, end=report.peak_index) for k in range(60))
+    size = sum(buffer.bytes for buffer in narrow)
+    changed = dataclasses.replace(report, buffers=report.buffers + narrow, breakdown={
+        **report.breakdown, "outputs": report.breakdown["outputs"] + size})
+    assert sweep(browser, report_page.render(changed)) == []
 
 
 def test_light_and_dark_follow_the_readers_system(report, tmp_path):

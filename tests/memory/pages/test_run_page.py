@@ -13,6 +13,7 @@ from bytescope.memory.pages import run as run_page
 from bytescope.memory.profile import run_directory
 from bytescope.memory.records import Finding, Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.driven import sweep
 
 GIB = 2**30
 REPORT = Report(3 * GIB, 4 * GIB, {"params": 3 * GIB, "fragmentation": GIB}, limit_bytes=8 * GIB, fits=True,
@@ -214,3 +215,7 @@ def test_the_browser_draws_the_curves(folder, tmp_path):
         assert expected in seen
     nothing = run_page.render(run_directory.RunDirectory("new", problems=("There is no config.json.",)))
     assert 'data-ready="yes"' in body(browse(tmp_path, nothing, options=["--dump-dom"]))
+
+
+def test_the_page_is_sound_when_it_is_used(folder, browser):
+    assert sweep(browser, run_page.render(run_directory.read(folder))) == []

@@ -8,6 +8,7 @@ import pytest
 from bytescope.memory.pages import trace as trace_page
 from bytescope.memory.records import Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.driven import sweep
 
 
 def make_breakdown(name="mlp", host="wait_for_data", phase="forward", operations=6):
@@ -81,3 +82,7 @@ def test_a_trace_without_annotations_or_steps_gives_a_page(tmp_path):
              "total": 0.0, "without_pauses": 0.0, "busy": 0.0, "idle": 0.0}
     seen = body(browse(tmp_path, trace_page.render(found), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "the whole trace as one update" in seen
+
+
+def test_the_page_is_sound_when_it_is_used(browser):
+    assert sweep(browser, trace_page.render(make_breakdown())) == []

@@ -13,6 +13,7 @@ from bytescope.memory.validation.result import Result
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.score import Scored
 from support.browser import Page, one_file
+from support.driven import sweep
 
 pytestmark = pytest.mark.quick
 
@@ -118,3 +119,7 @@ def test_the_page_has_a_mark_for_each_run():
 def test_the_page_of_an_empty_set_says_so():
     empty = dataclasses.replace(found(), scored=(), groups=(), unsaid=(), rates="")
     assert Page(page.render(empty.to_json())).data == {"series": []}
+
+
+def test_the_page_is_sound_when_it_is_used(browser):
+    assert sweep(browser, page.render(pooled().to_json())) == []
