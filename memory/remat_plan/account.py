@@ -1,9 +1,10 @@
-"""The account of a remat plan on the terminal: what is kept, what that costs, and jax's own policies beside it."""
+"""The account of a remat plan for the terminal and for a notebook: what is kept, what that costs, jax's own policies."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -17,6 +18,12 @@ from bytescope.memory.units import human
 if TYPE_CHECKING:
     from bytescope.memory.remat_plan.plan import RematPlan
 
+# Titles of the columns of both tables; FIGURES are those with numbers.
+KEPT = ("kept by every layer", "all layers", "type", "where")
+POLICIES = ("policy", "allocated", "recomputed", "budget")
+FIGURES = ("all layers", "allocated", "recomputed")
+THIS_PLAN = "this plan"
+USE = "jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"
 _SCALES = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 _HOW = {"checkpoint": "under jax.checkpoint", "scan": "the body of a scan, to be put under jax.checkpoint",
         "call": "a jitted function, to be put under jax.checkpoint"}
@@ -31,39 +38,74 @@ def account(plan: RematPlan) -> str:
 
 def render(plan: RematPlan) -> RenderableType:
     """Head, kept values, policies."""
-    head = Text.assemble((f"remat plan on {plan.target}", "bold"),
-                         f"  {human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}  ",
-                         f"recomputes {_share(plan.recomputed_flops, plan)}")
-    layers = [Prose(f"{layer.times} x {one_line(layer.name) or 'layer'}"
-                    f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}")
-              for layer in plan.layers]
-    return blocks(Group(head, *layers), _kept(plan), _policies(plan),
-                  Prose("jax.checkpoint(block, policy=plan.policy), or plan.apply(loss) without a change to the model"))
+    title, *figures = _head(plan)
+    head = Text.assemble((title, "bold"), "  ", "  ".join(figures))
+    kept: RenderableType = Prose(_nothing_kept(plan))
+    if rows := _kept(plan):
+        kept = FigureTable(label(KEPT[0]), figure(KEPT[1]), label(KEPT[2]), path(KEPT[3]))
+        for row in rows:
+            kept.add(*row)
+    policies = FigureTable(label(POLICIES[0]), figure(POLICIES[1]), figure(POLICIES[2]), fixed(POLICIES[3]))
+    for row in _policies(plan):
+        policies.add(*row, style="bold" if row[0] == (plan.name or THIS_PLAN) else "")
+    return blocks(Group(head, *map(Prose, _layers(plan))), kept, policies, Prose(USE))
 
 
-def _kept(plan: RematPlan) -> RenderableType:
-    if plan.name or not plan.kept:
-        return Prose(f"jax.checkpoint_policies.{plan.name} is best here" if plan.name else "nothing is kept")
-    table = FigureTable(label("kept by every layer"), figure("all layers"), label("type"), path("where"))
-    for value in plan.kept:
+def html(plan: RematPlan) -> str:
+    """The account as a piece of HTML for the output area of a notebook."""
+    from bytescope.memory.pages.notebook import piece
+    from bytescope.memory.pages.notebook.summary import cut
+
+    title, *figures = _head(plan)
+    return piece.render(
+        "remat_plan", title=title, figures=" · ".join(figures), layers=[cut(layer, 300) for layer in _layers(plan)],
+        kept_heads=_with_figures(KEPT), kept=[[cut(cell) for cell in row] for row in _kept(plan)],
+        nothing_kept=_nothing_kept(plan), policy_heads=_with_figures(POLICIES),
+        policies=[[cut(cell) for cell in row] for row in _policies(plan)], chosen=plan.name or THIS_PLAN, use=USE)
+
+
+def _with_figures(titles: Sequence[str]) -> list[tuple[str, bool]]:
+    """The titles of columns, each with whether the column has figures."""
+    return [(title, title in FIGURES) for title in titles]
+
+
+def _head(plan: RematPlan) -> list[str]:
+    """The plan's name, its bytes and its recomputation."""
+    return [f"remat plan on {plan.target}", f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
+            f"recomputes {_share(plan.recomputed_flops, plan)}"]
+
+
+def _layers(plan: RematPlan) -> list[str]:
+    return [f"{layer.times} x {one_line(layer.name) or 'layer'}"
+            f"{f' at {_short(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}" for layer in plan.layers]
+
+
+def _nothing_kept(plan: RematPlan) -> str:
+    return f"jax.checkpoint_policies.{plan.name} is best here" if plan.name else "nothing is kept"
+
+
+def _kept(plan: RematPlan) -> list[list[str]]:
+    """The cells of each value that is kept by choice; none if one of jax's own policies is best."""
+    rows = []
+    for value in () if plan.name else plan.kept:
         several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
         name = f"{value.label} ({several} of them)" if several > 1 else value.label
-        table.add(name, human(value.bytes), value.type, _short(value.where))
-    return table
+        rows.append([name, human(value.bytes), value.type, _short(value.where)])
+    return rows
 
 
-def _policies(plan: RematPlan) -> RenderableType:
-    table = FigureTable(label("policy"), figure("allocated"), figure("recomputed"), fixed("budget"))
+def _policies(plan: RematPlan) -> list[list[str]]:
+    """The cells of this plan and of each of jax's own policies; a policy that failed has only its status."""
+    rows = []
     if not plan.name:
-        table.add("this plan", human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits", style="bold")
+        rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])
     for row in plan.built_in:
         if row.status != "ok":
-            table.add(row.name, row.status)
+            rows.append([row.name, row.status])
             continue
         fits = "fits" if row.allocated_bytes <= plan.budget_bytes else "exceeds"
-        table.add(row.name, human(row.allocated_bytes), _share(row.recomputed_flops, plan), fits,
-                  style="bold" if row.name == plan.name else "")
-    return table
+        rows.append([row.name, human(row.allocated_bytes), _share(row.recomputed_flops, plan), fits])
+    return rows
 
 
 def _share(flops: int, plan: RematPlan) -> str:

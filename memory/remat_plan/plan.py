@@ -43,7 +43,7 @@ class PolicyFigures:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RematPlan:
-    """What the layers of a model keep for their backward pass; at a prompt it shows its account.
+    """What the layers of a model keep for their backward pass; at a prompt and in a notebook it shows its account.
 
     Fields:
         policy: for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` where that is best.
@@ -87,6 +87,10 @@ class RematPlan:
 
     def __repr__(self) -> str:
         return account.account(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the figures, the values that are kept, and jax's own policies beside the plan."""
+        return account.html(self)
 
 
 def plan_remat(loss: Callable[..., Any], args: Sequence[Any], target: Target | str | None = None,

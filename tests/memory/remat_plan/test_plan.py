@@ -16,6 +16,8 @@ from bytescope.memory.remat.problem import Compiled, Outcome, Tried
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat_plan import account
 from bytescope.memory.remat_plan.plan import _nothing_fits, plan_remats
+from support.browser import HOSTILE, Page, literally
+from support.driven import sweep
 from support.models import plain as foreign
 
 SCAN = next(number for number, line in enumerate(Path(foreign.__file__).read_text().splitlines(), 1)
@@ -65,6 +67,23 @@ def test_the_account(plans):
     builtin = account.account(dataclasses.replace(plan, name="dots_saveable", kept=()))
     assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
     assert len(plans[1]) == plan.compiled
+
+
+def test_the_account_in_a_notebook(plans, browser):
+    """It has the cells of the text, the plan's own row stands out, and names are text."""
+    plan = next(plan for plan in plans[0] if isinstance(plan.policy, RematPolicy))
+    piece = plan._repr_html_()
+    words = "".join(" ".join(Page(piece).words).split()).replace("·", "")
+    for line in str(plan).splitlines():
+        assert "".join(line.split()) in words, line
+    assert piece.count('<tbody class="totals">') == 1 and "<script" not in piece
+    assert sweep(browser, f"<!doctype html><title></title><body><main>{piece}</main></body>") == []
+    hostile = dataclasses.replace(plan, target=HOSTILE, built_in=(dataclasses.replace(plan.built_in[0], name=HOSTILE),
+                                                                  dataclasses.replace(plan.built_in[1], status="no")))
+    assert literally(Page(hostile._repr_html_())) == 2 and ">no</td>" in hostile._repr_html_()
+    builtin = dataclasses.replace(plan, name="dots_saveable", kept=())._repr_html_()
+    assert "jax.checkpoint_policies.dots_saveable is best here" in builtin and "this plan" not in builtin
+    assert builtin.index('class="totals"') < builtin.index(">dots_saveable<")
 
 
 @pytest.mark.quick
