@@ -9,6 +9,7 @@ import pytest
 
 from bytescope import memory
 from support.browser import Page, body, browse
+from support.driven import sweep
 from support.oracles import require
 from support.rows import make_report
 
@@ -105,12 +106,13 @@ def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
         assert output.ename == kind and said[0].startswith(f"{kind}: {message}") and said[1:] == [line]
 
 
-def test_output_areas_are_as_they_should_be_in_a_browser(outputs, tmp_path):
+def test_output_areas_are_as_they_should_be_in_a_browser(outputs, tmp_path, browser):
     pieces = "".join(shown(outputs, name)[1] for name in ("report", "table", "diff", "live"))
     big = memory.Report.of(make_report(points=700))._repr_html_()
     areas = "".join(f'<div {theme}><div class="jp-RenderedHTMLCommon">{pieces}{big}</div></div>'
                     for theme in THEMES.values())
     page = f"<!doctype html><title></title><style>{AROUND}</style><body><main>{areas}</main></body>"
+    assert sweep(browser, page) == []
     document = browse(tmp_path, page, script=LOOK, options=["--dump-dom", "--window-size=760,1400"])
     assert "limit" in body(document)
     found = dict(zip(THEMES, json.loads(html.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))))
