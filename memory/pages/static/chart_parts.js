@@ -144,7 +144,7 @@ const parts = (() => {
     box.hidden = false;
     place(at || [(mark.left + mark.right) / 2, (mark.top + mark.bottom) / 2], mark);
   };
-  window.addEventListener("scroll", hide, { passive: true });
+  for (const event of ["scroll", "resize"]) window.addEventListener(event, hide, { passive: true });
 
   // ---- symbols ----------------------------------------------------------------------------------------
   const round = (v) => Math.round(10 * v) / 10;
