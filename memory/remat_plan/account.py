@@ -1,4 +1,4 @@
-"""The account of a remat plan for the terminal and for a notebook: what is kept, what that costs, jax's own policies."""
+"""The account of a remat plan for the terminal and for a notebook: the kept values, their cost, jax's policies."""
 
 from __future__ import annotations
 

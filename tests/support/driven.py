@@ -22,7 +22,7 @@ TIMEOUT_S = 60
 KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
 
 # What a page reports before its own scripts run, and how its marks and its tooltip are measured. A mark is
-# {id, kind, x, y, box}: `box` is [left, top, right, bottom] in pixels of the window.
+# {kind, x, y, box}: `box` is [left, top, right, bottom] in pixels of the window.
 PROBE = """
 addEventListener("securitypolicyviolation", (e) =>
   console.error(`CSP refuses ${e.violatedDirective} ${e.blockedURI} ${e.sample}`));
@@ -30,7 +30,7 @@ const probe = {
   // A list's first, last and evenly spaced others.
   sample: (list, most) => list.length <= most ? list
     : Array.from({ length: most }, (_, i) => list[Math.round(i * (list.length - 1) / (most - 1))]),
-  charts: () => [...document.querySelectorAll(".chart")].filter((box) => box.id && box.offsetWidth).map((box) => box.id),
+  charts: () => [...document.querySelectorAll(".chart[id]")].filter((box) => box.offsetWidth).map((box) => box.id),
   // Two frames later the events of the scroll, which hide the tooltip, are over.
   show: async (id) => {
     document.getElementById(id).scrollIntoView({ block: "center", behavior: "instant" });
@@ -40,8 +40,9 @@ const probe = {
   // Of each series the first, the last and some between them, and those at the four edges of the chart.
   marks: (id, most) => {
     const state = charts.of(id), [page, ratio] = probe.scale(state.svg), found = [];
-    const add = (kind, x, y, box) => found.push({ id, kind, x: page.left + x * ratio, y: page.top + y * ratio,
-      box: [page.left + box[0] * ratio, page.top + box[1] * ratio, page.left + box[2] * ratio, page.top + box[3] * ratio] });
+    const across = (x) => page.left + x * ratio, down = (y) => page.top + y * ratio;
+    const add = (kind, x, y, [left, top, right, bottom]) => found.push({ kind, x: across(x), y: down(y),
+      box: [across(left), down(top), across(right), down(bottom)] });
     for (const view of state.views || []) {
       const cross = view.panel.cross;
       if (!cross) continue;
@@ -91,10 +92,10 @@ const probe = {
     const parts = [...tip.querySelectorAll("*")].map((one) => one.getBoundingClientRect());
     if (parts.some((one) => one.left < at.left - 1 || one.right > at.right + 1 || one.top < at.top - 1
       || one.bottom > at.bottom + 1)) wrong.push("does not hold its text");
-    const covers = (left, top, right, bottom) => meet(at, { left, top, right, bottom }, 0);
-    if (pointer && covers(pointer[0] - 1, pointer[1] - 1, pointer[0] + 1, pointer[1] + 1)) wrong.push("covers the pointer");
+    const covers = ([left, top, right, bottom]) => meet(at, { left, top, right, bottom }, 0);
+    if (pointer && covers([...pointer, ...pointer])) wrong.push("covers the pointer");
     // A tooltip stands on a mark that is large both ways, beside the pointer.
-    if (box && Math.min(box[2] - box[0], box[3] - box[1]) <= 60 && covers(...box)) wrong.push("covers its mark");
+    if (box && Math.min(box[2] - box[0], box[3] - box[1]) <= 60 && covers(box)) wrong.push("covers its mark");
     return { wrong, text: tip.innerText };
   },
   // Whether a chart is drawn in the size in which it is shown, and the pointer is where the drawing says.
@@ -104,13 +105,14 @@ const probe = {
   },
   zooms: (id) => (charts.of(id).views || []).filter((view) => view.panel.zoom).map((view) => {
     const [page, ratio] = probe.scale(charts.of(id).svg);
-    return [view.x.from, view.x.to, (view.top + view.bottom) / 2].map((v, k) => (k < 2 ? page.left : page.top) + v * ratio);
+    const middle = (view.top + view.bottom) / 2;
+    return [page.left + view.x.from * ratio, page.left + view.x.to * ratio, page.top + middle * ratio];
   })[0] || null,
   zoomed: (id) => !!charts.of(id).zoom,
   // One element of each kind that says or does something, outside of charts.
   elements: (most) => {
     const seen = new Set(), found = [];
-    for (const node of document.querySelectorAll("[title], circle, g > title, button, th button, td, i, a, summary, li")) {
+    for (const node of document.querySelectorAll("[title], circle, g > title, button, td, i, a, summary, li")) {
       const one = node.tagName === "title" ? node.parentNode : node, table = one.closest("table");
       const kind = [one.tagName, one.getAttribute("class"), table && (table.id || table.className),
         one.closest("section, header, main > div")?.id].join();
@@ -128,9 +130,18 @@ const probe = {
     const { left, top, width, height } = one.getBoundingClientRect();
     return [left + width / 2, top + height / 2, one.tagName === "A" ? "" : one.tagName];
   },
-  // The words of a page that lie on each other's place.
-  focused: () => { const one = document.activeElement; return { id: one.closest(".chart > svg")
-    ? one.closest(".chart").id : "", name: one.tagName }; },
+  // The element with the focus, and the id of its chart.
+  focused: () => {
+    const one = document.activeElement, chart = one.closest(".chart > svg") && one.closest(".chart").id;
+    return { name: one.tagName, chart };
+  },
+  // Every search, and some inputs of each other type.
+  fields: (most) => {
+    const inputs = [...document.querySelectorAll("input")].filter((one) => one.offsetWidth);
+    const types = Map.groupBy(inputs, (one) => one.type);
+    probe.inputs = [...types].flatMap(([type, some]) => (type === "search" ? some : probe.sample(some, most)));
+    return probe.inputs.length;
+  },
   ready: () => document.readyState === "complete" && !document.getElementById("data")
     || document.documentElement?.dataset.ready === "yes",
 };
@@ -155,6 +166,8 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
         self.send("Page.addScriptToEvaluateOnNewDocument", source=PROBE)
+        # Without smooth scrolling, which goes on beside what a test does next.
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
 
     def __enter__(self) -> "Browser":
         return self
@@ -263,7 +276,7 @@ def sweep(browser: Browser, text: str, widths=WIDTHS) -> list[str]:
     window, cover what they describe or cannot be read. An empty list for a sound page.
 
     The pointer rests on each kind of mark and clicks it; charts are zoomed by a drag and by keys; Tab goes through the
-    page, and keys through each chart; text is typed into every search; each choice is taken.
+    page, and keys through each chart; text is typed into every search and some other fields; each choice is taken.
     """
     found: dict[str, int] = {}
     for width in widths:
@@ -274,6 +287,12 @@ def sweep(browser: Browser, text: str, widths=WIDTHS) -> list[str]:
         for defect in [*seen, *browser.errors()]:
             found[f"{width}: {defect}"] = found.get(f"{width}: {defect}", 0) + 1
     return [f"{defect} ({times} times)" if times > 1 else defect for defect, times in found.items()]
+
+
+def check_page(browser: Browser, text: str) -> None:
+    """Fails for a page with defects, a line each."""
+    defects = sweep(browser, text)
+    assert not defects, "\n".join(defects)
 
 
 def _tip(browser, where, box, pointer, needed=True):
@@ -297,8 +316,7 @@ def _charts(browser):
                 box = browser.ask("mark", chart) if small or mark["kind"] == "cross" else mark["box"]
                 if mark["kind"] == "cross" and box and not box[1] - 3 <= mark["y"] <= box[3] + 3:
                     found.append(f"{chart}: the cursor is in another panel")
-                found += _tip(browser, f"{chart}, {mark['kind']}", box, (mark["x"] + dx, mark["y"] + dy),
-                              mark["kind"] == "cross")
+                found += _tip(browser, f"{chart}, {mark['kind']}", box, (mark["x"] + dx, mark["y"] + dy))
         found += _zoom(browser, chart)
         for mark in browser.ask("marks", chart, 2)[:8]:
             browser.ask("show", chart)
@@ -333,7 +351,7 @@ def _keyboard(browser):
         focused = browser.ask("focused")
         if focused["name"] == "BODY":
             break
-        chart = focused["id"]
+        chart = focused["chart"]
         if not chart or chart in seen:
             continue
         seen.add(chart)
@@ -350,17 +368,17 @@ def _keyboard(browser):
 
 
 def _searches(browser):
-    """Types into every field, and takes every choice."""
-    count = browser.call("(probe.fields = [...document.querySelectorAll('input')].filter((one) => one.offsetWidth)).length")
+    """Types into fields, and takes every choice."""
+    count = browser.ask("fields", SAMPLES)
     found = []
     for k in range(count):
-        kind = browser.call(f"probe.fields[{k}].focus(), probe.fields[{k}].type")
-        before = browser.call(f"probe.fields[{k}].value")
+        kind = browser.call(f"probe.inputs[{k}].focus(), probe.inputs[{k}].type")
+        before = browser.call(f"probe.inputs[{k}].value")
         browser.press(*{"checkbox": "  ", "search": "aq8"}.get(kind, "5"))
-        if kind == "search" and browser.call(f"probe.fields[{k}].value") != before + "aq8":
+        if kind == "search" and browser.call(f"probe.inputs[{k}].value") != before + "aq8":
             found.append(f"field {k}: what is typed is not in it")
         browser.call(f"(one => {{ one.value = {json.dumps(before)}; one.dispatchEvent(new Event('input', "
-                     f"{{ bubbles: true }})); }})(probe.fields[{k}])")
+                     f"{{ bubbles: true }})); }})(probe.inputs[{k}])")
     browser.call("""for (const one of document.querySelectorAll("select")) {
         const before = one.selectedIndex;
         for (const k of [...Array(one.options.length).keys(), before]) {

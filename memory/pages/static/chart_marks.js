@@ -86,10 +86,13 @@ const marks = (() => {
     const groups = [...new Set(all.map((one) => one.group || ""))], lying = view.panel.horizontal;
     const names = lying ? view.y : view.x, sizes = lying ? view.x : view.y;
     const step = Math.abs(names.at(1) - names.at(0)), thick = (step * FILLED) / groups.length;
+    // What is beyond the axis is not drawn, and cannot be pointed at.
+    const [first, last] = [sizes.from, sizes.to].sort((a, b) => a - b);
+    const place = (size) => Math.max(first, Math.min(last, sizes.at(size)));
     for (const one of all) {
       const shift = groups.indexOf(one.group || "") * thick - (step * FILLED) / 2;
       one.x.forEach((at, i) => {
-        const ends = [sizes.at(one.low[i]), sizes.at(one.high[i])], start = Math.min(...ends);
+        const ends = [place(one.low[i]), place(one.high[i])], start = Math.min(...ends);
         const long = Math.abs(ends[1] - ends[0]), side = names.at(at) + shift;
         if (!(long > 0)) return;
         const box = lying ? { x: start, y: side, width: long, height: thick }

@@ -11,7 +11,7 @@ from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import ROWS
 from support.browser import HOSTILE, body, browse, literally, one_file, with_style_attributes
-from support.driven import sweep
+from support.driven import check_page
 from support.rows import row, some_rows
 
 
@@ -83,7 +83,7 @@ def test_the_map_of_the_page_is_escaped_and_has_one_unit():
 
 @pytest.mark.parametrize("make_rows", [growing, layouts])
 def test_the_page_is_sound_when_it_is_used(make_rows, browser):
-    assert sweep(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {}))) == []
+    check_page(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {})))
 
 
 def test_a_map_of_one_line_is_none(rows):

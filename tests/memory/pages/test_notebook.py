@@ -9,7 +9,7 @@ import pytest
 
 from bytescope import memory
 from support.browser import Page, body, browse
-from support.driven import sweep
+from support.driven import check_page
 from support.oracles import require
 from support.rows import make_report
 
@@ -112,7 +112,7 @@ def test_output_areas_are_as_they_should_be_in_a_browser(outputs, tmp_path, brow
     areas = "".join(f'<div {theme}><div class="jp-RenderedHTMLCommon">{pieces}{big}</div></div>'
                     for theme in THEMES.values())
     page = f"<!doctype html><title></title><style>{AROUND}</style><body><main>{areas}</main></body>"
-    assert sweep(browser, page) == []
+    check_page(browser, page)
     document = browse(tmp_path, page, script=LOOK, options=["--dump-dom", "--window-size=760,1400"])
     assert "limit" in body(document)
     found = dict(zip(THEMES, json.loads(html.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))))

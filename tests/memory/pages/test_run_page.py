@@ -13,7 +13,7 @@ from bytescope.memory.pages import run as run_page
 from bytescope.memory.profile import run_directory
 from bytescope.memory.records import Finding, Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
-from support.driven import sweep
+from support.driven import check_page
 
 GIB = 2**30
 REPORT = Report(3 * GIB, 4 * GIB, {"params": 3 * GIB, "fragmentation": GIB}, limit_bytes=8 * GIB, fits=True,
@@ -218,4 +218,4 @@ def test_the_browser_draws_the_curves(folder, tmp_path):
 
 
 def test_the_page_is_sound_when_it_is_used(folder, browser):
-    assert sweep(browser, run_page.render(run_directory.read(folder))) == []
+    check_page(browser, run_page.render(run_directory.read(folder)))

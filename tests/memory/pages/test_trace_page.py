@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.pages import trace as trace_page
 from bytescope.memory.records import Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
-from support.driven import sweep
+from support.driven import check_page
 
 
 def make_breakdown(name="mlp", host="wait_for_data", phase="forward", operations=6):
@@ -85,4 +85,4 @@ def test_a_trace_without_annotations_or_steps_gives_a_page(tmp_path):
 
 
 def test_the_page_is_sound_when_it_is_used(browser):
-    assert sweep(browser, trace_page.render(make_breakdown())) == []
+    check_page(browser, trace_page.render(make_breakdown()))

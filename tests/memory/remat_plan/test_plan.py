@@ -17,7 +17,7 @@ from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat_plan import account
 from bytescope.memory.remat_plan.plan import _nothing_fits, plan_remats
 from support.browser import HOSTILE, Page, literally
-from support.driven import sweep
+from support.driven import check_page
 from support.models import plain as foreign
 
 SCAN = next(number for number, line in enumerate(Path(foreign.__file__).read_text().splitlines(), 1)
@@ -77,7 +77,7 @@ def test_the_account_in_a_notebook(plans, browser):
     for line in str(plan).splitlines():
         assert "".join(line.split()) in words, line
     assert piece.count('<tbody class="totals">') == 1 and "<script" not in piece
-    assert sweep(browser, f"<!doctype html><title></title><body><main>{piece}</main></body>") == []
+    check_page(browser, f"<!doctype html><title></title><body><main>{piece}</main></body>")
     hostile = dataclasses.replace(plan, target=HOSTILE, built_in=(dataclasses.replace(plan.built_in[0], name=HOSTILE),
                                                                   dataclasses.replace(plan.built_in[1], status="no")))
     assert literally(Page(hostile._repr_html_())) == 2 and ">no</td>" in hostile._repr_html_()

@@ -13,7 +13,7 @@ from bytescope.memory.validation.result import Result
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.score import Scored
 from support.browser import Page, one_file
-from support.driven import sweep
+from support.driven import check_page
 
 pytestmark = pytest.mark.quick
 
@@ -122,4 +122,4 @@ def test_the_page_of_an_empty_set_says_so():
 
 
 def test_the_page_is_sound_when_it_is_used(browser):
-    assert sweep(browser, page.render(pooled().to_json())) == []
+    check_page(browser, page.render(pooled().to_json()))

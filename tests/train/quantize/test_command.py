@@ -13,7 +13,7 @@ from bytescope.train.generation.request import Asked
 from bytescope.train.quantize import work
 from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
-from support.driven import sweep
+from support.driven import check_page
 from support.models import weights
 from support.models.generating import alone, engine_of
 
@@ -124,7 +124,7 @@ def test_the_folder_says_all_that_others_read(made, home, browser):
     assert sum(here for _, here in made["awq"]["components"].values()) == held
     page = (home / "awq.html").read_text()
     assert "Error by layer" in page and page.count("<td data-style=") == 3 * 7
-    assert sweep(browser, page) == []
+    check_page(browser, page)
 
 
 def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch):
