@@ -53,7 +53,7 @@ gc.set_threshold(200_000, 50, 100)
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
     """One Chromium for all tests of a process; each page that it opens starts anew."""
-    from support.driven import Browser
+    from support.pages.chromium import Browser
 
     with Browser(tmp_path_factory.mktemp("browser")) as running:
         yield running

@@ -4,16 +4,17 @@ import json
 
 import pytest
 
-from bytescope.memory.generation import arguments
-from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, lengths_of, settle
+from bytescope.memory.generation import arguments, page
+from bytescope.memory.generation.budget import SLACK, Budget, DoesNotFit, Planned, lengths_of, settle
 from bytescope.model.paged import pool
 from bytescope.model.paged.kernels import KERNELS
 from bytescope.train import cli
 from bytescope.train.generation.source import DTYPES
 from support.browser import body
 from support.described import described
-from support.driven import check_page
 from support.oracles import require
+from support.pages.sweep import check_page
+from support.rows import make_report
 
 GIB = 2**30
 
@@ -66,7 +67,11 @@ def test_no_room_is_told_before_anything_is_compiled():
         settle(10**9, 5 * 10**8, 10**6, 100, lambda pages: {"a": 6 * 10**8})
 
 
-def test_the_command(tmp_path, monkeypatch, capsys, browser):
+def test_the_page_is_sound_when_it_is_used(browser):
+    check_page(browser, page.render(Planned("tiny", ["in bfloat16"], budget(), {"prompts": make_report()})))
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["report", "tiny", "cpu:4", "--generate", "--length=256", "--sequences=8"]
     assert cli.main([*command, "--tensor=2", "--json=two.json", "--html=two.html"]) == 0
@@ -80,9 +85,8 @@ def test_the_command(tmp_path, monkeypatch, capsys, browser):
     assert report["predicted_bytes"] == two["weights"] + two["pool_bytes"] + two["steps"]["one token each"]
     # Of 8 bits and a scale for each head of a token, beside four bytes: d_head is 32.
     assert narrow["token_bytes"] / (2 * two["token_bytes"]) == (32 + 4) / (4 * 32)
-    page = (tmp_path / "two.html").read_text()
-    assert "Sequences against length" in body(page) and page.count("<circle") >= 4
-    check_page(browser, page)
+    written = (tmp_path / "two.html").read_text()
+    assert "Sequences against length" in body(written) and written.count("<circle") >= 4
 
 
 def test_llama_8b_at_64_sequences_takes_a_tenth_of_a_gibibyte(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import ROWS
 from support.browser import HOSTILE, body, browse, literally, one_file, with_style_attributes
-from support.driven import check_page
+from support.pages.sweep import check_page
 from support.rows import row, some_rows
 
 

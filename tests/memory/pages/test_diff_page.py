@@ -10,7 +10,7 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.pages import diff as diff_page
 from bytescope.memory.records import Buffer, Report, Subject, TimelinePoint
 from support.browser import HOSTILE, body, browse, literally, one_file
-from support.driven import check_page
+from support.pages.sweep import check_page
 
 GIB = 2**30
 

@@ -9,8 +9,8 @@ import pytest
 
 from bytescope import memory
 from support.browser import Page, body, browse
-from support.driven import check_page
 from support.oracles import require
+from support.pages.sweep import check_page
 from support.rows import make_report
 
 CELLS = {

@@ -15,8 +15,8 @@ from bytescope.memory.plan import levers as stairs
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.frontier import Fixed, Point
 from support.browser import Page, at_widths, one_file
-from support.driven import check_page
 from support.fit_trials import as_json, walk
+from support.pages.sweep import check_page
 from support.rows import GIB, row
 
 TARGET, VERSIONS = {"name": "h100:8", "kind": "NVIDIA H100", "limit_bytes": 40 * GIB}, {"jax": "9", "python": "3.11"}

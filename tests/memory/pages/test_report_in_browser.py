@@ -7,11 +7,12 @@ import re
 
 import pytest
 
+from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.pages import report_data as report_data_page
 from bytescope.memory.records import Buffer, Report
 from support.browser import HOSTILE, body, browse
-from support.driven import check_page
+from support.pages.sweep import check_page
 from support.rows import make_report
 
 
@@ -148,6 +149,12 @@ def test_the_page_is_sound_when_it_is_used(report, browser):
     changed = dataclasses.replace(report, buffers=report.buffers + narrow, breakdown={
         **report.breakdown, "outputs": report.breakdown["outputs"] + size})
     check_page(browser, report_page.render(changed))
+
+
+def test_the_page_of_a_failure_is_sound_when_it_is_used(report, browser):
+    held = tuple(HeldArrays((2, size), "int8", 1, 2 * size, 1, size) for size in (2, 3))
+    found = PostMortem("step", 3, "RESOURCE_EXHAUSTED", held=held, allocator={"bytes_limit": 2**30}, report=report)
+    check_page(browser, report_page.render(report, found))
 
 
 def test_light_and_dark_follow_the_readers_system(report, tmp_path):

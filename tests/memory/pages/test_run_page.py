@@ -13,7 +13,7 @@ from bytescope.memory.pages import run as run_page
 from bytescope.memory.profile import run_directory
 from bytescope.memory.records import Finding, Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
-from support.driven import check_page
+from support.pages.sweep import check_page
 
 GIB = 2**30
 REPORT = Report(3 * GIB, 4 * GIB, {"params": 3 * GIB, "fragmentation": GIB}, limit_bytes=8 * GIB, fits=True,

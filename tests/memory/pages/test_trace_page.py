@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory.pages import trace as trace_page
 from bytescope.memory.records import Report, Subject
 from support.browser import HOSTILE, body, browse, literally, one_file
-from support.driven import check_page
+from support.pages.sweep import check_page
 
 
 def make_breakdown(name="mlp", host="wait_for_data", phase="forward", operations=6):

@@ -17,8 +17,8 @@ from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat_plan import account
 from bytescope.memory.remat_plan.plan import _nothing_fits, plan_remats
 from support.browser import HOSTILE, Page, literally
-from support.driven import check_page
 from support.models import plain as foreign
+from support.pages.sweep import check_page
 
 SCAN = next(number for number, line in enumerate(Path(foreign.__file__).read_text().splitlines(), 1)
             if "jax.lax.scan(" in line)

@@ -13,7 +13,7 @@ from bytescope.memory.validation.result import Result
 from bytescope.memory.validation.rows import Row
 from bytescope.memory.validation.score import Scored
 from support.browser import Page, one_file
-from support.driven import check_page
+from support.pages.sweep import check_page
 
 pytestmark = pytest.mark.quick
 

@@ -13,9 +13,9 @@ from bytescope.train.generation.request import Asked
 from bytescope.train.quantize import work
 from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
-from support.driven import check_page
 from support.models import weights
 from support.models.generating import alone, engine_of
+from support.pages.sweep import check_page
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 SHORT = ["--group=32", "--length=16", "--samples=8", "--calibrate=text.jsonl"]
@@ -110,7 +110,7 @@ def test_weights_on_the_device_are_the_codes(made):
     assert held < 0.55 * wide._steps.weight_bytes  # tables stay wide, and are much of a model so small
 
 
-def test_the_folder_says_all_that_others_read(made, home, browser):
+def test_the_folder_says_all_that_others_read(made, home):
     for name, method in (("awq", "awq"), ("compressed-tensors", "compressed-tensors")):
         config = json.loads((home / name / "config.json").read_text())
         assert config["quantization_config"]["quant_method"] == method and config["dtype" if "dtype" in config
@@ -124,7 +124,10 @@ def test_the_folder_says_all_that_others_read(made, home, browser):
     assert sum(here for _, here in made["awq"]["components"].values()) == held
     page = (home / "awq.html").read_text()
     assert "Error by layer" in page and page.count("<td data-style=") == 3 * 7
-    check_page(browser, page)
+
+
+def test_the_page_is_sound_when_it_is_used(made, home, browser):
+    check_page(browser, (home / "awq.html").read_text())
 
 
 def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch):

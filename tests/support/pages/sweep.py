@@ -1,31 +1,17 @@
-"""Chromium that tests drive: real pointer and keys, at any width, with every error that a page reports.
+"""Uses a page as a person does, at two widths, and says what is wrong with it."""
 
-`Browser` speaks the DevTools protocol over a pipe (https://chromedevtools.github.io/devtools-protocol/). `sweep` uses a
-whole page as a person does and returns the defects that it sees.
-"""
-
-import base64
 import json
-import subprocess
-import time
-from pathlib import Path
 
-from support.oracles import CHROMIUM, require
+from support.pages.chromium import Browser
 
 WIDTHS = (1440, 500)
-HEIGHT = 900
 # Marks that are hovered over, of each series of a chart and of each kind of element.
 SAMPLES = 5
 MAX_ELEMENTS, MAX_TABS = 60, 80
-# Seconds after which an answer of the browser does not come any more.
-TIMEOUT_S = 60
-KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
 
-# What a page reports before its own scripts run, and how its marks and its tooltip are measured. A mark is
+# How the marks and the tooltip of a page are measured. A mark is
 # {kind, x, y, box}: `box` is [left, top, right, bottom] in pixels of the window.
 PROBE = """
-addEventListener("securitypolicyviolation", (e) =>
-  console.error(`CSP refuses ${e.violatedDirective} ${e.blockedURI} ${e.sample}`));
 const probe = {
   // A list's first, last and evenly spaced others.
   sample: (list, most) => list.length <= most ? list
@@ -142,133 +128,8 @@ const probe = {
     probe.inputs = [...types].flatMap(([type, some]) => (type === "search" ? some : probe.sample(some, most)));
     return probe.inputs.length;
   },
-  ready: () => document.readyState === "complete" && !document.getElementById("data")
-    || document.documentElement?.dataset.ready === "yes",
 };
 """
-
-
-class Browser:
-    """Chromium without a window, driven over a pipe; one process shows any number of pages. A context manager."""
-
-    def __init__(self, folder: Path):
-        require("chromium")
-        self.folder, self.number, self.events = folder, 0, []
-        # The shell gives the browser both ends of the pipe as the file descriptors 3 and 4.
-        self.process = subprocess.Popen(
-            ["sh", "-c", 'exec "$@" 3<&0 4>&1 1>&2', "sh", CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
-             "--disable-background-networking", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
-             f"--user-data-dir={folder / 'profile'}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self.rest, self.session = b"", None
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.send(f"{domain}.enable")
-        self.send("Page.addScriptToEvaluateOnNewDocument", source=PROBE)
-        # Without smooth scrolling, which goes on beside what a test does next.
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
-
-    def __enter__(self) -> "Browser":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-
-    def send(self, method: str, **params) -> dict:
-        """The result of a command; events that come before it are kept. Raises RuntimeError if it fails."""
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": params}
-        if self.session:
-            message["sessionId"] = self.session
-        self.process.stdin.write(json.dumps(message).encode() + b"\0")
-        self.process.stdin.flush()
-        while True:
-            answer = self._read()
-            if answer.get("id") != self.number:
-                self.events.append(answer)
-            elif "error" in answer:
-                raise RuntimeError(f"{method}: {answer['error']}")
-            else:
-                return answer["result"]
-
-    def _read(self) -> dict:
-        while b"\0" not in self.rest:
-            more = self.process.stdout.read1(1 << 20)
-            if not more:
-                raise RuntimeError("the browser has ended")
-            self.rest += more
-        text, self.rest = self.rest.split(b"\0", 1)
-        return json.loads(text)
-
-    def call(self, expression: str):
-        """The JSON value of an expression in the page; a promise is awaited. Raises RuntimeError for an exception."""
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in answer:
-            raise RuntimeError(f"{expression}: {answer['exceptionDetails']['exception'].get('description')}")
-        return answer["result"].get("value")
-
-    def ask(self, name: str, *values):
-        """What a function of the probe returns."""
-        return self.call(f"probe.{name}({', '.join(map(json.dumps, values))})")
-
-    def open(self, text: str, width: int, height: int = HEIGHT) -> None:
-        """Shows a page in a window of `width` x `height` pixels, once its scripts have drawn it."""
-        path = self.folder / "page.html"
-        path.write_text(text, encoding="utf-8")
-        self.events.clear()
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.move(0, 0)
-        self.send("Page.navigate", url="about:blank")
-        self.send("Page.navigate", url=path.as_uri())
-        ends = time.monotonic() + TIMEOUT_S
-        while not self.call("typeof probe !== 'undefined' && location.protocol === 'file:' && probe.ready()"):
-            if time.monotonic() > ends:
-                raise RuntimeError(f"the page's scripts did not end: {self.errors()}")
-            time.sleep(0.02)
-
-    def errors(self) -> list[str]:
-        """Every error and warning of the console and every uncaught exception since the page was opened."""
-        said = []
-        for event in self.events:
-            params = event.get("params", {})
-            if event.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-                said.append(params["entry"]["text"])
-            elif event.get("method") == "Runtime.exceptionThrown":
-                details = params["exceptionDetails"]
-                said.append(details.get("exception", {}).get("description") or details["text"])
-            elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
-                said.append(" ".join(str(one.get("value", one.get("description"))) for one in params["args"]))
-        return said
-
-    def move(self, x: float, y: float, kind: str = "mouseMoved", button: str = "none", clicks: int = 0) -> None:
-        """Moves the pointer, or presses and releases a button with `kind`."""
-        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=clicks,
-                  buttons=int(button == "left" and kind != "mouseReleased"))
-
-    def click(self, x: float, y: float, clicks: int = 1) -> None:
-        self.move(x, y)
-        for count in range(1, clicks + 1):
-            self.move(x, y, "mousePressed", "left", count)
-            self.move(x, y, "mouseReleased", "left", count)
-
-    def press(self, *keys: str) -> None:
-        """Presses keys by their names in KeyboardEvent.key."""
-        for key in keys:
-            text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
-            fields = {"key": key, "windowsVirtualKeyCode": KEY_CODES.get(key, ord(key[0].upper()))}
-            self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **fields)
-            self.send("Input.dispatchKeyEvent", type="keyUp", **fields)
-
-    def screenshot(self, path: Path) -> None:
-        """Writes what the window shows as PNG."""
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
 
 def sweep(browser: Browser, text: str, widths=WIDTHS) -> list[str]:
@@ -281,6 +142,7 @@ def sweep(browser: Browser, text: str, widths=WIDTHS) -> list[str]:
     found: dict[str, int] = {}
     for width in widths:
         browser.open(text, width)
+        browser.call(PROBE)
         seen = [*_keyboard(browser), *_charts(browser), *_searches(browser), *_elements(browser)]
         wide = browser.call("document.documentElement.scrollWidth")
         seen += [f"the page is {wide} wide"] * (wide > width)
@@ -295,9 +157,14 @@ def check_page(browser: Browser, text: str) -> None:
     assert not defects, "\n".join(defects)
 
 
+def _ask(browser, name, *values):
+    """What a function of the probe returns."""
+    return browser.call(f"probe.{name}({', '.join(map(json.dumps, values))})")
+
+
 def _tip(browser, where, box, pointer, needed=True):
     """The defects of the tooltip that is shown now; that none is shown is one where it is needed."""
-    tip = browser.ask("tip", box, pointer)
+    tip = _ask(browser, "tip", box, pointer)
     if tip is None:
         return [f"{where}: no tooltip"] if needed else []
     return [f"{where}: the tooltip {wrong}" for wrong in tip["wrong"]]
@@ -305,28 +172,28 @@ def _tip(browser, where, box, pointer, needed=True):
 
 def _charts(browser):
     found = []
-    for chart in browser.ask("charts"):
-        browser.ask("show", chart)
-        found += [] if browser.ask("fits", chart) else [f"{chart}: the drawing is scaled"]
-        for mark in browser.ask("marks", chart, SAMPLES):
+    for chart in _ask(browser, "charts"):
+        _ask(browser, "show", chart)
+        found += [] if _ask(browser, "fits", chart) else [f"{chart}: the drawing is scaled"]
+        for mark in _ask(browser, "marks", chart, SAMPLES):
             # Beside a small mark as well as on it: the nearest one is found from there.
             small = mark["kind"] in ("points", "line")
             for dx, dy in ((0, 0), (-9, -9), (9, 9)) if small else ((0, 0),):
                 browser.move(mark["x"] + dx, mark["y"] + dy)
-                box = browser.ask("mark", chart) if small or mark["kind"] == "cross" else mark["box"]
+                box = _ask(browser, "mark", chart) if small or mark["kind"] == "cross" else mark["box"]
                 if mark["kind"] == "cross" and box and not box[1] - 3 <= mark["y"] <= box[3] + 3:
                     found.append(f"{chart}: the cursor is in another panel")
                 found += _tip(browser, f"{chart}, {mark['kind']}", box, (mark["x"] + dx, mark["y"] + dy))
         found += _zoom(browser, chart)
-        for mark in browser.ask("marks", chart, 2)[:8]:
-            browser.ask("show", chart)
+        for mark in _ask(browser, "marks", chart, 2)[:8]:
+            _ask(browser, "show", chart)
             browser.click(mark["x"], mark["y"])
         browser.press("Escape", "Escape", "Escape")
     return found
 
 
 def _zoom(browser, chart):
-    ends = browser.ask("zooms", chart)
+    ends = _ask(browser, "zooms", chart)
     if ends is None:
         return []
     left, right, y = ends
@@ -336,11 +203,11 @@ def _zoom(browser, chart):
     browser.move((start + end) / 2, y, button="left")
     browser.move(end, y, button="left")
     browser.move(end, y, "mouseReleased", "left", 1)
-    found = [] if browser.ask("zoomed", chart) else [f"{chart}: a drag does not zoom"]
+    found = [] if _ask(browser, "zoomed", chart) else [f"{chart}: a drag does not zoom"]
     browser.move(end - 5, y)
     found += _tip(browser, f"{chart}, zoomed", None, (end - 5, y))
     browser.click(end, y, clicks=2)
-    return found + ([f"{chart}: a double click does not end the zoom"] if browser.ask("zoomed", chart) else [])
+    return found + ([f"{chart}: a double click does not end the zoom"] if _ask(browser, "zoomed", chart) else [])
 
 
 def _keyboard(browser):
@@ -348,28 +215,28 @@ def _keyboard(browser):
     browser.call("scrollTo(0, 0), document.activeElement.blur()")
     for _ in range(MAX_TABS):
         browser.press("Tab")
-        focused = browser.ask("focused")
+        focused = _ask(browser, "focused")
         if focused["name"] == "BODY":
             break
         chart = focused["chart"]
         if not chart or chart in seen:
             continue
         seen.add(chart)
-        browser.ask("show", chart)
+        _ask(browser, "show", chart)
         for key in ("Home", "ArrowRight", "ArrowRight", "+", "End", "ArrowLeft", "-", "0"):
             browser.press(key)
-            found += _tip(browser, f"{chart}, key {key}", browser.ask("mark", chart), None, False)
+            found += _tip(browser, f"{chart}, key {key}", _ask(browser, "mark", chart), None, False)
         browser.press("Enter")
         found += _tip(browser, f"{chart}, key Enter", None, None, False)
         browser.call(f"document.querySelector('#{chart} > svg').focus({{preventScroll: true}})")
         browser.press("Escape", "Escape")
-    drawn = set(browser.ask("charts"))
+    drawn = set(_ask(browser, "charts"))
     return found + [f"{chart}: Tab does not reach it" for chart in sorted(drawn - seen) if len(seen) < MAX_TABS]
 
 
 def _searches(browser):
     """Types into fields, and takes every choice."""
-    count = browser.ask("fields", SAMPLES)
+    count = _ask(browser, "fields", SAMPLES)
     found = []
     for k in range(count):
         kind = browser.call(f"probe.inputs[{k}].focus(), probe.inputs[{k}].type")
@@ -392,9 +259,9 @@ def _searches(browser):
 def _elements(browser):
     """Rests on one element of each kind, and clicks it twice, which undoes what it does."""
     found = []
-    for k in range(browser.ask("elements", MAX_ELEMENTS)):
+    for k in range(_ask(browser, "elements", MAX_ELEMENTS)):
         for _ in range(2):
-            place = browser.ask("place", k)
+            place = _ask(browser, "place", k)
             if place is None:
                 break
             x, y, name = place
