@@ -105,6 +105,9 @@ def _loss() -> ConfigDict:
     loss = ConfigDict()
     loss.kind = "chunked"  # full | chunked; chunked never holds the whole logits array
     loss.balance = 0.01  # coefficient of the experts' load-balance loss (Switch, arXiv 2101.03961)
+    # separate: the mean of each layer's balance loss | pooled: one loss, of loads and scores averaged over the layers
+    # of a micro-batch, as transformers computes it and hf:FOLDER sets
+    loss.balance_layers = "separate"
     loss.router_z = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)
     loss.chunk = 2048  # tokens per data-parallel rank whose logits exist at once
     return loss

@@ -23,18 +23,19 @@ from bytescope.model.segments import Packed
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too.
 
-    `routed`: experts, and those that every token goes to as one MLP (`shared`), in the place of the MLP.
+    `routed`: experts, and those that every token goes to as one MLP (`shared`), in the place of the MLP. `pooled`: as
+    of `Experts`.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, routed: bool = False,
-                 lora: Lora | None = None, rngs: nnx.Rngs):
+                 pooled: bool = False, lora: Lora | None = None, rngs: nnx.Rngs):
         self.config, self.precision, self.place = config, precision, place
         self.norm_attention = Norm(config, precision, place)
         self.attention = KINDS[config.attention_kind](config, precision, place, rngs=rngs)
         self.norm_mlp = Norm(config, precision, place)
         self.routed = routed
         if routed:
-            self.experts = Experts(config, precision, place, rngs=rngs)
+            self.experts = Experts(config, precision, place, pooled=pooled, rngs=rngs)
             if config.shared_experts:
                 self.shared = Mlp(config, precision, place, width=config.shared_experts * config.expert_width,
                                   rngs=rngs)
@@ -69,19 +70,21 @@ class Block(nnx.Module):
     def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed, key_B), key_B, packed), key_B)
 
-    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, Load | None]:
+    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None,
+              real_BL: jax.Array | None) -> tuple[jax.Array, Load | None]:
         x_BLD, load = tag(x_BLD, "mid"), None
         with jax.named_scope("mlp"):
             if self.routed:
-                x_BLD, load = self._add_experts(x_BLD, fold(key_B, 1))
+                x_BLD, load = self._add_experts(x_BLD, fold(key_B, 1), real_BL)
             else:
                 x_BLD = self._add_mlp(x_BLD, fold(key_B, 1))
         return self.place(x_BLD, ("batch", "stream", None)), load
 
-    def _add_experts(self, x_BLD: jax.Array, key_B: jax.Array | None) -> tuple[jax.Array, Load]:
+    def _add_experts(self, x_BLD: jax.Array, key_B: jax.Array | None,
+                     real_BL: jax.Array | None) -> tuple[jax.Array, Load]:
         config = self.config
         normed_BLD = tag(self.norm_mlp(x_BLD), "mlp_norm")
-        y_BLD, load = self.experts(normed_BLD)
+        y_BLD, load = self.experts(normed_BLD, real_BL)
         if config.shared_experts:
             with jax.named_scope("shared"):
                 y_BLD = y_BLD + self.shared(normed_BLD, key_B)
@@ -123,7 +126,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             context = core(*self.attention.cached_inputs(self.norm_attention(x_BTD), packed))
             context_BTHK = self.attention.from_cache(context)
-        return self._feed(self._join(x_BTD, context_BTHK, None), None)[0]
+        return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
 
     def set(self, layer: jax.Array | int, again: bool) -> "Block":
         """This block as the layer of this number, from 0, set to gather its parameters again in the backward pass or
@@ -140,9 +143,9 @@ class Block(nnx.Module):
                  packed: Packed | None = None) -> tuple[jax.Array, Load | None]:
         """(the block's output [B, L, D] for the residual stream `x_BLD`, what its router did, None without experts).
 
-        `key_B`: dropout keys, None for no dropout; `packed`: the examples of packed rows.
+        `key_B`: dropout keys, None for no dropout; `packed`: the examples and the padding of rows.
         """
-        return self._feed(self._attend(x_BLD, key_B, packed), key_B)
+        return self._feed(self._attend(x_BLD, key_B, packed), key_B, packed and packed.real_BL)
 
 
 Read = Callable[[], Block]  # gives the block; its parameters are read where it is called
@@ -156,7 +159,7 @@ def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None
 
 def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     x_BLD = wrap(lambda x, key, packed: read()._attend(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
-    return wrap(lambda x, key: read()._feed(x, key))(x_BLD, key_B)
+    return wrap(lambda x, key, real: read()._feed(x, key, real))(x_BLD, key_B, packed and packed.real_BL)
 
 
 def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None,
@@ -167,11 +170,11 @@ def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array 
     inputs = wrap(lambda x, packed, key: read()._inputs(x, packed, key))(x_BLD, packed, key_B)
     context_BLHK = read()._core(*inputs, key_B, packed)
 
-    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None) -> Out:
+    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None) -> Out:
         block = read()
-        return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B)
+        return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B, real_BL)
 
-    return wrap(rest)(x_BLD, context_BLHK, key_B)
+    return wrap(rest)(x_BLD, context_BLHK, key_B, packed and packed.real_BL)
 
 
 # How a block is cut into pieces, each with a `wrap`, such as a checkpoint, around it.

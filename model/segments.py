@@ -1,4 +1,4 @@
-"""Packed rows: which example of its row a token belongs to, and its position there."""
+"""What every block reads of the rows of a batch: the examples of packed rows, and which positions are padding."""
 
 import dataclasses
 from functools import partial
@@ -10,34 +10,49 @@ from bytescope.model.attention.ring import zigzag
 from bytescope.model.placement import HERE, Placement
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL", "real_BL"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The examples of packed rows, as every block reads them.
+    """The examples of packed rows and the padding of rows, as every block reads them.
 
     Fields:
       ids_BL: int32, the example of each position of the row: 1, 2, ... in order, 0 for the padding at its end. In the
-        order of the row, and under a ring whole on every device that shares it: 4 bytes a token.
+        order of the row, and under a ring whole on every device that shares it: 4 bytes a token. None for rows of one
+        example each.
       positions_BL: int32, the position of each token in its example. In the order of the tokens, which is `zigzag`'s
-        under a ring.
+        under a ring. None for rows of one example each.
+      real_BL: bool, True for a token and False for padding, in the order of the tokens. Only routers of experts read
+        it. None where every position counts as a token.
     """
 
-    ids_BL: jax.Array
-    positions_BL: jax.Array
+    ids_BL: jax.Array | None
+    positions_BL: jax.Array | None
+    real_BL: jax.Array | None = None
 
     @classmethod
-    def of(cls, segments_BL: jax.Array | None, place: Placement = HERE) -> "Packed | None":
-        """From segment ids in the order of the row; None, of rows that are one text each, stays None."""
+    def of(cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None,
+           place: Placement = HERE) -> "Packed | None":
+        """From segment ids in the order of the row and a mask of tokens in the order of the tokens; None if both are
+        None."""
+        if real_BL is not None:
+            real_BL = place(real_BL, ("batch", "length"))
         if segments_BL is None:
-            return None
+            return None if real_BL is None else cls(None, None, real_BL)
         with jax.named_scope("segments"):
             # Whole along the length where it is counted: a running maximum over shards would pass messages.
             ids_BL = place(segments_BL, ("batch", None))
             positions_BL = positions_in_segments(ids_BL)
             if place.ring:
                 positions_BL = zigzag(positions_BL, place.ring.size)
-                return cls(ids_BL, place(positions_BL, ("batch", "length")))
-            return cls(place(segments_BL, ("batch", "length")), place(positions_BL, ("batch", "length")))
+                return cls(ids_BL, place(positions_BL, ("batch", "length")), real_BL)
+            return cls(place(segments_BL, ("batch", "length")), place(positions_BL, ("batch", "length")), real_BL)
+
+
+def token_positions(packed: Packed | None, length: int, place: Placement) -> jax.Array:
+    """int32, the position of each token in its example: [B, L] of packed rows, else [L]."""
+    if packed is None or packed.positions_BL is None:
+        return place.positions(length)
+    return packed.positions_BL
 
 
 def positions_in_segments(segments_BL: jax.Array) -> jax.Array:

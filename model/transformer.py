@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from bytescope.model.adapters import Lora
 from bytescope.model.block import CUTS, Block
 from bytescope.model.config import ModelConfig
-from bytescope.model.experts.layer import Load
+from bytescope.model.experts.layer import Load, pool_balance
 from bytescope.model.layers import dropout, fold, look_up, param, read, soft_cap
 from bytescope.model.names import tag
 from bytescope.model.norm import Norm
@@ -22,7 +22,7 @@ from bytescope.model.quantized.weight import quantized
 from bytescope.model.remat.offload import here, settle
 from bytescope.model.remat.policies import RematPlan, Segment
 from bytescope.model.runs import BLOCKS, DENSE, Run, layers_of, of_stack, runs_of, split_layers, stacked
-from bytescope.model.segments import Packed
+from bytescope.model.segments import Packed, token_positions
 
 KEEP_ALL = RematPlan()
 
@@ -44,15 +44,17 @@ class Transformer(nnx.Module):
         larger counts.
       base: how the weights of the blocks' products are stored, a row of FORMATS; all but bf16 are frozen.
       lora: adapters of the blocks, None for none; all other parameters have the same values with them.
+      pooled: whether the balance loss of experts pools all layers (`model.experts.layer.pool_balance`).
       order: of each stack the layer that each of its rows holds, -1 for a row of none; None for all in their order.
       rngs: the `params` stream initializes. Build under `nnx.eval_shape` to describe the model without allocating.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
                  place: Placement = HERE, ahead: int = 1, base: str = "bf16", lora: Lora | None = None,
-                 order: Mapping[str, Sequence[int]] | None = None, rngs: nnx.Rngs):
+                 pooled: bool = False, order: Mapping[str, Sequence[int]] | None = None,
+                 rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
-        self.ahead, self.lora = ahead, lora
+        self.ahead, self.lora, self.pooled = ahead, lora, pooled
         V, D, dtype = config.vocab_size, config.d_model, precision.param
         pad = config.padded_vocab - V
         self.w_token = param(rngs.params(), (V, D), ("vocab", "d_model"), dtype, std=config.init_std, pad=(pad, 0))
@@ -74,7 +76,7 @@ class Transformer(nnx.Module):
             self.dense_blocks = self._init_stack(key_N[jnp.asarray(layers[DENSE])], False, base)
 
     def _init_block(self, key: jax.Array, routed: bool, base: str) -> Block:
-        made = Block(self.config, self.precision, self.place, routed=routed, lora=self.lora,
+        made = Block(self.config, self.precision, self.place, routed=routed, pooled=self.pooled, lora=self.lora,
                      rngs=nnx.Rngs(params=key))
         return quantized(made, base) if FORMATS[base] else made
 
@@ -93,7 +95,8 @@ class Transformer(nnx.Module):
         return self.hidden_and_load(tokens_BL, dropout_key_B, segments_BL)[0]
 
     def hidden_and_load(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None = None,
-                        segments_BL: jax.Array | None = None) -> tuple[jax.Array, Load | None]:
+                        segments_BL: jax.Array | None = None,
+                        real_BL: jax.Array | None = None) -> tuple[jax.Array, Load | None]:
         """(normed output of the last block, [B, L, D] in the compute dtype; what the routers of the layers that have
         experts did, stacked, None without experts).
 
@@ -103,25 +106,28 @@ class Transformer(nnx.Module):
           segments_BL: of packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the end.
             Attention and positions then stay within examples. In the order of the row, also where a ring of devices
             shares it and the tokens are in that of `zigzag`.
+          real_BL: bool, False for padding, which goes to no expert and counts in no load; in the order of the tokens.
+            None: every position is a token.
 
         Raises:
           ValueError: more positions than `max_seq_len`.
         """
         dropout_key_B = dropout_key_B if self.drops else None
-        packed = self.packed(segments_BL)
+        packed = self.packed(segments_BL, real_BL)
         x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
             x_BLD, load = self._run_blocks(x_BLD, dropout_key_B, packed)
-        return self.finish(x_BLD), load
+        return self.finish(x_BLD), pool_balance(load)
 
     @property
     def drops(self) -> bool:
         """Whether anything has dropout."""
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
-    def packed(self, segments_BL: jax.Array | None) -> Packed | None:
-        """What `begin` and the blocks read of packed rows; None of rows that are one text each."""
-        return Packed.of(segments_BL, self.place)
+    def packed(self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None) -> Packed | None:
+        """What `begin` and the blocks read of packed or padded rows; None of rows that are one text each. Arguments as
+        of `hidden_and_load`."""
+        return Packed.of(segments_BL, real_BL, self.place)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         """The input of the first block, [B, L, D] in the compute dtype. Arguments and errors as of `hidden`."""
@@ -170,10 +176,11 @@ class Transformer(nnx.Module):
     def _position_rows(self, x_BLD: jax.Array, packed: Packed | None) -> jax.Array:
         """Rows of the table of positions for `x`, [1 or B, L, D]."""
         w_position = read(self.w_position, x_BLD.dtype, self.place)
-        if packed is None:
-            return jnp.take(w_position, self.place.positions(x_BLD.shape[1]), axis=0)[None]
+        positions = token_positions(packed, x_BLD.shape[1], self.place)
+        if positions.ndim == 1:
+            return jnp.take(w_position, positions, axis=0)[None]
         # Every example reads the first rows, whose gradients are summed in float32.
-        rows_BLD = jnp.take(w_position.astype(jnp.float32), packed.positions_BL, axis=0).astype(x_BLD.dtype)
+        rows_BLD = jnp.take(w_position.astype(jnp.float32), positions, axis=0).astype(x_BLD.dtype)
         return self.place(rows_BLD, ("batch", "stream", None))
 
     def _run_blocks(self, x_BLD: jax.Array, key_B: jax.Array | None,

@@ -34,10 +34,12 @@ from bytescope.train.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
 from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.modes import ACCUMULATION
+from bytescope.train.step.routing import BALANCE_LAYERS
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
 CHOICES = {
     "model.norm": NORMS, "model.mlp": MLPS, "model.position": POSITIONS, "loss.kind": LOSSES,
+    "loss.balance_layers": BALANCE_LAYERS,
     "batch.mode": ACCUMULATION, "optimizer.name": OPTIMIZERS, "optimizer.batch_scaling": SCALINGS,
     "optimizer.clip": CLIPS, "remat.cost": COSTS, "mesh.strategy": STRATEGIES, "mesh.dispatch": DISPATCHES,
     **{f"data.{key}": table for key, table in settings.CHOICES.items()},

@@ -69,6 +69,7 @@ class Choices:
         """The model, with another layout or remat plan where one is given."""
         model = Transformer(self.model, self.precision, remat=remat or self.remat, place=place or self.layout,
                             ahead=self.config.mesh.prefetch, base=self.config.lora.base, lora=self.lora,
+                            pooled=self.config.loss.balance_layers == "pooled",
                             order=self.order, rngs=rngs)
         return freeze(model, self.frozen, self.precision.compute) if self.frozen else model
 

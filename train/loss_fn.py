@@ -11,6 +11,7 @@ from bytescope.model import Precision
 from bytescope.model.attention.ring import zigzag
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import joined
+from bytescope.train.batch import PADDING
 from bytescope.train.losses import LOSSES, LossSettings, count_tokens
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.routing import auxiliary_loss
@@ -37,6 +38,15 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 
 
+def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) -> jax.Array | None:
+    """bool [..., B, L], False for padding, in the order in which devices hold the tokens. None where no model asks:
+    without experts, and for text, which fills its rows."""
+    if not config.model.experts or config.data.format == "text":
+        return None
+    real = batch["segments"] != 0 if "segments" in batch else batch["targets"] != PADDING
+    return zigzag(real, layout.ring.size) if layout.ring else real
+
+
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision, micro: int,
               frozen: Collection[str] = ()) -> Callable[..., jax.Array]:
     """The function loss(params, batch, dropout_key_B, frozen=None) -> (what is differentiated, (cross-entropy, load)).
@@ -53,7 +63,8 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
              frozen: Any = None) -> tuple[jax.Array, tuple[jax.Array, Load | None]]:
         transformer = nnx.merge(graph, joined(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
-        x_BLD, load = transformer.hidden_and_load(inputs_BL, dropout_key_B, batch.get("segments"))
+        x_BLD, load = transformer.hidden_and_load(inputs_BL, dropout_key_B, batch.get("segments"),
+                                                  token_mask(batch, config, layout))
         with jax.named_scope("loss"):
             total = cross_entropy(x_BLD, transformer.head(), targets_BL)
             if load is None:

@@ -17,7 +17,7 @@ from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision
 from bytescope.model.rotary import rope_frequencies, rotate, rotate_by_layer
-from bytescope.model.segments import Packed
+from bytescope.model.segments import Packed, token_positions
 
 
 class Attention(nnx.Module):
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         if config.position == "rope":
             with jax.named_scope("rope"):
                 turn, frequency = self._rotation(config.d_head)
-                positions = self.place.positions(x_BLD.shape[1]) if packed is None else packed.positions_BL
+                positions = token_positions(packed, x_BLD.shape[1], self.place)
                 q_BLHK = turn(q_BLHK, positions, frequency)
                 k_BLGK = turn(k_BLGK, positions, frequency)
         return tag(q_BLHK, "q_rot"), tag(k_BLGK, "k_rot"), v_BLGK

@@ -13,7 +13,7 @@ from bytescope.model.names import tag
 from bytescope.model.norm import Norm
 from bytescope.model.placement import Placement
 from bytescope.model.precision import Precision
-from bytescope.model.segments import Packed
+from bytescope.model.segments import Packed, token_positions
 
 _HEADS = ("batch", "length", "heads", None)
 
@@ -63,7 +63,7 @@ class LatentAttention(Attention):
             k_BLHK, v_BLHK = tag(k_BLHK, "k"), tag(v_BLHK, "v")
         with jax.named_scope("rope"):
             turn, frequency = self._rotation(self.config.mla_d_rope)
-            positions = self.place.positions(x_BLD.shape[1]) if packed is None else packed.positions_BL
+            positions = token_positions(packed, x_BLD.shape[1], self.place)
             q_rope_BLHK = turn(q_BLHK[..., K:], positions, frequency)
             k_rope_BL1K = turn(move(k_rope_BLc, self.place, WITHIN, STREAM)[:, :, None], positions, frequency)
             k_rope_BLHK = jnp.broadcast_to(k_rope_BL1K, q_rope_BLHK.shape)

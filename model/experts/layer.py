@@ -21,15 +21,17 @@ from bytescope.model.remat.offload import here
 
 
 @partial(jax.tree_util.register_dataclass, meta_fields=[],
-         data_fields=["counts", "dropped", "entropy", "balance", "router_z"])
+         data_fields=["counts", "dropped", "entropy", "balance", "router_z", "shares"])
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the router of a layer did with the tokens of a micro-batch, float32; of several layers stacked.
+    """What the router of a layer did with the tokens of a micro-batch, padding left out, float32; of several layers
+    stacked.
 
     counts [E]: choices of each expert, dropped ones included. dropped: choices that found no room. entropy: of the
     experts' shares of a token, in nats, mean over tokens. balance: the load-balance loss, E times the sum over experts
     of their share of the choices times their mean share of the scores (Switch, arXiv 2101.03961, with k choices); 1 in
-    balance, at most E. router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906).
+    balance, at most E. router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906). shares [E]:
+    each expert's mean share of the scores, where the balance loss pools all layers (`pool_balance`), else None.
     """
 
     counts: jax.Array
@@ -37,17 +39,19 @@ class Load:
     entropy: jax.Array
     balance: jax.Array
     router_z: jax.Array
+    shares: jax.Array | None = None
 
 
 class Experts(nnx.Module):
     """Routed experts, each a gated MLP or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D].
 
     The rows' way is a row of EXCHANGES, their products a row of KERNELS. The weights of the router multiply the input
-    of the down projection, so that its output is kept for no gradient.
+    of the down projection, so that its output is kept for no gradient. `pooled`: loads have `shares`.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, rngs: nnx.Rngs):
-        self.config, self.precision, self.place, self.again = config, precision, place, True
+    def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False,
+                 rngs: nnx.Rngs):
+        self.config, self.precision, self.place, self.pooled, self.again = config, precision, place, pooled, True
         self.gated, self.activation = MLPS[config.mlp]
         E, D, F, std, dtype = config.experts, config.d_model, config.expert_width, config.init_std, precision.param
         wide, back = ("experts", "expert_width", "d_expert"), ("experts", "d_expert", "expert_width")
@@ -71,16 +75,22 @@ class Experts(nnx.Module):
                 bias_E = jax.lax.stop_gradient(read(self.router_bias, jnp.float32, self.place))
             return logits_BLE, choose(logits_BLE, bias_E, self.config)
 
-    def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, Load]:
-        """(the weighted sum of each token's experts [B, L, D] in the compute dtype, what was routed where)."""
+    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Load]:
+        """(the weighted sum of each token's experts [B, L, D] in the compute dtype, what was routed where).
+
+        `real_BL`: bool, False for padding, which takes no row of an expert and has zeros as its sum; None: no padding.
+        """
         x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
         logits_BLE, choice = self.route(x_BLD)
+        if real_BL is not None:
+            expert_BLK = jnp.where(real_BL[..., None], choice.expert_BLK, self.config.experts)
+            choice = dataclasses.replace(choice, expert_BLK=expert_BLK)
         if self.config.moe_kernel == "dense":
             y_BLD, dropped = self._dense(x_BLD, choice), jnp.zeros((), jnp.float32)
         else:
             y_BLD, dropped = self._routed(x_BLD, choice)
         y_BLD = tag(move(self.place(y_BLD, WITHIN), self.place, STREAM, WITHIN), "combined")
-        return y_BLD, _load(logits_BLE, choice, dropped)
+        return y_BLD, _load(logits_BLE, choice, dropped, real_BL, self.pooled)
 
     def _routed(self, x_BLD: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
         config, place, act = self.config, self.place, ACTIVATIONS[self.activation]
@@ -129,12 +139,41 @@ _logits_again.defvjp(lambda place, axes, x_BLD, w_DE: (_logits(place, axes, x_BL
                      lambda place, axes, kept, d_BLE: jax.vjp(partial(_logits, place, axes), *kept)[1](d_BLE))
 
 
-def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array) -> Load:
+def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: jax.Array | None,
+          pooled: bool) -> Load:
     with jax.named_scope("load"):
         E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
+        tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)
+
+        def mean(x: jax.Array) -> jax.Array:
+            """The mean over tokens, [B, L, ...] -> [...]."""
+            if real_BL is None:
+                return x.mean((0, 1))
+            mask = real_BL.reshape(B, L, *[1] * (x.ndim - 2))
+            return jnp.where(mask, x, 0.0).sum((0, 1)) / tokens
+
         counts_E = jax.nn.one_hot(choice.expert_BLK, E, dtype=jnp.float32).sum((0, 1, 2))
         share_BLE = choice.share_BLE
-        entropy = -(share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1).mean()
-        balance = E * (counts_E / (B * L * K) * share_BLE.mean((0, 1))).sum()
-        router_z = jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)).mean()
-        return Load(counts_E, dropped, jax.lax.stop_gradient(entropy), balance, router_z)
+        entropy = -mean((share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1))
+        share_E = mean(share_BLE)
+        balance = E * (counts_E / (tokens * K) * share_E).sum()
+        router_z = mean(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
+        return Load(counts_E, dropped, jax.lax.stop_gradient(entropy), balance, router_z, share_E if pooled else None)
+
+
+def choice_shares(counts_NE: jax.Array) -> jax.Array:
+    """Each expert's share of the choices of its layer, [..., E]; zeros for a layer that saw no token."""
+    return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
+
+
+def pool_balance(load: Load | None) -> Load | None:
+    """The load of all layers with the pooled balance loss in the place of each layer's own, if there are `shares`.
+
+    Pooled: the experts' shares of the choices and their mean scores are averaged over the layers before they are
+    multiplied, as `load_balancing_loss_func` of transformers does, whose value is k times this one.
+    """
+    if load is None or load.shares is None:
+        return load
+    layers, E = load.counts.shape
+    balance = E * (choice_shares(load.counts).mean(0) * load.shares.mean(0)).sum()
+    return dataclasses.replace(load, balance=jnp.broadcast_to(balance, (layers,)), shares=None)

@@ -18,8 +18,8 @@ ROUTERS = {"softmax": partial(jax.nn.softmax, axis=-1), "sigmoid": jax.nn.sigmoi
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """expert_BLK: int32, the K experts of each token. weight_BLK: float32, what their outputs are multiplied by.
-    share_BLE: float32, scores that sum to 1 over the experts."""
+    """expert_BLK: int32, the K experts of each token, E for padding, which has none. weight_BLK: float32, what their
+    outputs are multiplied by. share_BLE: float32, scores that sum to 1 over the experts."""
 
     expert_BLK: jax.Array
     weight_BLK: jax.Array

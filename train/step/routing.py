@@ -12,6 +12,8 @@ from bytescope.model.config import ModelConfig
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import ROUTER_BIAS
 
+# What loss.balance_layers may be.
+BALANCE_LAYERS = ("separate", "pooled")
 # Layers that have experts, and the experts of each; None without experts.
 Routed = tuple[int, int] | None
 

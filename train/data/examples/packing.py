@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bytescope.train.batch import IGNORE
+from bytescope.train.batch import IGNORE, PADDING
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -97,5 +97,7 @@ class ExampleSource:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _padding(self) -> dict[str, np.ndarray]:
-        row = {"inputs": np.zeros(self.seq_len, np.int32), "targets": np.full(self.seq_len, IGNORE, np.int32)}
-        return {**row, "segments": np.zeros(self.seq_len, np.int32)} if self.packing else row
+        inputs = np.zeros(self.seq_len, np.int32)
+        if self.packing:
+            return {"inputs": inputs, "targets": np.full_like(inputs, IGNORE), "segments": np.zeros_like(inputs)}
+        return {"inputs": inputs, "targets": np.full_like(inputs, PADDING)}
