@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from bytescope.train.data.examples.packing import ExampleSource
 from bytescope.train.data.feed import put
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.startup import start_state
@@ -66,6 +67,40 @@ def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens():
     wanted = loss + (0.5 * load.balance.mean() + 1e-3 * load.router_z.mean()) * tokens
     np.testing.assert_allclose(objective, wanted, rtol=1e-6)
     assert load.counts.shape == (2, 8) and objective > loss
+
+
+def step_on_examples(overrides, devices, rows):
+    """Metrics and parameters after an update on examples of 20 and 12 positions: four rows of two each, or eight."""
+    program = small_program({**MIXTURE, "model.n_layers": 2, "loss.balance": 0.1, "data.format": "pairs",
+                             "batch.micro": rows, **overrides}, devices)
+    starts = np.cumsum([0, *[21, 13] * 4])
+    tokens = np.random.default_rng(5).integers(0, 64, starts[-1]).astype(np.uint16)
+    learned = np.arange(starts[-1]) % 3 > 0
+    source = ExampleSource(tokens, learned, starts, np.arange(8), seq_len=32, packing=program.config.data.packing,
+                           vocab_size=64)
+    assert len(source) == rows
+    state, metrics = program.step(first_state(program), put(source.batch(range(rows)), program.batch_shapes))
+    return jax.device_get((metrics, state.params))
+
+
+@pytest.fixture(scope="module")
+def packed_step():
+    """Four rows without padding."""
+    return step_on_examples({}, 1, 4)
+
+
+@pytest.mark.parametrize(("overrides", "devices"), [
+    ({"model.moe_kernel": "capacity", "model.capacity_factor": 1.0, "model.scan": False}, 1),
+    ({"mesh.context": 2, "mesh.fsdp": 1, "remat.policy": "full", "remat.granularity": "parts"}, 2)], ids=str)
+def test_padded_examples_have_the_metrics_and_the_update_of_packed_ones(overrides, devices, packed_step):
+    """With slots that the tokens fit into, but not the padding too."""
+    (metrics, params), (wanted, packed_params) = step_on_examples(
+        {"data.packing": False, **overrides}, devices, 8), packed_step
+    assert metrics.keys() == wanted.keys() and metrics["dropped_share"] == 0
+    for name, value in wanted.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    wanted, found = packed_params["w_token"], params["w_token"]
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +214,7 @@ def test_layers_of_both_stacks_are_updated_one_by_one(plain):
     ({"optimizer.fused_backward": True, "optimizer.clip": "layer"}, "optimizer.fused_backward=true with model.experts"),
     ({"model.router": "sofmax"}, "did you mean softmax"), ({"model.moe_kernel": "groupd"}, "did you mean grouped"),
     ({"mesh.dispatch": "all2all"}, "mesh.dispatch='all2all'"), ({"loss.balance": -1.0}, "loss.balance=-1.0"),
+    ({"loss.balance_layers": "pool"}, "did you mean pooled"),
     ({"model.experts_per_token": 9}, "model.experts_per_token=9 of model.experts=8"),
     ({"model.mlp_chunk": 8}, "model.mlp_chunk=8 with model.experts=8"),
     ({"model.bias": True}, "model.bias=true with model.experts"),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 
 from bytescope.memory.pipeline.figures import expected_bubble, full_ticks, simulate
 from bytescope.train.choices import Choices
-from bytescope.train.loss_fn import make_cross_entropy
+from bytescope.train.loss_fn import make_cross_entropy, token_mask
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.pipeline.gradients import PipelineGradients
 from bytescope.train.pipeline.stages import Stages
@@ -28,9 +29,11 @@ def make_pipeline(choices: Choices, graph: nnx.GraphDef,
     routed = choices.model.routed
     coefficients = tuple(value / routed[0] if routed else 0.0 for value in (config.loss.balance, config.loss.router_z))
     drops = choices.abstract().drops
+    mask = partial(token_mask, config=config, layout=choices.layout)
+    pooled = bool(routed) and config.loss.balance_layers == "pooled"
     gradients = PipelineGradients(graph, cross_entropy, choices.schedule, units, weights, precision.accumulator, drops,
-                                  coefficients, choices.model.experts)
-    return gradients, PipelineForward(graph, choices.schedule, units).loss(cross_entropy)
+                                  coefficients, choices.model.experts, pooled, mask)
+    return gradients, PipelineForward(graph, choices.schedule, units).loss(cross_entropy, mask)
 
 
 def notes_on(choices: Choices, state: TrainState) -> tuple[str, ...]:

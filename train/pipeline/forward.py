@@ -24,10 +24,11 @@ class PipelineForward:
     units: tuple[StackUnit, ...]
 
     def hidden(self, params: Any, tokens_BL: jax.Array, frozen: Any = None,
-               segments_BL: jax.Array | None = None) -> jax.Array:
-        """The normed output of the last block, [B, L, D] in the compute dtype. Arguments as of `Transformer.hidden`."""
+               segments_BL: jax.Array | None = None, real_BL: jax.Array | None = None) -> jax.Array:
+        """The normed output of the last block, [B, L, D] in the compute dtype. Arguments as of
+        `Transformer.hidden_and_load`."""
         model = nnx.merge(self.graph, joined(params, frozen))
-        packed = model.packed(segments_BL)
+        packed = model.packed(segments_BL, real_BL)
         x_BLD = model.begin(tokens_BL, None, packed)
         stacks, fixed = ({unit.rows.stack: tree.get(unit.rows.stack, {}) for unit in self.units}
                          for tree in (params, frozen or {}))
@@ -54,11 +55,15 @@ class PipelineForward:
             x_BLD, _ = jax.lax.scan(turn, x_BLD, tuple(jnp.asarray(places, jnp.int32).T))
         return model.finish(x_BLD)
 
-    def loss(self, cross_entropy: Callable[..., jax.Array]) -> Callable[..., Any]:
-        """As `train.loss_fn.make_loss` has it, for evaluation alone: auxiliary losses and loads are left out."""
+    def loss(self, cross_entropy: Callable[..., jax.Array],
+             mask: Callable[[Batch], jax.Array | None]) -> Callable[..., Any]:
+        """As `train.loss_fn.make_loss` has it, for evaluation alone: auxiliary losses and loads are left out.
+
+        `mask`: as of `PipelineGradients`.
+        """
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
             model = nnx.merge(self.graph, joined(params, frozen))
-            x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"))
+            x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"), mask(batch))
             with jax.named_scope("loss"):
                 total = cross_entropy(x_BLD, model.head(), batch["targets"])
             return total, (total, None)

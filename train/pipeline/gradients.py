@@ -37,6 +37,7 @@ class PipelineGradients:
     graph: of the Transformer outside of the stages. cross_entropy: (x_BLD, w_head, targets_BL) -> float32 sum in nats.
     units: the stacks of a chunk. accumulator: dtype of sums of gradients. dropout: whether the keys are used.
     coefficients: of the balance and z losses of a layer, per counted token. experts: of a layer, 0 for none.
+    pooled: whether the balance loss pools the layers of a micro-batch. mask: batch -> bool, False for padding, or None.
     """
 
     graph: nnx.GraphDef
@@ -48,6 +49,8 @@ class PipelineGradients:
     dropout: bool
     coefficients: tuple[float, float]
     experts: int
+    pooled: bool
+    mask: Callable[[Batch], jax.Array | None]
 
     def __call__(self, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None,
                  frozen: Any) -> tuple[Tally, Any]:
@@ -73,9 +76,10 @@ class PipelineGradients:
                 factor: jax.Array | None) -> Micro:
         """What the blocks read of each micro-batch, leaves [A, ...]."""
         model = self.transformer(rest, stacks, frozen)
+        segments, real = batch.get("segments"), self.mask(batch)
         packed = None
-        if "segments" in batch:
-            packed = jax.lax.map(model.packed, batch["segments"])
+        if segments is not None or real is not None:
+            packed = jax.lax.map(lambda both: model.packed(*both), (segments, real))
         tokens_A = jax.vmap(count_tokens)(batch["targets"])
         scaled_A = tokens_A.astype(jnp.float32) * (1.0 if factor is None else factor)
         coefficients = jnp.outer(scaled_A, jnp.asarray(self.coefficients, jnp.float32))
@@ -115,8 +119,11 @@ class _Run:
         sums = jax.tree.map(lambda w: jnp.zeros(w.shape, whole.accumulator), {**self.stacks, **self.rest})
         sums = whole.weights.totals(sums)
         loads = [no_load(len(unit.rows.order), whole.experts) if unit.routed else None for unit in whole.units]
+        pool = None
+        if whole.pooled:
+            pool = self._spread(jnp.zeros((stages, whole.schedule.micro_batches, 2, whole.experts), jnp.float32))
         return {"x": self._stream_of(between), "d": self._stream_of(between), "stash": stash, "loads": loads,
-                "sums": sums, "loss": jnp.zeros((), jnp.float32),
+                "pool": pool, "sums": sums, "loss": jnp.zeros((), jnp.float32),
                 "outputs": jnp.zeros((whole.schedule.output_slots, *shape), dtype)}
 
     @cached_property
@@ -171,28 +178,30 @@ class _Run:
         return model.begin(tokens_BL, own.key_B, own.packed)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
-        """The output of each stage [stages, B, L, D]; stash and loads are replaced in the carry."""
+        """The output of each stage [stages, B, L, D]; stash, loads and pool are replaced in the carry."""
         entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
                         jnp.zeros(*self._stream), self._once)
         stage, chunk = self.whole.schedule.place_of(0)
 
-        def forward(unit, counts, x, entering, stash, loads, stacks, fixed, micros):
+        def forward(unit, counts, x, entering, stash, loads, pool, stacks, fixed, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
             micro = row_of(micros, unit[0])
             is_first = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
             x_BLD = jnp.where(is_first, entering, x[0])
+            pool = jax.tree.map(lambda leaf: leaf[0], pool)
             for index, one in enumerate(self.whole.units):
                 count, first = (leaf[0] for leaf in counts[index])
-                x_BLD, own, loads[index] = one.forward(
+                x_BLD, own, loads[index], pool = one.forward(
                     unit, jnp.where(busy, count, 0), first, x_BLD, [leaf[0] for leaf in stash[index]],
-                    stacks[one.rows.stack], fixed[one.rows.stack], loads[index], micro)
+                    stacks[one.rows.stack], fixed[one.rows.stack], loads[index], pool, micro)
                 stash[index] = [leaf[None] for leaf in own]
-            return x_BLD[None], stash, loads
+            return x_BLD[None], stash, loads, jax.tree.map(lambda leaf: leaf[None], pool)
 
         stages = P(STAGE)
-        run = inside(self.layout, forward, (stages, stages, stages, P(), stages, stages, stages, stages, P()), stages)
-        y, carry["stash"], carry["loads"] = run(table.forward, self._counts(), carry["x"], entering, carry["stash"],
-                                                carry["loads"], self.stacks, self.fixed, self.micros)
+        run = inside(self.layout, forward, (stages, stages, stages, P(), *[stages] * 5, P()), stages)
+        y, carry["stash"], carry["loads"], carry["pool"] = run(
+            table.forward, self._counts(), carry["x"], entering, carry["stash"], carry["loads"], carry["pool"],
+            self.stacks, self.fixed, self.micros)
         return self._stream_of(y)
 
     def _counts(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -243,8 +252,10 @@ class _Run:
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end: jax.Array) -> jax.Array:
         """The gradient of each stage's input [stages, B, L, D]; sums of gradients are replaced in the carry."""
         stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
+        # All layers of a micro-batch have run before the first of them runs backward.
+        busy_AE = None if carry["pool"] is None else self._pooled(carry)[:, 0]
 
-        def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, micros):
+        def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, busy_AE, micros):
             unit, busy = jnp.maximum(unit[0], 0), unit[0, 0] >= 0
             micro = row_of(micros, unit[0])
             is_last = (jax.lax.axis_index(STAGE) == stage) & (unit[1] == chunk)
@@ -254,16 +265,21 @@ class _Run:
                 name = one.rows.stack
                 d_BLD, sums[name] = one.backward(
                     unit, jnp.where(busy, count, 0), first, d_BLD, [leaf[0] for leaf in stash[index]], stacks[name],
-                    fixed[name], sums[name], micro)
+                    fixed[name], sums[name], busy_AE, micro)
             return d_BLD[None], sums
 
         stages = P(STAGE)
-        run = inside(self.layout, backward, (stages, stages, stages, P(), stages, stages, stages, stages, P()), stages)
+        run = inside(self.layout, backward, (stages, stages, stages, P(), *[stages] * 4, P(), P()), stages)
         sums = {name: carry["sums"][name] for name in self.stacks}
         d, sums = run(table.backward, self._counts(), carry["d"], d_end, carry["stash"], sums, self.stacks,
-                      self.fixed, self.micros)
+                      self.fixed, busy_AE, self.micros)
         carry["sums"] = {**carry["sums"], **sums}
         return self._stream_of(d)
+
+    def _pooled(self, carry: dict[str, Any]) -> jax.Array:
+        """Of each micro-batch, the shares of `pool` as means over all layers that have experts, [A, 2, E]."""
+        layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
+        return carry["pool"].sum(0) / layers
 
     def _leave(self, carry: dict[str, Any], table: Ticks, d: jax.Array) -> None:
         """Adds the gradients of the embedding of the micro-batch whose backward pass ends in this tick."""
@@ -307,5 +323,9 @@ class _Run:
             if load is not None:
                 places = jnp.asarray(unit.rows.places)
                 routing = jax.tree.map(lambda leaf, places=places: jnp.take(leaf, places, axis=0), load)
+        if carry["pool"] is not None:
+            busy_AE, shares_AE = jnp.moveaxis(self._pooled(carry), 1, 0)
+            balance = self.whole.experts * ((busy_AE * shares_AE).sum(-1) * self.micros.tokens).sum()
+            routing = dataclasses.replace(routing, balance=jnp.full_like(routing.balance, balance))
         sums = {name: tree for name, tree in carry["sums"].items() if jax.tree.leaves(tree)}  # a stack may be frozen
         return Tally(carry["loss"], self.micros.tokens.sum(), routing), self.whole.weights.totals(sums)

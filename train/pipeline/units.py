@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.model import Transformer
-from bytescope.model.experts.layer import Load
+from bytescope.model.experts.layer import Load, choice_shares
 from bytescope.model.frozen import joined
 from bytescope.model.runs import BLOCKS
 from bytescope.model.segments import Packed
@@ -31,7 +31,7 @@ STAGE = "stage"
 class Micro:
     """What the blocks read of a micro-batch besides the residual stream.
 
-    keys: data of the dropout keys [B, ...], None without dropout. packed: the examples of packed rows. tokens: counted
+    keys: data of the dropout keys [B, ...], None without dropout. packed: examples and padding of rows. tokens: counted
     ones, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
     """
 
@@ -67,10 +67,19 @@ class StackUnit:
     dtypes: list = dataclasses.field(default_factory=list)
 
     def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
-        """((y_BLD, auxiliary losses), pullback, load) of one layer."""
+        """((y_BLD, what the auxiliary losses are made of), pullback, load) of one layer.
+
+        The second is the balance and z losses [2]; with a pooled balance loss, which has parts of all layers, it is the
+        mean scores of the experts and the z loss [E + 1].
+        """
         def run(x_BLD, own):
             y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
-            losses = jnp.zeros(2) if load is None else jnp.stack([load.balance, load.router_z])
+            if load is None:
+                losses = jnp.zeros(2)
+            elif load.shares is None:
+                losses = jnp.stack([load.balance, load.router_z])
+            else:
+                losses = jnp.append(load.shares, load.router_z)
             return (y_BLD, losses), load
 
         return jax.vjp(run, x_BLD, own, has_aux=True)
@@ -84,25 +93,30 @@ class StackUnit:
         return y_BLD, load, [_plain(leaf) for leaf in kept]
 
     def forward(self, unit: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, stash: Leaves,
-                own: Any, fixed: Any, load: Load | None, micro: Micro) -> tuple[jax.Array, Leaves, Load | None]:
-        """(output of the chunk, stash and sums of loads with what its layers add).
+                own: Any, fixed: Any, load: Load | None, pool: jax.Array | None,
+                micro: Micro) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
+        """(output of the chunk; stash, sums of loads and `pool` with what its layers add).
 
         `unit`: micro-batch, chunk, slot. `count`, `first`: layers, and the number of the first, of each chunk.
         `own`, `fixed`: trained and frozen parameters, [rows of the stage, ...]. `stash`: [slots, rows of a chunk, ...].
+        `pool`: of each micro-batch the sums over layers of each expert's share of the choices and of the scores,
+        float32 [A, 2, E]; None without a pooled balance loss.
         """
-        _, chunk, slot = unit
+        number, chunk, slot = unit
 
         def turn(index, carry):
-            x_BLD, stash, load = carry
+            x_BLD, stash, load, pool = carry
             row = chunk * self.rows.rows + index
             x_BLD, found, kept = self.layer(x_BLD, *row_of((own, fixed), row), first[chunk] + index, micro)
             stash = [_write(leaf, new, (slot, index)) for leaf, new in zip(stash, kept, strict=True)]
             if found is not None:
                 load = jax.tree.map(lambda sums, new: sums.at[row].add(new), load, weighed(found, micro.tokens))
-            return x_BLD, stash, load
+                if found.shares is not None:
+                    pool = pool.at[number].add(jnp.stack([choice_shares(found.counts), found.shares]))
+            return x_BLD, stash, load, pool
 
         with jax.named_scope(self.rows.stack), jax.named_scope(self.turns):
-            return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load))
+            return jax.lax.fori_loop(0, count[chunk], turn, (x_BLD, stash, load, pool))
 
     def run(self, chunk: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, own: Any, fixed: Any,
             micro: Micro) -> jax.Array:
@@ -114,9 +128,18 @@ class StackUnit:
         return jax.lax.fori_loop(0, count, turn, x_BLD)
 
     def backward(self, unit: jax.Array, count: jax.Array, first: jax.Array, d_BLD: jax.Array, stash: Leaves, own: Any,
-                 fixed: Any, sums: Any, micro: Micro) -> tuple[jax.Array, Any]:
-        """(gradient of the chunk's input, sums of gradients with those of its layers); arguments as of `forward`."""
-        _, chunk, slot = unit
+                 fixed: Any, sums: Any, busy_AE: jax.Array | None, micro: Micro) -> tuple[jax.Array, Any]:
+        """(gradient of the chunk's input, sums of gradients with those of its layers); arguments as of `forward`.
+
+        `busy_AE`: each expert's share of the choices of a micro-batch, mean over all layers; None without a pooled
+        balance loss.
+        """
+        number, chunk, slot = unit
+        d_losses = micro.coefficients
+        if self.routed and busy_AE is not None:
+            # The gradient of E sum(busy * shares) in the shares of a layer; the choices have none.
+            d_shares = micro.coefficients[0] * busy_AE.shape[1] * busy_AE[number]
+            d_losses = jnp.append(d_shares, micro.coefficients[1])
 
         def turn(index, carry):
             d_BLD, sums = carry
@@ -125,7 +148,7 @@ class StackUnit:
             weights = row_of((own, fixed), row)
             kept = [_typed(_read(leaf, (slot, index)), dtype) for leaf, dtype in zip(stash, self.dtypes, strict=True)]
             pullback = self.recipe.join(kept, jax.tree.leaves(weights), _shared(first[chunk] + index, micro))
-            d_BLD, d_own = pullback((d_BLD, micro.coefficients))
+            d_BLD, d_own = pullback((d_BLD, d_losses))
             d_own = self.weights.gradients(jax.tree.map(lambda grad: grad[None], d_own))
 
             def add(total, grad):

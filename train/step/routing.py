@@ -29,7 +29,7 @@ def weighed(load: Load | None, tokens: jax.Array) -> Load | None:
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}
-    return dataclasses.replace(load, **means)
+    return dataclasses.replace(load, shares=None, **means)
 
 
 def auxiliary_loss(load: Load, tokens: jax.Array, loss: ConfigDict) -> jax.Array:

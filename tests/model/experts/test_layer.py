@@ -43,15 +43,16 @@ def made(config, place):
     return graph, jax.tree.map(lambda leaf: leaf * 20, state)
 
 
-def run(config, place=HERE):
-    """(objective, output [B, L, D], load, gradients of the parameters and of the input)."""
+def run(config, place=HERE, real=None, x_BLD=None):
+    """(objective, output [B, L, D], load, gradients of the parameters and of the input); `real`: False for padding."""
+    x_BLD = inputs() if x_BLD is None else x_BLD
     graph, state = made(config, place)
 
     def objective(state, x_BLD):
-        y_BLD, load = nnx.merge(graph, state)(x_BLD)
+        y_BLD, load = nnx.merge(graph, state)(x_BLD, real)
         return (y_BLD ** 2).sum() + 3 * load.balance + load.router_z, (y_BLD, load)
 
-    (total, (y_BLD, load)), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(state, inputs())
+    (total, (y_BLD, load)), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(state, x_BLD)
     return jax.device_get((total, y_BLD, load, grads))
 
 
@@ -103,6 +104,34 @@ def test_every_exchange_equals_the_reference(strategy, dispatch, sizes, sequence
     model = AMPLE if dispatch == "all_to_all" else {"moe_kernel": "scan"}
     place = layout(devices, strategy, dispatch, sequence_parallel, **sizes)
     assert_same(run(config_of(**model), place), dense())
+
+
+# Rows of 10, 9, ..., 3 tokens, and padding behind them.
+REAL = np.arange(L) < np.arange(10, 2, -1)[:, None]
+
+
+@pytest.fixture(scope="module")
+def without_padding():
+    """The same tokens in one row without padding."""
+    return run(config_of(moe_kernel="dense"), x_BLD=inputs()[REAL][None])
+
+
+@pytest.mark.parametrize(("kernel", "dispatch", "sizes"), [
+    ("dense", "auto", {}), ("scan", "allgather", {"expert": 2}), ("scan", "ragged_all_to_all", {"expert": 4}),
+    ("capacity", "auto", {}), ("capacity", "all_to_all", {"expert": 2})], ids=str)
+def test_padding_takes_no_rows_and_counts_in_no_load(kernel, dispatch, sizes, without_padding, devices):
+    """With slots that the tokens fit into, but not the padding too."""
+    config = config_of(moe_kernel=kernel, capacity_factor=1.0 if kernel == "capacity" else 0.0)
+    place = layout(devices, dispatch=dispatch, **sizes) if sizes else HERE
+    total, y_BLD, load, (d_state, d_x) = run(config, place, real=REAL)
+    assert load.dropped == 0 and load.counts.sum() == 2 * REAL.sum()
+    assert not y_BLD[~REAL].any() and not d_x[~REAL].any()
+    assert_same((total, y_BLD[REAL][None], load, (d_state, d_x[REAL][None])), without_padding)
+
+
+def test_padding_that_is_not_marked_takes_the_slots_of_tokens():
+    """The slots of the test above are few enough for it to show."""
+    assert run(config_of(moe_kernel="capacity", capacity_factor=1.0))[2].dropped > 0
 
 
 def reference(config, state, kept_TK):

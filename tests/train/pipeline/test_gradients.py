@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from bytescope.train.batch import PADDING
 from bytescope.train.data.feed import put
 from bytescope.train.pipeline.rows import reordered
 from bytescope.train.run.checkpoint import Checkpoints, Position
@@ -184,3 +185,21 @@ def test_packed_rows_stay_within_their_examples():
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
     for leaf, other in zip(*(jax.tree.leaves(grads) for _, grads in found), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-6 * np.abs(other).max())
+
+
+def test_padding_and_a_pooled_balance_loss_pass_through_the_stages():
+    """The pool of a micro-batch has the shares of layers on all stages; padding is in none of them."""
+    overrides = {**MIXTURE, "model.n_layers": 4, "batch.accumulation": 2, "loss.balance_layers": "pooled",
+                 "data.format": "pairs", "data.packing": False}
+    found = []
+    for program in (small_program({**DEEP, **overrides, "batch.micro": 4}),
+                    pipelined(2, **overrides, **{"pipeline.schedule": "v"})):
+        batch = {name: jnp.asarray(x).reshape(2, 4, 32) for name, x in next(fixed_batches(8, 32, 64, 1)).items()}
+        real = jnp.arange(32) < jnp.arange(8, 24, 2).reshape(2, 4, 1)
+        batch["targets"] = jnp.where(real, batch["targets"], PADDING)
+        keys = jax.random.split(jax.random.key(0), 8).reshape(2, 4)
+        tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
+        assert tally.routing.counts.sum() == 3 * 2 * real.sum()  # layers with experts, experts of a token
+        found.append((tally, reordered(jax.device_get(grads), program.order, {})))
+    for leaf, other in zip(*(jax.tree.leaves(each) for each in found), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=2e-6 * np.abs(other).max())

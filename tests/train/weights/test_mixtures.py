@@ -10,6 +10,7 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train import config as configs
+from bytescope.train.batch import IGNORE, PADDING
 from bytescope.train.errors import UserError
 from bytescope.train.export.config_json import config_json
 from bytescope.train.program import build
@@ -49,7 +50,7 @@ def test_published_sizes(tmp_path, raw, parameters, keys, balance):
     config = configs.load(f"hf:{tmp_path}")
     model = ModelConfig.from_dict(config.model)
     assert {key: getattr(model, key) for key in keys} == keys
-    assert config.loss.balance == pytest.approx(balance)  # k times theirs
+    assert config.loss.balance == pytest.approx(balance) and config.loss.balance_layers == "pooled"  # k times theirs
     abstract = nnx.eval_shape(lambda: Transformer(model, Precision(), rngs=nnx.Rngs(params=0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param))) == parameters
     assert config_json(config.model.to_dict(), raw) == raw
@@ -207,3 +208,41 @@ def test_a_config_of_ones_own_with_their_weights(tmp_path):
     config.model.experts_per_token = 1
     with pytest.raises(UserError, match="model.experts_per_token=1, and .* has 2"):
         check_agreement(config, ())
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_balance_loss_and_its_gradients_are_theirs(family, tmp_path):
+    """Over three layers of experts and rows of unequal lengths, whose padding neither counts."""
+    import torch
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    more = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    made = checkpoints.model(family, num_hidden_layers=3, router_aux_loss_coef=0.5, **more)
+    program = program_of(checkpoints.save(made, tmp_path / "m"), 1, **{
+        "data.format": "pairs", "data.packing": "false", "data.seq_len": 24, "batch.micro": 4, "loss.chunk": 64})
+    rng, lengths = np.random.default_rng(1), np.array([24, 17, 9, 3])
+    real = np.arange(24) < lengths[:, None]
+    inputs = np.where(real, rng.integers(1, checkpoints.VOCAB, real.shape), 0).astype(np.int32)
+    targets = np.where(real, rng.integers(0, checkpoints.VOCAB, real.shape), PADDING).astype(np.int32)
+    targets[:, :2] = IGNORE  # a prompt has no loss and goes to experts all the same
+
+    def loss(params):
+        total, (cross_entropy, load) = program.parts.loss(params, {"inputs": inputs, "targets": targets}, None)
+        return (total - cross_entropy) / (targets >= 0).sum(), load
+
+    params = load_params(Folder.open(tmp_path / "m"), program.model, program.state.params)
+    (ours, load), gradients = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
+
+    out = made(torch.tensor(inputs, dtype=torch.long), attention_mask=torch.tensor(real), output_router_logits=True)
+    experts, k = program.model.experts, program.model.experts_per_token
+    theirs = load_balancing_loss_func(out.router_logits, experts, k, torch.tensor(real))
+    unmasked = load_balancing_loss_func(out.router_logits, experts, k).item()
+    (0.5 * theirs).backward()
+    assert ours == pytest.approx(0.5 * theirs.item(), rel=1e-5) and abs(unmasked - theirs.item()) > 1e-3
+    np.testing.assert_allclose(k * load.balance, theirs.item(), rtol=1e-5)
+    assert load.counts.sum(-1).tolist() == [real.sum() * k] * 3
+    routers = gradients["blocks"]["experts"]["w_router"]
+    for ours, layer in zip(routers, made.model.layers, strict=True):
+        wanted = layer.mlp.gate.weight.grad.numpy().T
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
