@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-IGNORE = -1  # target of a token that carries no loss
-PADDING = -2  # target of a position without a token, in rows of one example; packed rows have segment 0 there
+IGNORE = -1  # a target position that carries no loss
+PADDING = -1  # the input of a position without a token, in rows of one example; packed rows have segment 0 there
 
 
 def batch_names(config: ConfigDict) -> tuple[str, ...]:

@@ -39,11 +39,11 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
 
 
 def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) -> jax.Array | None:
-    """bool [..., B, L], False for padding, in the order in which devices hold the tokens. None where no model asks:
-    without experts, and for text, which fills its rows."""
+    """bool [..., B, L], False for padding, in the order in which devices hold the tokens. None without experts, which
+    alone read it, and for text, which fills its rows."""
     if not config.model.experts or config.data.format == "text":
         return None
-    real = batch["segments"] != 0 if "segments" in batch else batch["targets"] != PADDING
+    real = batch["segments"] != 0 if "segments" in batch else batch["inputs"] != PADDING
     return zigzag(real, layout.ring.size) if layout.ring else real
 
 

@@ -2,9 +2,9 @@
 
     loss(x_BLD, w_head, targets_BL, settings) -> float32 sum of negative log-likelihoods in nats
 
-Targets below 0, which are IGNORE and PADDING, carry no loss. The head comes as stored, [D, V], or [V, D] where it is
-the token table. Its gradient is accumulated and returned in the parameter dtype, and nothing is transposed outside of
-products: XLA would make the transposed table before a loop over micro-batches and keep it through all of them.
+Targets equal to IGNORE carry no loss. The head comes as stored, [D, V], or [V, D] where it is the token table. Its
+gradient is accumulated and returned in the parameter dtype, and nothing is transposed outside of products: XLA would
+make the transposed table before a loop over micro-batches and keep it through all of them.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class LossSettings:
 
 def count_tokens(targets_BL: jax.Array) -> jax.Array:
     """The number of positions that carry a loss, int32."""
-    return (targets_BL >= 0).sum(dtype=jnp.int32)
+    return (targets_BL != IGNORE).sum(dtype=jnp.int32)
 
 
 def _without_padding(logits: jax.Array, settings: LossSettings) -> jax.Array:
@@ -69,7 +69,7 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    return jnp.where(targets >= 0, lse - chosen, 0.0), lse
+    return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
 
 
 def _all_logits(x_BLD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
@@ -168,7 +168,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
         vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
         d_logits = jnp.exp(logits - lse[..., None]) - (vocabulary == targets_RBC[..., None])
         d_logits = _times_slope(d_logits, logits, settings)
-        d_logits = jnp.where((targets_RBC >= 0)[..., None], d_logits, 0.0).astype(settings.compute)
+        d_logits = jnp.where((targets_RBC != IGNORE)[..., None], d_logits, 0.0).astype(settings.compute)
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits, narrow)
         if settings.frozen:
             return (total + nll.sum(), None), dx_RBCD

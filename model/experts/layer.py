@@ -167,10 +167,10 @@ def choice_shares(counts_NE: jax.Array) -> jax.Array:
 
 
 def pool_balance(load: Load | None) -> Load | None:
-    """The load of all layers with the pooled balance loss in the place of each layer's own, if there are `shares`.
+    """Replaces the balance loss of each layer by the pooled one of all layers, if the load has `shares`.
 
-    Pooled: the experts' shares of the choices and their mean scores are averaged over the layers before they are
-    multiplied, as `load_balancing_loss_func` of transformers does, whose value is k times this one.
+    The pooled loss is E times the sum over experts of their share of the choices times their mean share of the scores,
+    both averaged over the layers. `load_balancing_loss_func` of transformers is k times this value.
     """
     if load is None or load.shares is None:
         return load

@@ -4,6 +4,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from bytescope.train.batch import IGNORE
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.source import Batch, Data, open_data, train_batches
 
@@ -27,14 +28,14 @@ def show_data(config: DataConfig, seed: int, console: Console) -> None:
 def examples(data: Data, row: Batch) -> list[Text]:
     """The text of each example of a row of inputs, targets and, if there are, segments, int32 [seq_len] each."""
     inputs, targets = row["inputs"], row["targets"]
-    used = int(np.flatnonzero(targets >= 0)[-1]) + 1  # nothing is learned behind it
+    used = int(np.flatnonzero(targets != IGNORE)[-1]) + 1  # nothing is learned behind it
     segments = row.get("segments", np.ones_like(inputs))[:used]
     found = []
     for segment in np.unique(segments):
         place = np.flatnonzero(segments == segment)
         # Each target is the next input, where it is not hidden.
-        shown = np.where(targets[place] >= 0, targets[place], np.append(inputs[place][1:], 0))
-        tokens, learned = np.append(inputs[place][0], shown), np.append(False, targets[place] >= 0)
+        shown = np.where(targets[place] != IGNORE, targets[place], np.append(inputs[place][1:], 0))
+        tokens, learned = np.append(inputs[place][0], shown), np.append(False, targets[place] != IGNORE)
         text = Text()
         for run in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(learned)) + 1):
             part = data.decode(tokens[run].tolist()).translate(CONTROLS)

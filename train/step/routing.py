@@ -43,7 +43,8 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
 
     load_max: choices of the busiest expert over the mean, of the worst layer; load_mean: the same, mean over layers.
     idle_experts: those that no token chose, over all layers. dropped_share: choices that found no room.
-    router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers.
+    router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers; a
+    pooled balance loss is one for all layers. Padding is in none of these.
     expert_load: choices of each expert over the mean of its layer [layers that have experts, experts].
     """
     if routing is None:

@@ -212,8 +212,8 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _balance(reader: _Reader, keys: Mapping[str, Any]) -> float:
-    """Their load-balance loss adds up what a token's k choices add, k where all experts have equal loads, and ours is
-    their mean, 1 there: with loss.balance_layers=pooled the same gradient has k times the coefficient."""
+    """Returns `loss.balance`, k times router_aux_loss_coef: their load-balance loss sums over the k choices of a token,
+    and ours is the mean over them. With loss.balance_layers=pooled value and gradient are theirs then."""
     value = reader.raw.get("router_aux_loss_coef")
     return keys["experts_per_token"] * reader.number("router_aux_loss_coef", 0.001 if value is None else value)
 

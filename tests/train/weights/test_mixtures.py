@@ -223,8 +223,9 @@ def test_the_balance_loss_and_its_gradients_are_theirs(family, tmp_path):
         "data.format": "pairs", "data.packing": "false", "data.seq_len": 24, "batch.micro": 4, "loss.chunk": 64})
     rng, lengths = np.random.default_rng(1), np.array([24, 17, 9, 3])
     real = np.arange(24) < lengths[:, None]
-    inputs = np.where(real, rng.integers(1, checkpoints.VOCAB, real.shape), 0).astype(np.int32)
-    targets = np.where(real, rng.integers(0, checkpoints.VOCAB, real.shape), PADDING).astype(np.int32)
+    tokens, following = rng.integers(0, checkpoints.VOCAB, (2, *real.shape))
+    inputs = np.where(real, tokens, PADDING).astype(np.int32)
+    targets = np.where(real, following, IGNORE).astype(np.int32)
     targets[:, :2] = IGNORE  # a prompt has no loss and goes to experts all the same
 
     def loss(params):
@@ -234,7 +235,7 @@ def test_the_balance_loss_and_its_gradients_are_theirs(family, tmp_path):
     params = load_params(Folder.open(tmp_path / "m"), program.model, program.state.params)
     (ours, load), gradients = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
 
-    out = made(torch.tensor(inputs, dtype=torch.long), attention_mask=torch.tensor(real), output_router_logits=True)
+    out = made(torch.tensor(tokens), attention_mask=torch.tensor(real), output_router_logits=True)
     experts, k = program.model.experts, program.model.experts_per_token
     theirs = load_balancing_loss_func(out.router_logits, experts, k, torch.tensor(real))
     unmasked = load_balancing_loss_func(out.router_logits, experts, k).item()

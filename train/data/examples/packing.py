@@ -100,4 +100,4 @@ class ExampleSource:
         inputs = np.zeros(self.seq_len, np.int32)
         if self.packing:
             return {"inputs": inputs, "targets": np.full_like(inputs, IGNORE), "segments": np.zeros_like(inputs)}
-        return {"inputs": inputs, "targets": np.full_like(inputs, PADDING)}
+        return {"inputs": np.full_like(inputs, PADDING), "targets": np.full_like(inputs, IGNORE)}
