@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
         experts did, stacked, None without experts).
 
         Args:
-          tokens_BL: int32 token ids, L at most `max_seq_len`. An id below 0, of padding, reads the first embedding.
+          tokens_BL: int32 token ids, L at most `max_seq_len`.
           dropout_key_B: one key per sequence, or None for no dropout (evaluation, generation).
           segments_BL: of packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the end.
             Attention and positions then stay within examples. In the order of the row, also where a ring of devices

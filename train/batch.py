@@ -8,14 +8,19 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 IGNORE = -1  # a target position that carries no loss
-PADDING = -1  # the input of a position without a token, in rows of one example; packed rows have segment 0 there
 
 
 def batch_names(config: ConfigDict) -> tuple[str, ...]:
-    """The arrays of a batch, int32 [..., B, L] each: `segments` where rows are packed with several examples, 1, 2, ...
-    in order, 0 for the padding at the end."""
-    packed = config.data.format != "text" and config.data.packing
-    return ("inputs", "targets", "segments") if packed else ("inputs", "targets")
+    """The arrays of a batch, int32 [..., B, L] each.
+
+    `segments`: where rows are packed with several examples, 1, 2, ... in order, 0 for the padding at the end. `mask`:
+    where rows have one example each and the model has experts, 1 for a token and 0 for padding.
+    """
+    if config.data.format == "text":
+        return "inputs", "targets"
+    if config.data.packing:
+        return "inputs", "targets", "segments"
+    return ("inputs", "targets", "mask") if config.model.experts else ("inputs", "targets")
 
 
 @dataclasses.dataclass(frozen=True)

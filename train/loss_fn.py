@@ -11,7 +11,6 @@ from bytescope.model import Precision
 from bytescope.model.attention.ring import zigzag
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import joined
-from bytescope.train.batch import PADDING
 from bytescope.train.losses import LOSSES, LossSettings, count_tokens
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.routing import auxiliary_loss
@@ -40,11 +39,11 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
 
 def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) -> jax.Array | None:
     """bool [..., B, L], False for padding, in the order in which devices hold the tokens. None without experts, which
-    alone read it, and for text, which fills its rows."""
-    if not config.model.experts or config.data.format == "text":
+    alone read it, and for rows of text, which have no padding."""
+    marks = batch.get("segments", batch.get("mask"))
+    if not config.model.experts or marks is None:
         return None
-    real = batch["segments"] != 0 if "segments" in batch else batch["inputs"] != PADDING
-    return zigzag(real, layout.ring.size) if layout.ring else real
+    return zigzag(marks, layout.ring.size) != 0 if layout.ring else marks != 0
 
 
 def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision: Precision, micro: int,
@@ -54,7 +53,7 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
     What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
     auxiliary losses. load: what their routers did (model/experts/layer.py), None without experts.
 
-    `batch`: {"inputs", "targets"}, of packed rows "segments", int32 [B, L]; `dropout_key_B`: None for no dropout;
+    `batch`: arrays as `batch_names` has them, int32 [B, L]; `dropout_key_B`: None for no dropout;
     `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
     """
     cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bytescope.train.batch import IGNORE, PADDING
+from bytescope.train.batch import IGNORE
 from bytescope.train.data.feed import put
 from bytescope.train.pipeline.rows import reordered
 from bytescope.train.run.checkpoint import Checkpoints, Position
@@ -196,7 +196,8 @@ def test_padding_and_a_pooled_balance_loss_pass_through_the_stages():
                     pipelined(2, **overrides, **{"pipeline.schedule": "v"})):
         batch = {name: jnp.asarray(x).reshape(2, 4, 32) for name, x in next(fixed_batches(8, 32, 64, 1)).items()}
         real = jnp.arange(32)[None, None] < jnp.arange(8, 24, 2).reshape(2, 4, 1)
-        batch = {name: jnp.where(real, x, PADDING if name == "inputs" else IGNORE) for name, x in batch.items()}
+        batch = {"inputs": batch["inputs"], "targets": jnp.where(real, batch["targets"], IGNORE),
+                 "mask": real.astype(jnp.int32)}
         keys = jax.random.split(jax.random.key(0), 8).reshape(2, 4)
         tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
         assert tally.routing.counts.sum() == 3 * 2 * real.sum()  # layers with experts, experts of a token

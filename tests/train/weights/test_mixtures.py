@@ -10,7 +10,7 @@ from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train import config as configs
-from bytescope.train.batch import IGNORE, PADDING
+from bytescope.train.batch import IGNORE
 from bytescope.train.errors import UserError
 from bytescope.train.export.config_json import config_json
 from bytescope.train.program import build
@@ -224,13 +224,14 @@ def test_the_balance_loss_and_its_gradients_are_theirs(family, tmp_path):
     rng, lengths = np.random.default_rng(1), np.array([24, 17, 9, 3])
     real = np.arange(24) < lengths[:, None]
     tokens, following = rng.integers(0, checkpoints.VOCAB, (2, *real.shape))
-    inputs = np.where(real, tokens, PADDING).astype(np.int32)
-    targets = np.where(real, following, IGNORE).astype(np.int32)
-    targets[:, :2] = IGNORE  # a prompt has no loss and goes to experts all the same
+    batch = {"inputs": tokens, "targets": np.where(real, following, IGNORE), "mask": real}
+    batch["targets"][:, :2] = IGNORE  # a prompt has no loss and goes to experts all the same
+    batch = {name: array.astype(np.int32) for name, array in batch.items()}
+    assert batch.keys() == program.batch_shapes.keys()
 
     def loss(params):
-        total, (cross_entropy, load) = program.parts.loss(params, {"inputs": inputs, "targets": targets}, None)
-        return (total - cross_entropy) / (targets >= 0).sum(), load
+        total, (cross_entropy, load) = program.parts.loss(params, batch, None)
+        return (total - cross_entropy) / (batch["targets"] >= 0).sum(), load
 
     params = load_params(Folder.open(tmp_path / "m"), program.model, program.state.params)
     (ours, load), gradients = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bytescope.train.batch import IGNORE, PADDING
+from bytescope.train.batch import IGNORE
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -91,13 +91,22 @@ class ExampleSource:
         return row
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> dict[str, np.ndarray]:
-        """Returns the rows of these numbers, int32 [n, seq_len] each; padding from `stop`, or the end, on."""
+        """Returns the rows of these numbers, int32 [n, seq_len] each; padding from `stop`, or the end, on.
+
+        Without packing there is `mask` too: 1 for a token, 0 for padding.
+        """
         end = len(self) if stop is None else min(stop, len(self))
-        rows = [self[int(i)] if i < end else self._padding() for i in numbers]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        numbers = [int(i) for i in numbers]
+        rows = [self[i] if i < end else self._padding() for i in numbers]
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        if not self.packing:
+            batch["mask"] = np.zeros_like(batch["inputs"])
+            for mask, i in zip(batch["mask"], numbers):
+                if i < end:
+                    example = self.order[i]
+                    mask[:self._starts[example + 1] - self._starts[example] - 1] = 1
+        return batch
 
     def _padding(self) -> dict[str, np.ndarray]:
-        inputs = np.zeros(self.seq_len, np.int32)
-        if self.packing:
-            return {"inputs": inputs, "targets": np.full_like(inputs, IGNORE), "segments": np.zeros_like(inputs)}
-        return {"inputs": np.full_like(inputs, PADDING), "targets": np.full_like(inputs, IGNORE)}
+        row = {"inputs": np.zeros(self.seq_len, np.int32), "targets": np.full(self.seq_len, IGNORE, np.int32)}
+        return {**row, "segments": np.zeros(self.seq_len, np.int32)} if self.packing else row

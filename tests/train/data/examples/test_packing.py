@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescope.train.batch import IGNORE, PADDING
+from bytescope.train.batch import IGNORE
 from bytescope.train.data.examples.packing import ExampleSource, pack
 from bytescope.train.data.source import Data, heldout_batches, train_batches
 from bytescope.train.data.tokenizer import ByteTokenizer
@@ -73,7 +73,8 @@ def test_only_what_is_learned_is_a_target():
     apart = source([3, 3], seq_len=7, learned=learned, packing=False)
     assert len(apart) == 2 and apart[1].keys() == {"inputs", "targets"}
     assert apart[1]["targets"].tolist() == [6, IGNORE, 8, *[IGNORE] * 4]
-    assert apart[1]["inputs"].tolist() == [5, 6, 7, *[PADDING] * 4]
+    assert apart.batch([1, 0, 5])["mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0]] * 2 + [[0] * 7]
+    assert apart.batch([0, 1], stop=1)["mask"].sum(-1).tolist() == [3, 0]
     assert source([3, 3], chosen=[1])[0]["inputs"].tolist()[:3] == [5, 6, 7]
     with pytest.raises(IndexError):
         apart[2]
