@@ -51,8 +51,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, precision: Precision, *, remat: RematPlan = KEEP_ALL,
                  place: Placement = HERE, ahead: int = 1, base: str = "bf16", lora: Lora | None = None,
-                 pooled: bool = False, order: Mapping[str, Sequence[int]] | None = None,
-                 rngs: nnx.Rngs):
+                 pooled: bool = False, order: Mapping[str, Sequence[int]] | None = None, rngs: nnx.Rngs):
         self.config, self.precision, self.remat, self.place = config, precision, remat, place
         self.ahead, self.lora, self.pooled = ahead, lora, pooled
         V, D, dtype = config.vocab_size, config.d_model, precision.param
