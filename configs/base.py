@@ -46,7 +46,9 @@ def _model() -> ConfigDict:
     model.post_norms = False  # what attention and MLP add to the residual stream is normed too, as in Gemma 2
     model.embed_scale = 1.0  # factor of the token embedding, rounded to the compute dtype; Gemma: sqrt(d_model)
     model.rope_theta = 10_000.0  # base of the rotary frequencies
-    model.rope_scaling = ()  # (factor,): linear; Llama 3.1: (factor, low_freq, high_freq, original_positions); (): none
+    # (): none; (factor,): linear; (factor, low_freq, high_freq, original_positions): Llama 3.1;
+    # (factor, beta_fast, beta_slow, original_positions, attention_factor): YaRN
+    model.rope_scaling = ()
     model.rope_local_theta = 0.0  # Gemma 3: base of local layers, without rope_scaling; 0: rope_theta in all layers
     model.global_every = 0  # with it: each so manieth layer is global, with rope_theta, and all others are local
     model.init_std = 0.02  # standard deviation of the initial weights

@@ -35,7 +35,7 @@ class ModelConfig:
     mlp: str
     position: str
     rope_theta: float
-    # (factor, low_frequency_factor, high_frequency_factor, original_positions); () for none.
+    # A row of rotary.rope_frequencies; () for none.
     rope_scaling: tuple[float, ...]
     rope_local_theta: float
     global_every: int
@@ -158,11 +158,15 @@ class ModelConfig:
             raise ValueError(f"{local} model.position={self.position}: it is a base of rotary positions; set "
                              "model.position=rope, or it and model.global_every to 0")
         numbers = [value for value in self.rope_scaling if isinstance(value, int | float) and 0 < value < math.inf]
-        if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4):
+        if len(numbers) < len(self.rope_scaling) or len(numbers) not in (0, 1, 4, 5):
             raise ValueError(
                 f"model.rope_scaling={','.join(map(str, self.rope_scaling))}: give nothing, one positive number, which "
-                "slows all pairs alike, or four positive numbers: "
-                "factor,low_frequency_factor,high_frequency_factor,original_positions")
+                "slows all pairs alike, four positive numbers: "
+                "factor,low_frequency_factor,high_frequency_factor,original_positions, or YaRN's five: "
+                "factor,beta_fast,beta_slow,original_positions,attention_factor")
+        if self.rope_local_theta and len(numbers) == 5:
+            raise ValueError(f"{local} YaRN's model.rope_scaling: local layers rotate without a factor; give "
+                             "model.rope_scaling=n, or set model.rope_local_theta and model.global_every to 0")
 
     def _check_latent(self) -> None:
         """Raises ValueError for latent attention that cannot be built."""

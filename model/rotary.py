@@ -9,31 +9,44 @@ import jax.numpy as jnp
 def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
     """Angle per position of each pair, [d_head / 2] float32 (Su et al. 2021, arXiv 2104.09864).
 
-    `scaling` is one of two. (factor,) slows all pairs alike, so that positions are interpolated (Chen et al. 2023,
+    `scaling` is one of three. (factor,) slows all pairs alike, so that positions are interpolated (Chen et al. 2023,
     arXiv 2306.15595). (factor, low, high, original) is Llama 3.1's: wavelengths above original/low are stretched by
     `factor`, below original/high they are kept, and those between are blended (Grattafiori et al. 2024, arXiv
-    2407.21783).
+    2407.21783). (factor, fast, slow, original, amplitude) is YaRN's (Peng et al. 2023, arXiv 2309.00071, section 3.2):
+    pairs with more than `fast` rotations within the original length keep their frequency, pairs with fewer than `slow`
+    are slowed by `factor`, and between them the share grows linearly with the pair's number. `amplitude` is an
+    argument of `rotate`.
     """
     frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
     if not scaling:
         return frequency
     if len(scaling) == 1:
         return frequency / scaling[0]
+    if len(scaling) == 5:
+        factor, fast, slow, original, _ = scaling
+        first, last = (d_head * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(theta))
+                       for rotations in (fast, slow))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), d_head - 1)
+        pairs = jnp.arange(d_head // 2, dtype=jnp.float32)
+        slowed = jnp.clip((pairs - first) / max(last - first, 0.001), 0.0, 1.0)
+        return frequency * (1 - slowed + slowed / factor)
     factor, low, high, original = scaling
     rotations = original * frequency / (2 * math.pi)  # of a pair, within the original length
     blend = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
     return frequency * (blend + (1 - blend) / factor)
 
 
-def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array) -> jax.Array:
+def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplitude: float = 1.0) -> jax.Array:
     """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype.
 
-    positions: int32 [L], or [B, L] where rows differ.
+    positions: int32 [L], or [B, L] where rows differ. amplitude: factor of the result (YaRN's attention factor).
     """
     positions = positions.astype(jnp.float32)
     positions = positions[None, :, None, None] if positions.ndim == 1 else positions[:, :, None, None]
     angle = positions * frequency[None, None, None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if amplitude != 1.0:
+        cos, sin = amplitude * cos, amplitude * sin
     a, b = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLHK.dtype)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,8 @@ class Attention(nnx.Module):
         """How this layer rotates, and the frequencies of a head of `width`."""
         config = self.config
         frequency = rope_frequencies(width, config.rope_theta, config.rope_scaling)
+        if len(config.rope_scaling) == 5:  # YaRN
+            return partial(rotate, amplitude=config.rope_scaling[-1]), frequency
         if not config.rope_local_theta:
             return rotate, frequency
         local = rope_frequencies(width, config.rope_local_theta, ())

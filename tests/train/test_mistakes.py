@@ -26,7 +26,7 @@ OF_WEIGHTS = [
     ("hf:", "is empty"), ("hf:missing", "no folder missing"), ("hf:notes.md", "notes.md is a file"),
     ("hf:.", "no 'config.json'"), ("hf:~nobody-here/x", "no folder ~nobody-here/x"), (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
-    ("hf:yarn", "of the kind 'yarn'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
+    ("hf:longrope", "of the kind 'longrope'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
@@ -35,8 +35,8 @@ FILES = {
     "notes.md": "# not a config\n", "step.hlo.txt": "HloModule jit_step\n", "text.txt": "some text\n" * 50,
     "records.jsonl": '{"body": "x"}\n',
     "experts/config.json": '{"model_type": "llama", "num_local_experts": 8}', "cut/config.json": '{"model_type": ',
-    "yarn/config.json": """{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 96, "vocab_size": 64, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}""",
+    "longrope/config.json": """{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 96, "vocab_size": 64, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}""",
     "bad.npy": "not an array", "foreign.json": "{}", "rates.json": RATES, "cut.json": RATES[:200],
     "no_memory.json": RATES.replace('"memory": [[1000.0, 1e12]]', '"memory": []'),
     "old.json": RATES.replace('"format": 1', '"format": 0'),

@@ -150,6 +150,7 @@ def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable
     """Name of a tensor -> the format's name of its dtype: what was asked for, else that of the folder's tensor of that
     name, else that of the run's parameters."""
     from bytescope.train.export.tensors import NAMES
+    from bytescope.train.weights.folder import FP8
 
     own = NAMES[next(iter(run.arrays.values())).dtype]
 
@@ -159,6 +160,8 @@ def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable
         if folder is None:
             return own
         found = folder.tensors.get(name) or next(iter(folder.tensors.values()))
+        if found.dtype in FP8:  # what is dequantized is written in the dtype of the others
+            return "BF16"
         return found.dtype if found.dtype in NAMES.values() else own
 
     return of

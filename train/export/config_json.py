@@ -53,7 +53,11 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     family = FAMILIES.get(folder.get("model_type"))
     if family is None:
         return None
-    raw = {**folder, "architectures": [family.architecture]}
+    raw = {key: value for key, value in folder.items() if key != "quantization_config"}  # it is written unquantized
+    raw["architectures"] = [family.architecture]
+    if family.predicts:
+        raw["num_nextn_predict_layers"] = 0
+    read = dict(raw)
     differing = _differences(model, raw)
     longer = "max_seq_len" in differing and model["max_seq_len"] > (raw.get(family.fields["max_seq_len"].written) or 0)
     if "max_seq_len" in differing and model["position"] == "rope" and not longer:
@@ -63,7 +67,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
         raw = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
     mine = _written(folder["model_type"], family, model)
     keys = [family.fields[key].written for key in differing if key in family.fields and family.fields[key].key]
-    raw |= {key: mine[key] for key in (*keys, *(ROPE_KEYS if len(raw) < len(folder) else ())) if key in mine}
+    raw |= {key: mine[key] for key in (*keys, *(ROPE_KEYS if len(raw) < len(read) else ())) if key in mine}
     return raw if not _differences(model, raw) else None
 
 
@@ -104,8 +108,9 @@ def _same(key: str, model: Keys, value: Any, found: Keys) -> bool:
 
 
 def _scale(model: Keys) -> float:
-    """What the scores are multiplied with: `model.attention_scale`, 0 standing for 1/sqrt(d_head)."""
-    return model["attention_scale"] or model["d_head"] ** -0.5
+    """What the scores are multiplied with: `model.attention_scale`, 0 standing for 1/sqrt(width of a head in them)."""
+    rotated = model["mla_d_rope"] if model["attention_kind"] == "mla" else 0
+    return model["attention_scale"] or (model["d_head"] + rotated) ** -0.5
 
 
 def _whole(value: float) -> float | int:
@@ -120,6 +125,17 @@ def _rope(model: Keys) -> Raw:
     if scaling := model["rope_scaling"]:
         kind, names = next(row for row in SCALINGS.items() if len(row[1]) == len(scaling))
         raw["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(_whole, scaling)))}
+    return raw
+
+
+def _rope_of_latents(model: Keys) -> Raw:
+    """DeepSeek-V3: mscale_all_dim has what YaRN multiplies scores with, mscale that times what it multiplies heads
+    with."""
+    raw, scaling = _rope(model), model["rope_scaling"]
+    if len(scaling) == 5 and scaling[0] > 1:
+        stretch = math.sqrt(_scale(model) / _scale({**model, "attention_scale": 0.0}))
+        for key, factor in (("mscale_all_dim", stretch), ("mscale", stretch * scaling[-1])):
+            raw["rope_scaling"][key] = _whole((factor - 1) / (0.1 * math.log(scaling[0])))
     return raw
 
 
@@ -143,16 +159,24 @@ def _by_step(model: Keys) -> Raw:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+def _after_the_first(model: Keys) -> Raw:
+    """DeepSeek-V3: the first layers are dense; no layer predicts further ahead."""
+    return {"first_k_dense_replace": model["dense_layers"], "num_nextn_predict_layers": 0}
+
+
 # Our key -> their value of it, where that is not the same; the inverse of hf_config.TRANSFORMS.
 INVERSES: Mapping[str, Callable[[Keys], Any]] = {
     "attention_scale": lambda model: _whole(_scale(model) ** -2),
     "attention_softcap": lambda model: model["attention_softcap"] or None,  # transformers divides by a 0
     "logits_softcap": lambda model: model["logits_softcap"] or None,
     "d_expert": lambda model: model["d_expert"] or model["d_ff"],
+    "mla_q_rank": lambda model: model["mla_q_rank"] or None,
 }
 # The rows of hf_config.ROPES, ROUTED and WINDOWS: what a family without a window writes.
-ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "one, of 1e6": _rope, "two": _ropes}
-ROUTED: Mapping[str, Callable[[Keys], Raw]] = {"none": lambda model: {}, "all": lambda model: {}, "by step": _by_step}
+ROPES: Mapping[str, Callable[[Keys], Raw]] = {"one": _rope, "one, of 1e6": _rope, "one, of latents": _rope_of_latents,
+                                              "two": _ropes}
+ROUTED: Mapping[str, Callable[[Keys], Raw]] = {"none": lambda model: {}, "all": lambda model: {}, "by step": _by_step,
+                                               "after the first": _after_the_first}
 WINDOWS: Mapping[str, Callable[[Keys], Raw]] = {
     "none": lambda model: {},
     "all": lambda model: {"sliding_window": None},

@@ -75,7 +75,7 @@ def _shape(parts: list[tuple[str, Row]], sizes: Sizes) -> tuple[int, ...]:
 
 def _axis(row: Row) -> int:
     """The axis along which parameters share a tensor; 0 where they do not."""
-    return Pattern.of(row.pattern).theirs.index(tuple(row.parts[row.part].split())) if row.parts else 0
+    return Pattern.of(row.pattern).axis_of(row.parts[row.part])[0] if row.parts else 0
 
 
 class Parameters:
@@ -143,28 +143,45 @@ def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig
     """
     sizes = sizes_of(model)
     for tensor in sorted(tensors, key=lambda tensor: tuple(row.tensor for _, row in tensor.parts)):
-        columns = [_pieces(parameters.read(path), row, sizes, tensor) for path, row in tensor.parts]
-        axis = _axis(tensor.parts[0][1])
-        # Rows of parameters that lie beside each other are joined; those below each other follow.
-        yield tensor, chain(*columns) if axis == 0 else (
-            np.concatenate(rows, axis=axis) for rows in zip(*columns, strict=True))
+        values = [parameters.read(path) for path, _ in tensor.parts]
+        outer = [Pattern.of(row.pattern).outer for _, row in tensor.parts]
+        widest = max(math.prod(ours.shape) // ours.shape[axis] for ours, axis in zip(values, outer))
+        count = max(1, PIECE // max(1, widest))
+        columns = [_pieces(ours, row, sizes, tensor, count) for ours, (_, row) in zip(values, tensor.parts)]
+        yield tensor, _joined(columns, tensor.parts[0][1], sizes)
 
 
-def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor) -> Iterator[np.ndarray]:
-    """A parameter as it lies on disk, some of its rows at a time, without the padding of the vocabulary and in the
+def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iterator[np.ndarray]:
+    """The pieces of a tensor, from those of the parameters that share it; `row`: of the first."""
+    axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
+    if inner:  # rows of each parameter alternate, by the letter before theirs
+        for pieces in zip(*columns, strict=True):
+            rows = [piece.reshape(-1, sizes[part], piece.shape[-1])
+                    for piece, part in zip(pieces, row.parts, strict=True)]
+            yield np.concatenate(rows, axis=1).reshape(-1, pieces[0].shape[-1])
+    elif axis == 0:
+        yield from chain(*columns)
+    else:
+        for pieces in zip(*columns, strict=True):
+            yield np.concatenate(pieces, axis=axis)
+
+
+def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor, count: int) -> Iterator[np.ndarray]:
+    """A parameter as it is on disk, `count` of its rows at a time, without the padding of the vocabulary and in the
     dtype to write."""
     pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]
-    outer = pattern.ours.index(pattern.theirs[0][0])
+    outer = pattern.outer
     kept = [sizes[letter] for letter in pattern.ours]
+    if pattern.ours[outer] == pattern.paired:  # its rows are in another order
+        count = ours.shape[outer]
     # Each padded row, too, is read: the checksum has it.
-    count = max(1, PIECE // max(1, math.prod(ours.shape) // ours.shape[outer]))
     for start in range(0, ours.shape[outer], count):
         stored = ours[tuple(slice(start, start + count) if axis == outer else slice(None)
                             for axis in range(len(ours.shape)))]
         stored = stored[tuple(slice(0, max(0, size - start) if axis == outer else size)
                               for axis, size in enumerate(kept))]
         with np.errstate(over="ignore"):
-            found = pattern.back(stored.astype(dtype, copy=False))
+            found = pattern.back(stored.astype(dtype, copy=False), sizes["y"])
         if tensor.dtype == "F16" and not np.isfinite(found).all():
             raise UserError(f"{tensor.name} has values beyond 65,504, the largest of float16: export with "
                             "--dtype=bfloat16")

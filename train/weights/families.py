@@ -21,7 +21,8 @@ class Row:
     """One tensor as one parameter of ours, or a part of it.
 
     tensor: its name on disk. pattern: its layout (patterns.py). parts: where several parameters share a tensor, the
-    letters of each along the shared axis, in order; part: which of them this one is.
+    letters of each along the shared axis, in order; part: which of them this one is. In an axis of several letters the
+    last one may be shared: of "(h k) c" with parts k and u each h has k rows of the first and u of the second.
     """
 
     tensor: str
@@ -60,7 +61,8 @@ class Family:
     first where it is absent. dropouts: their rates, all to be equal, and the value of an absent one; dropout: whether
     ours, which is applied in more places, is the same. ignored: patterns of tensors without parameters in them. window:
     a row of hf_config.WINDOWS. rope: a row of hf_config.ROPES. routed: a row of hf_config.ROUTED, which layers have
-    experts.
+    experts. balance: a row of hf_config.BALANCES. predicts: tensors of layers past the last one, which predict tokens
+    further ahead, are ignored, as transformers does. expected: keys of hf_config.OTHERS that its files have.
     """
 
     architecture: str
@@ -76,6 +78,9 @@ class Family:
     window: str = "none"
     rope: str = "one"
     routed: str = "none"
+    balance: str = "sum over choices"
+    predicts: bool = False
+    expected: tuple[str, ...] = ()
 
 
 _LAYERS = f"model.layers.{LAYER}."
@@ -158,6 +163,36 @@ ONE_WAY = {**NO_BIAS, "use_bidirectional_attention": (False,)}
 SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 BUFFERS = (r".*\.rotary_emb\.inv_freq",)
 
+_KV = ("k", "u")
+DEEPSEEK_ROWS = {
+    **{ours: row for ours, row in LLAMA_ROWS.items() if ".attention." not in ours},
+    **_experts("mlp", ("gate_proj", "up_proj", "down_proj")),
+    **_of_layers(_LAYERS, (
+        ("attention.w_q", "self_attn.q_proj.weight", "(h s~) d -> d h s"),
+        ("attention.w_q_down", "self_attn.q_a_proj.weight", "q d -> d q"),
+        ("attention.norm_q_latent.scale", "self_attn.q_a_layernorm.weight", "q -> q"),
+        ("attention.w_q_up", "self_attn.q_b_proj.weight", "(h s~) q -> q h s"),
+        ("attention.w_kv_down", "self_attn.kv_a_proj_with_mqa.weight", "z~ d -> d z"),
+        ("attention.norm_kv_latent.scale", "self_attn.kv_a_layernorm.weight", "c -> c"),
+        ("attention.w_k_up", "self_attn.kv_b_proj.weight", "(h k) c -> c h k", 0, _KV),
+        ("attention.w_v_up", "self_attn.kv_b_proj.weight", "(h u) c -> c h u", 1, _KV),
+        ("attention.w_o", "self_attn.o_proj.weight", "d (h u) -> h u d"),
+        ("experts.router_bias", "mlp.gate.e_score_correction_bias", "e -> e"),
+        ("shared.w_gate", "mlp.shared_experts.gate_proj.weight", "t d -> d t"),
+        ("shared.w_up", "mlp.shared_experts.up_proj.weight", "t d -> d t"),
+        ("shared.w_down", "mlp.shared_experts.down_proj.weight", "d t -> t d"),
+    )),
+}
+DEEPSEEK_FIELDS = {
+    **{ours: field for ours, field in LLAMA_FIELDS.items() if ours != "d_head"},
+    "d_head": Field("qk_nope_head_dim", 128), "max_seq_len": Field("max_position_embeddings", 4096),
+    "mla_q_rank": Field("q_lora_rank", 1536, 0), "mla_kv_rank": Field("kv_lora_rank", 512),
+    "mla_d_rope": Field("qk_rope_head_dim", 64), "mla_d_value": Field("v_head_dim", 128),
+    "d_expert": Field("moe_intermediate_size", 2048), "experts": Field("n_routed_experts|num_local_experts", 256),
+    "experts_per_token": Field("num_experts_per_tok", 8), "shared_experts": Field("n_shared_experts", 1),
+    "router_groups": Field("n_group", 8), "router_top_groups": Field("topk_group", 4),
+    "router_scale": Field("routed_scaling_factor", 2.5), "router_renormalize": Field("norm_topk_prob", True)}
+
 _QKV = ("h k", "g k", "g k")
 GPT2_ROWS = {
     "w_token": Row("transformer.wte.weight", "v d -> v d"),
@@ -234,6 +269,14 @@ FAMILIES: Mapping[str, Family] = {
          "router_renormalize": Field("norm_topk_prob", False)},
         SILU, {**MIXTURE, "qk_norm": True}, needs={"attention_bias": (False,)}, ignored=BUFFERS, window="all, if used",
         routed="by step"),
+    # Norms of latents have 1e-6 whatever rms_norm_eps says.
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", "model.", DEEPSEEK_ROWS, DEEPSEEK_FIELDS, SILU,
+        {**LLAMA, "attention_kind": "mla", "router": "sigmoid", "router_bias": True},
+        needs={"attention_bias": (False,), "rope_interleave": (True,), "scoring_func": ("sigmoid",),
+               "topk_method": ("noaux_tc",), "moe_layer_freq": (1,), "rms_norm_eps": (1e-6,)},
+        ignored=BUFFERS, rope="one, of latents", routed="after the first", balance="mean", predicts=True,
+        expected=("auto_map",)),
     "gemma": Family("GemmaForCausalLM", "model.", LLAMA_ROWS, GEMMA_FIELDS, GELU, GEMMA, needs=ONE_WAY,
                     ignored=BUFFERS),
     "gemma2": Family(

@@ -48,7 +48,7 @@ def config_of(folder: str, given: Collection[str] = (), leave_out: Collection[st
         config[group].update(values)
     config.model.update(described.keys)
     if described.balance is not None:
-        config.loss.update(balance=described.balance, balance_layers="pooled")
+        config.loss.update(described.balance)
     config.init.folder = path
     config.data.seq_len = min(LONGEST, config.model.max_seq_len)
     if os.path.lexists(tokenizer := os.path.join(path, TOKENIZER)) or config.model.vocab_size != 256:

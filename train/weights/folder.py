@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from bytescope.memory.report_json import one_line
@@ -24,6 +25,8 @@ from bytescope.train.weights.header import Tensor, read_header
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
+# The format's name of a dtype in 8 bits -> NumPy's.
+FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 State = tuple[int, int]  # of a file: bytes, time of its last change in ns
 SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint has
 
@@ -99,8 +102,11 @@ class Folder:
         tensor = self.tensors[name]
         state = self._same(tensor.file)
         try:
-            view = _opened(str(self.path / tensor.file), state).get_slice(name)
-            return view[tuple(slice(*span) for span in spans)] if spans else view[...]
+            index = tuple(slice(*span) for span in spans) if spans else ...
+            if tensor.dtype in FP8:  # which the library does not give as NumPy arrays
+                mapped = np.memmap(self.path / tensor.file, FP8[tensor.dtype], "r", tensor.start, tensor.shape)
+                return np.array(mapped[index])
+            return _opened(str(self.path / tensor.file), state).get_slice(name)[index]
         except Exception as error:  # SafetensorError, which is none of Python's own, and OSError
             raise UserError(f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)[:120]}): "
                             "the file has changed or is damaged") from error

@@ -21,17 +21,21 @@ LARGEST, MOST_LAYERS = 2**28, 2**12
 # Kind of rotary positions -> what `model.rope_scaling` has of it, in order.
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor")}
+# Families whose architecture our model lacks: model_type -> what is missing.
+MISSING: Mapping[str, str] = dict.fromkeys(("llama4", "llama4_text"), (
+    "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, and "
+    "experts that weigh their input")) | {"gpt_oss": (
+    "attention sinks, biases of experts, the clamped gate of their MLPs, and weights in MXFP4")}
+EXPERTS = "experts, which are read of Mixtral, Qwen3-MoE and DeepSeek-V3 alone"
 # Keys whose presence asks for something that a family does not have: (key, what it asks for).
 OTHERS = (
-    ("quantization_config", "quantized weights: give the folder of the bf16 weights"),
     ("auto_map", "code of its own, which is not run: give a folder of a model that transformers itself has"),
     ("text_config", "several modalities: give the folder of its text model alone"),
     ("vision_config", "several modalities: give the folder of its text model alone"),
-    ("num_local_experts", "experts, which are read of Mixtral and Qwen3-MoE alone"),
-    ("num_experts", "experts, which are read of Mixtral and Qwen3-MoE alone"),
-    ("n_routed_experts", "experts, which are read of Mixtral and Qwen3-MoE alone"),
-    ("kv_lora_rank", "latent attention, which is read of no family"),
+    ("num_local_experts", EXPERTS), ("num_experts", EXPERTS), ("n_routed_experts", EXPERTS),
+    ("kv_lora_rank", "latent attention, which is read of DeepSeek-V3 alone"),
     ("alibi", "ALiBi positions, which our model does not have"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
@@ -40,19 +44,24 @@ OTHERS = (
 @dataclasses.dataclass(frozen=True)
 class Described:
     """A config.json as our model: `keys` of `config.model`; `window`: positions that a sliding window has, None where
-    every layer sees all; `balance`: `loss.balance` of a mixture."""
+    every layer sees all; `balance`: keys of `loss` for a mixture."""
 
     family: Family
     keys: Mapping[str, Any]
     window: int | None = None
-    balance: float | None = None
+    balance: dict[str, Any] | None = None
 
 
 def family_of(raw: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json. Raises UserError for one that is not in the table; `where` names the file."""
     name = raw.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    known = {key for field in family.fields.values() for key in field.key.split("|")} if family else ()
+    known = {key for field in family.fields.values() for key in field.key.split("|")} if family else set()
+    known |= set(family.expected) if family else set()
+    if isinstance(name, str) and name in MISSING:
+        raise UserError(f"{where}: model_type={name} cannot be read: our model lacks {MISSING[name]}; families that "
+                        f"are read: {', '.join(FAMILIES)}")
+    fp8_block(raw, where)
     for key, why in OTHERS:
         if raw.get(key) and key not in known:
             raise UserError(f"{where}: {key} asks for {why}")
@@ -60,6 +69,23 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
         remedy = remedy_for(name if isinstance(name, str) else "", FAMILIES)
         raise UserError(f"{where}: model_type={_shown(name)} is not a family that can be read: {remedy}")
     return FAMILIES[name]
+
+
+def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """(outputs, inputs) of a block that has one scale, of a config.json whose weights are in fp8; None where they are
+    not quantized. Raises UserError for other quantized weights."""
+    found = raw.get("quantization_config")
+    if not found:
+        return None
+    refused = f"{where}: quantization_config asks for quantized weights%s: give the folder of the bf16 weights"
+    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+        raise UserError(refused % "")
+    block = found.get("weight_block_size", [128, 128])
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise UserError(refused % f" with weight_block_size={_shown(block)}, and fp8 is read in blocks of two sizes")
+    if found.get("fmt", "e4m3") != "e4m3":
+        raise UserError(refused % f" with fmt={_shown(found['fmt'])}, and fp8 is read as e4m3")
+    return block[0], block[1]
 
 
 def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) -> Described:
@@ -86,7 +112,7 @@ def describe(raw: Mapping[str, Any], where: str, given: Collection[str] = ()) ->
     window = WINDOWS[family.window](reader, keys)
     if window is not None:
         keys["max_seq_len"] = min(keys["max_seq_len"], window)
-    return Described(family, keys, window, _balance(reader, keys) if keys["experts"] else None)
+    return Described(family, keys, window, BALANCES[family.balance](reader, keys) if keys["experts"] else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +195,29 @@ class _Reader:
         if not isinstance(kind, str) or kind not in SCALINGS:
             raise UserError(f"{self.where}: rotary positions of the kind {_shown(kind)}: our model computes "
                             f"{', '.join(SCALINGS)} alone")
-        return theta, tuple(self.number(name, found.get(name), 1e-6) for name in SCALINGS[kind])
+        values = self._yarn(found) if kind == "yarn" else found
+        return theta, tuple(self.number(name, values.get(name), 1e-6) for name in SCALINGS[kind])
+
+    def _yarn(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """YaRN's numbers, absent ones as transformers has them."""
+        if found.get("truncate") not in (None, True):
+            raise UserError(f"{self.where}: truncate={_shown(found['truncate'])}: our model computes YaRN with whole "
+                            "numbers of pairs alone, truncate=true")
+        values = {key: value for key, value in found.items() if value is not None}
+        original = self.number("original_max_position_embeddings", values.get("original_max_position_embeddings"), 1.0)
+        if "factor" not in values:
+            values["factor"] = self.count("max_position_embeddings", self.raw.get("max_position_embeddings")) / original
+        if "attention_factor" not in values:
+            values["attention_factor"] = self.stretch(values, "")
+            if values.get("mscale") and values.get("mscale_all_dim"):
+                values["attention_factor"] = self.stretch(values, "mscale") / self.stretch(values, "mscale_all_dim")
+        return {"beta_fast": 32.0, "beta_slow": 1.0, **values}
+
+    def stretch(self, values: Mapping[str, Any], key: str) -> float:
+        """YaRN's factor of scores for a stretch of positions, `key` of it a coefficient (arXiv 2309.00071, 3.4)."""
+        factor = self.number("factor", values.get("factor"), 1e-6)
+        coefficient = self.number(key, values[key]) if key else 1.0
+        return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _rope(reader: _Reader, absent: float = 1e4) -> dict[str, Any]:
@@ -193,9 +241,22 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_theta": local, "global_every": every}
 
 
+def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
+    """DeepSeek-V3: where positions are stretched, scores are multiplied with the square of a factor, too."""
+    keys, raw = _rope(reader), reader.raw
+    scaled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if keys["rope_scaling"] and scaled.get("mscale_all_dim"):
+        width = sum(reader.count(key, raw.get(key, absent))
+                    for key, absent in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64)))
+        factor = keys["rope_scaling"][0]
+        keys["attention_scale"] = width**-0.5 * reader.stretch({**scaled, "factor": factor}, "mscale_all_dim")**2
+    return keys
+
+
 # How a family says what its rotary positions are.
 ROPES: Mapping[str, Callable[[_Reader], dict[str, Any]]] = {
-    "one": _rope, "one, of 1e6": lambda reader: _rope(reader, 1e6), "two": _ropes}
+    "one": _rope, "one, of 1e6": lambda reader: _rope(reader, 1e6), "one, of latents": _rope_of_latents,
+    "two": _ropes}
 
 
 def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
@@ -211,17 +272,36 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _balance(reader: _Reader, keys: Mapping[str, Any]) -> float:
-    """Returns `loss.balance`, k times router_aux_loss_coef: their load-balance loss sums over the k choices of a token,
-    and ours is the mean over them. With loss.balance_layers=pooled value and gradient are theirs then."""
+def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
+    """DeepSeek-V3: the first layers are dense."""
+    dense = reader.raw.get("first_k_dense_replace")
+    if dense != 0:
+        dense = 3 if dense is None else reader.count("first_k_dense_replace", dense)
+    return {"dense_layers": dense, "moe_every": 1}
+
+
+def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The load-balance loss of transformers: it sums over the k choices of a token, of which our loss is the mean, and
+    pools loads and scores over the layers. Value and gradient are theirs with k times their coefficient."""
     value = reader.raw.get("router_aux_loss_coef")
-    return keys["experts_per_token"] * reader.number("router_aux_loss_coef", 0.001 if value is None else value)
+    coefficient = reader.number("router_aux_loss_coef", 0.001 if value is None else value)
+    return {"balance": keys["experts_per_token"] * coefficient, "balance_layers": "pooled"}
 
 
+def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's loss is the mean over choices, for each layer (arXiv 2412.19437, section 2.1.2). transformers has
+    none, so the coefficient is 0 if config.json does not give it."""
+    value = reader.raw.get("aux_loss_alpha")
+    return {"balance": reader.number("aux_loss_alpha", 0.0 if value is None else value), "balance_layers": "separate"}
+
+
+# Keys of `loss` for a mixture, from the coefficient in config.json.
+BALANCES: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, Any]]] = {
+    "sum over choices": _summed_balance, "mean": _mean_balance}
 # Which layers of a family have experts, as keys of ours.
 ROUTED: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, int]]] = {
     "none": lambda reader, keys: {}, "all": lambda reader, keys: {"dense_layers": 0, "moe_every": 1},
-    "by step": _by_step}
+    "by step": _by_step, "after the first": _after_the_first}
 
 FORMULAS: Mapping[str, Callable[[Mapping[str, Any]], int | float]] = {
     "n_heads": lambda keys: keys["n_heads"],

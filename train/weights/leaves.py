@@ -16,10 +16,10 @@ from flax import nnx
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train.errors import UserError
 from bytescope.train.weights.families import EXPERT, LAYER, Family, Row
-from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.header import Tensor
-from bytescope.train.weights.hf_config import family_of
-from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of, spans_of
+from bytescope.train.weights.folder import FP8, Folder
+from bytescope.train.weights.header import DTYPES, Tensor
+from bytescope.train.weights.hf_config import family_of, fp8_block
+from bytescope.train.weights.patterns import Pattern, Sizes, Span, sizes_of, spans_of
 from bytescope.train.weights.stacks import PER_EXPERT
 
 # The format's name of a dtype that parameters may have -> NumPy's.
@@ -35,7 +35,9 @@ class Leaf:
     """One parameter of one layer, or of one expert, in our layout: `shape`, `dtype` as on disk; the padding of the
     vocabulary is zeros.
 
-    before: where it begins along the axis on disk that it shares with others, which is number `axis`.
+    before: where it begins along the axis on disk that it shares with others, which is number `axis`. inner: the letter
+    of that axis which is shared where another letter is before it, "" otherwise; `stored` are then the sizes on disk.
+    scale: the scales of the blocks of a tensor in fp8, of shape `block` each; values are then float32.
     """
 
     folder: Folder
@@ -45,21 +47,30 @@ class Leaf:
     shape: tuple[int, ...]
     axis: int = 0
     before: int = 0
+    inner: str = ""
+    stored: Sizes | None = None
+    scale: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
 
     @property
     def dtype(self) -> np.dtype:
         """float32, float16 or bfloat16."""
-        return READABLE[self.tensor.dtype]
+        return READABLE["F32" if self.scale else self.tensor.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element on disk."""
+        return DTYPES[self.tensor.dtype]
 
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        return math.prod(self.pattern.their_shape(self.sizes)) * self.dtype.itemsize
+        return math.prod(self.pattern.their_shape(self.sizes)) * self.itemsize
 
     @property
     def outer(self) -> int:
-        """The axis of ours along which neighbours lie farthest apart on disk: pieces along it are read in order."""
-        return self.pattern.ours.index(self.pattern.theirs[0][0])
+        """The axis of ours along which neighbours are farthest apart on disk: pieces along it are read in order."""
+        return self.pattern.outer
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
         """A slice in our layout and the dtype of the file, all of it by default; it may be a view in another order.
@@ -72,18 +83,31 @@ class Leaf:
         """
         index = (slice(None),) * len(self.shape) if index is None else index
         asked = spans_of(index, self.shape)
-        stored = [self.sizes[letter] for letter in self.pattern.ours]
-        spans = [(min(start, size), min(stop, size)) for (start, stop), size in zip(asked, stored)]
+        unpadded = [self.sizes[letter] for letter in self.pattern.ours]
+        spans = [(min(start, size), min(stop, size)) for (start, stop), size in zip(asked, unpadded)]
         if any(start == stop for start, stop in spans):  # padding alone
             return np.zeros([stop - start for start, stop in asked], self.dtype)
-        theirs = self.pattern.their_spans(spans, self.sizes)
-        start, stop = theirs[self.axis]
-        theirs[self.axis] = (start + self.before, stop + self.before)
-        found = self.pattern.forward(self.folder.read(self.tensor.name, theirs), spans, self.sizes)
-        if spans == asked:
-            return found
         padding = [(0, b - a - (d - c)) for (a, b), (c, d) in zip(asked, spans)]
-        return np.pad(found, padding)
+        if self.inner:
+            place = self.pattern.ours.index(self.inner)
+            spans[place] = (spans[place][0] + self.before, spans[place][1] + self.before)
+        stored = self.stored or self.sizes
+        theirs = self.pattern.their_spans(spans, stored)
+        if not self.inner:
+            start, stop = theirs[self.axis]
+            theirs[self.axis] = (start + self.before, stop + self.before)
+        array = self.folder.read(self.tensor.name, theirs)
+        if self.scale:
+            array = array.astype(np.float32) * self._scales(theirs)
+        array = self.pattern.forward(array, spans, stored)
+        return np.pad(array, padding) if any(more for _, more in padding) else array
+
+    def _scales(self, spans: Sequence[Span]) -> np.ndarray:
+        """The factors of these spans on disk, float32."""
+        blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
+        array = self.folder.read(self.scale.name, blocks).astype(np.float32)
+        within = [slice(start % size, start % size + stop - start) for (start, stop), size in zip(spans, self.block)]
+        return array.repeat(self.block[0], 0)[within[0]].repeat(self.block[1], 1)[:, within[1]]
 
 
 def checkpoint_leaves(folder: Folder, model: ModelConfig, packed: Mapping[str, Collection[str]] = MappingProxyType({}),
@@ -99,9 +123,10 @@ def checkpoint_leaves(folder: Folder, model: ModelConfig, packed: Mapping[str, C
     family = family_of({key: value for key, value in folder.config.items() if not packed or key != PACKED},
                        str(folder.path / "config.json"))
     name_of, sizes, shapes = _naming(folder, family), sizes_of(model), parameters_of(model)
-    found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path])
+    block = fp8_block(folder.config, str(folder.path / "config.json")) if not packed else None
+    found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
              for path, (row, name) in rows_by_path(family, shapes).items() if path not in packed}
-    _refuse_surplus(folder, family, found, name_of, {name for names in packed.values() for name in names})
+    _refuse_surplus(folder, family, model.n_layers, found, name_of, {name for names in packed.values() for name in names})
     return found
 
 
@@ -161,7 +186,8 @@ def _naming(folder: Folder, family: Family) -> Callable[[str], str]:
     return name_of
 
 
-def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...]) -> Leaf:
+def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, ...],
+          block: tuple[int, int] | None) -> Leaf:
     tensor = folder.tensors.get(name)
     if tensor is None:
         if ".experts." in name and (fused := next((one for one in folder.tensors if one.endswith(FUSED)), "")):
@@ -170,27 +196,53 @@ def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, .
         raise UserError(f"{folder.path} has no tensor {name}: download the folder again, or set the keys of "
                         "config.model as its config.json says")
     pattern = Pattern.of(row.pattern)
-    their_shape, axis, before = list(pattern.their_shape(sizes)), 0, 0
+    axis, before, inner, stored = 0, 0, "", None
+    their_shape = list(pattern.their_shape(sizes))
     if row.parts:
         widths = [math.prod(sizes[letter] for letter in part.split()) for part in row.parts]
-        axis = pattern.theirs.index(tuple(row.parts[row.part].split()))
-        their_shape[axis], before = sum(widths), sum(widths[: row.part])
+        axis, is_inner = pattern.axis_of(row.parts[row.part])
+        before = sum(widths[: row.part])
+        their_shape[axis] = their_shape[axis] // widths[row.part] * sum(widths)
+        if is_inner:
+            inner = row.parts[row.part]
+            stored = {**sizes, inner: sum(widths)}
     if tensor.shape != tuple(their_shape):
         raise UserError(f"{folder.path}: tensor {name} has shape {_text(tensor.shape)}, and config.json asks for "
                         f"{_text(their_shape)}")
-    if tensor.dtype not in READABLE:
+    scale = None
+    if tensor.dtype in FP8 and block and len(tensor.shape) == 2:
+        scale = _scale(folder, tensor, block)
+    elif tensor.dtype not in READABLE:
         raise UserError(f"{folder.path}: tensor {name} has dtype {tensor.dtype}: give float32, float16 or bfloat16 "
                         "weights")
-    return Leaf(folder, tensor, pattern, sizes, shape, axis, before)
+    return Leaf(folder, tensor, pattern, sizes, shape, axis, before, inner, stored, scale, block or (1, 1))
 
 
-def _refuse_surplus(folder: Folder, family: Family, found: dict[str, Leaf], name_of: Callable[[str], str],
-                    packed: Collection[str]) -> None:
+def _scale(folder: Folder, tensor: Tensor, block: tuple[int, int]) -> Tensor:
+    """The scales of a tensor in fp8. Raises UserError: they are missing or misshapen."""
+    name = f"{tensor.name}_scale_inv"
+    scale = folder.tensors.get(name)
+    if scale is None:
+        raise UserError(f"{folder.path} has no tensor {name}, the scales of {tensor.name} in fp8: download the folder "
+                        "again")
+    shape = tuple(-(-length // size) for length, size in zip(tensor.shape, block))
+    if scale.shape != shape or scale.dtype not in READABLE:
+        raise UserError(f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and blocks of "
+                        f"{_text(block)} have scales {_text(shape)} in float32, float16 or bfloat16")
+    return scale
+
+
+def _refuse_surplus(folder: Folder, family: Family, layers: int, found: dict[str, Leaf],
+                    name_of: Callable[[str], str], packed: Collection[str]) -> None:
     """Raises UserError for a tensor that is no parameter of ours; a head that is stored beside the table that it is
     tied to has to equal it."""
-    used = {leaf.tensor.name for leaf in found.values()}
+    used = {leaf.tensor.name for leaf in found.values()} | {leaf.scale.name for leaf in found.values() if leaf.scale}
+    ignored = "|".join(family.ignored)
     for name, tensor in folder.tensors.items():
-        if name in used or name in packed or any(re.fullmatch(pattern, name) for pattern in family.ignored):
+        if name in used or name in packed or re.fullmatch(ignored, name):
+            continue
+        layer = re.match(rf"(?:{re.escape(family.base)})?layers\.(\d+)\.", name)
+        if family.predicts and layer and int(layer[1]) >= layers:
             continue
         table = found["w_token"].tensor
         if "w_head" not in found and name == name_of(family.rows["w_head"].tensor):

@@ -163,16 +163,16 @@ class _Job:
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return math.prod(stop - start for start, stop in self._spans) * self.leaf.dtype.itemsize
+        return math.prod(stop - start for start, stop in self._spans) * self.leaf.itemsize
 
     def write(self) -> Iterator[int]:
         """Reads and writes it; yields the bytes of each piece."""
         first = [number - start for number, (start, _) in zip(self.index, self.shard.spans)]
-        for spans in pieces(self._spans, PIECE // self.leaf.dtype.itemsize, self.leaf.outer):
+        for spans in pieces(self._spans, PIECE // self.leaf.itemsize, self.leaf.outer):
             piece = self.leaf.read([slice(*span) for span in spans])
             begins = [start - base for (start, _), (base, _) in zip(spans, self._spans)]
             self.shard.write(piece, [*first, *begins])
-            yield piece.nbytes
+            yield piece.size * self.leaf.itemsize
 
 
 def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]:

@@ -151,13 +151,13 @@ def half(scales: np.ndarray) -> np.ndarray:
 
 
 def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
-    """(the layout, inputs of a group) of a config.json; None where its weights are not quantized.
+    """(the layout, inputs of a group) of a config.json; None where its weights are not in 4 bits.
 
     Raises:
       UserError: they are quantized otherwise; `where` names the file.
     """
     found = raw.get(PACKED)
-    if not found:
+    if not found or isinstance(found, Mapping) and found.get("quant_method") == "fp8":  # read as unquantized weights
         return None
     if not isinstance(found, Mapping):
         raise UserError(f"{where}: {PACKED} is no object: download the folder again")

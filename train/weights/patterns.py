@@ -2,8 +2,13 @@
 
 Left of the arrow are the axes on disk, right of it ours; a group in parentheses is one axis on disk and several of
 ours. Letters: d d_model, h n_heads, g n_kv_heads, k d_head, f d_ff, v vocabulary, p positions, e experts, m the width
-of an expert. Nothing is computed: a slice of ours is a slice of theirs, seen in another order, so it can be read
-without the rest, and written back.
+of an expert, t of all shared experts; in latent attention q and c the widths of the latents of queries and of keys and
+values, s a head's width in the scores, u of its values, z that of c and the rotated part of the keys. Nothing is
+computed: a slice of ours is a slice of theirs, seen in another order, so it can be read without the rest, and written
+back.
+
+`s~` on the left: the last `mla_d_rope` numbers along s are rotated, and a rotation turns neighbours (x[2i], x[2i + 1])
+on disk where ours turns halves (x[i], x[i + y/2]), so the two orders are exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +32,10 @@ Span = tuple[int, int]  # from the first to before the second
 def sizes_of(model: ModelConfig) -> dict[str, int]:
     """Letter -> size of that axis, as checkpoints have it: the vocabulary without padding."""
     return {"d": model.d_model, "h": model.n_heads, "g": model.n_kv_heads, "k": model.d_head, "f": model.d_ff,
-            "v": model.vocab_size, "p": model.max_seq_len, "e": model.experts, "m": model.expert_width}
+            "v": model.vocab_size, "p": model.max_seq_len, "e": model.experts, "m": model.expert_width,
+            "t": model.shared_experts * model.expert_width, "q": model.mla_q_rank, "c": model.mla_kv_rank,
+            "s": model.score_width, "u": model.value_width, "z": model.mla_kv_rank + model.mla_d_rope,
+            "y": model.mla_d_rope}
 
 
 def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
@@ -40,10 +48,11 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """`theirs`: for each axis on disk its letters; `ours`: a letter for each axis."""
+    """`theirs`: for each axis on disk its letters; `ours`: a letter for each axis; `paired`: the letter with a ~."""
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
+    paired: str = ""
 
     @classmethod
     @cache
@@ -54,7 +63,18 @@ class Pattern:
         ours = tuple(re.findall(r"\w", right))
         if sorted(sum(theirs, ())) != sorted(set(ours)) or len(set(ours)) != len(ours):
             raise ValueError(f"pattern {text!r}: give the same letters on both sides, each once")
-        return cls(theirs, ours)
+        return cls(theirs, ours, "".join(re.findall(r"(\w)~", left)))
+
+    def axis_of(self, part: str) -> tuple[int, bool]:
+        """(axis on disk that ends with these letters, whether it has another letter before them)."""
+        letters = tuple(part.split())
+        axis = next(axis for axis, group in enumerate(self.theirs) if group[-len(letters):] == letters)
+        return axis, self.theirs[axis] != letters
+
+    @property
+    def outer(self) -> int:
+        """The axis of ours along which neighbours are farthest apart on disk."""
+        return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape on disk."""
@@ -66,7 +86,7 @@ class Pattern:
 
     def their_spans(self, spans: Sequence[Span], sizes: Sizes) -> list[Span]:
         """Spans on disk that hold those of ours; of a group the first letter alone narrows what is read."""
-        of = dict(zip(self.ours, spans, strict=True))
+        of = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         found = []
         for first, *rest in self.theirs:
             inner = math.prod(sizes[letter] for letter in rest)
@@ -74,19 +94,36 @@ class Pattern:
         return found
 
     def forward(self, theirs: np.ndarray, spans: Sequence[Span], sizes: Sizes) -> np.ndarray:
-        """What `their_spans` gave, as a view in our layout of these spans."""
-        of = dict(zip(self.ours, spans, strict=True))
+        """What `their_spans` gave, in our layout of these spans; a view, but for a `paired` letter."""
+        of = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         split, order = [], []
         for first, *rest in self.theirs:
             split += [of[first][1] - of[first][0], *(sizes[letter] for letter in rest)]
             order += [first, *rest]
         array = theirs.reshape(split).transpose([order.index(letter) for letter in self.ours])
-        leading = {group[0] for group in self.theirs}
-        return array[tuple(slice(None) if letter in leading else slice(*of[letter]) for letter in self.ours)]
+        if self.paired:
+            array = array.take(_halves(sizes[self.paired], sizes["y"]), self.ours.index(self.paired))
+        leading = {group[0] for group in self.theirs} - {self.paired}
+        return array[tuple(slice(None) if letter in leading else slice(*span)
+                           for letter, span in zip(self.ours, spans))]
 
-    def back(self, ours: np.ndarray) -> np.ndarray:
-        """A whole tensor of ours as it lies on disk: the inverse of `forward`."""
+    def back(self, ours: np.ndarray, rotated: int = 0) -> np.ndarray:
+        """A tensor of ours as it is on disk: the inverse of `forward`. rotated: the size of y, for a `paired` letter,
+        along which the tensor is whole."""
         order = [letter for group in self.theirs for letter in group]
+        if self.paired:
+            axis = self.ours.index(self.paired)
+            ours = ours.take(np.argsort(_halves(ours.shape[axis], rotated)), axis)
         array = ours.transpose([self.ours.index(letter) for letter in order])
         sizes = dict(zip(self.ours, ours.shape, strict=True))
         return array.reshape(self.their_shape(sizes))
+
+    def _whole(self, sizes: Sizes) -> dict[str, Span]:
+        """The span of a `paired` letter: neighbours on disk are far apart in ours, so all are read."""
+        return {self.paired: (0, sizes[self.paired])} if self.paired else {}
+
+
+def _halves(size: int, rotated: int) -> np.ndarray:
+    """For each place of ours along an axis of `size`, of whose end `rotated` are rotated, the place on disk."""
+    first = size - rotated
+    return np.concatenate([np.arange(first), np.arange(first, size, 2), np.arange(first + 1, size, 2)])

@@ -58,14 +58,14 @@ class QuantizedJob:
         """The leaf as [inputs, outputs], a few outputs at a time; `read` takes their bytes."""
         matrix, (inputs, _) = self.matrix, self.matrix.sizes
         size, inner = matrix.outputs[0], int(np.prod(matrix.outputs[1:], dtype=int))
-        at_once = max(PIECE // (inputs * inner * self.leaf.dtype.itemsize), 1)
+        at_once = max(PIECE // (inputs * inner * self.leaf.itemsize), 1)
         if self.leaf.outer < matrix.inputs:  # on disk the outputs of one input lie side by side
             at_once = size
         for start in range(0, size, at_once):
             index = [slice(None)] * len(matrix.shape)
             index[matrix.inputs] = slice(start, min(start + at_once, size))
             piece = self.leaf.read(index)
-            read.append(piece.nbytes)
+            read.append(piece.size * self.leaf.itemsize)
             yield piece.reshape(inputs, -1)
 
 

@@ -12,11 +12,15 @@ WORDS = ("def", "return", "the", "a", "model", "is", "train", "ed", "in", "out",
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
          "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "initializer_range": 0.2}
+ROUTER_BIAS = "e_score_correction_bias"  # DeepSeek-V3's, no parameter of torch but in its files
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
 # Gemma 3, as transformers 5 spells it: the second layer sees everything.
 TWO_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
              "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+# As DeepSeek-V3 has it, but that mscale differs from mscale_all_dim: heads are multiplied, too.
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
 # name -> (class of the config in transformers, what it says). Weights are spread as widely as those of trained models.
 FAMILIES = {
     "llama": ("LlamaConfig", SIZES),
@@ -29,6 +33,13 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3MoeConfig", {**SIZES, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6,
                                      "num_experts_per_tok": 3, "num_hidden_layers": 3, "mlp_only_layers": [0],
                                      "norm_topk_prob": True}),
+    # The same of DeepSeek-V3, whose heads have parts of four widths.
+    "deepseek_v3": ("DeepseekV3Config", {
+        **{key: value for key, value in SIZES.items() if key != "head_dim"}, "num_key_value_heads": 4,
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24, "q_lora_rank": 20,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "rope_parameters": YARN,
+        "num_nextn_predict_layers": 0}),
     "gemma": ("GemmaConfig", {**SIZES, "head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": ("Gemma2Config", {**SIZES, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.0,
                                 "final_logit_softcapping": 3.0}),
@@ -56,6 +67,9 @@ def model(name, dtype="float32", seed=0, **changes):
         for parameter in made.parameters():
             if parameter.ndim == 1:  # ones and zeros would hide a norm's offset and a bias that is left out
                 parameter += 0.1 * torch.randn_like(parameter)
+        for name, buffer in made.named_buffers():
+            if name.endswith(ROUTER_BIAS):
+                buffer += 0.1 * torch.randn_like(buffer)
     return made
 
 

@@ -5,7 +5,7 @@ LONG, LONE = "x" * 5000, "\udcff"
 OF_SOURCE = [
     (source, "is neither a run nor a folder") for source in ("missing", ".", "notes.md", LONG, LONE)] + [
     ("", "required"), ("~nobody-here/x", "no such user"), ("cut", "config.json is damaged"),
-    ("yarn", "of the kind 'yarn'"), ("missing --step=last", "--step"), ("missing --sequences=0", "--sequences=0"),
+    ("longrope", "of the kind 'longrope'"), ("missing --step=last", "--step"), ("missing --sequences=0", "--sequences=0"),
     ("missing --length=1", "--length=1"), ("missing --chunk=20", "--chunk=20: give a multiple of 16"),
     ("missing --chunk=0", "--chunk=0"), ("missing --kv=int4", "did you mean int8?"),
     ("missing --kernel=block", "did you mean blocks?"), ("missing --dtype=bf16", "did you mean bfloat16?"),

@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2,
@@ -9,7 +10,8 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_s
          "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 250, "n_positions": 64,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-NAMES = {np.dtype("float32"): "F32", np.dtype("float16"): "F16", np.dtype("float64"): "F64", np.dtype("int8"): "I8"}
+NAMES = {np.dtype("float32"): "F32", np.dtype("float16"): "F16", np.dtype("float64"): "F64", np.dtype("int8"): "I8",
+         np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3"}
 
 
 def llama_shapes(config=LLAMA):

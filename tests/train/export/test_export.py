@@ -14,6 +14,7 @@ import pytest
 import tensorstore
 from safetensors import safe_open
 
+from bytescope.model.frozen import parted
 from bytescope.train import cli
 from bytescope.train.config import flatten, load, override
 from bytescope.train.data.tokenizer import ByteTokenizer
@@ -40,8 +41,9 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
         override(config, key, str(value))
     program = build(config, jax.devices()[:devices])
     source = Folder.open(folder)
-    state = dataclasses.replace(program.state, params=load_params(source, program.model, program.state.params,
-                                                                     order=program.order),
+    params, frozen = parted(load_params(source, program.model, program.state.model_params, order=program.order),
+                            program.frozen)
+    state = dataclasses.replace(program.state, params=params, frozen=frozen,
                                 step=jnp.int32(steps[-1]), opt_state=(), tally=None, loss_scale=None)
     checkpointer = Checkpoints(workdir, keep=len(steps))
     for step in steps:

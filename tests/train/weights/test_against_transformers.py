@@ -32,7 +32,7 @@ GREEDY = ("llama", "gpt2", "mixtral")
 
 def read(folder, program):
     """A saved model's tensors as a tree like the program's parameters, on the host."""
-    return jax.device_get(load_params(Folder.open(folder), program.model, program.state.params))
+    return jax.device_get(load_params(Folder.open(folder), program.model, program.state.params))  # without biases
 
 
 def theirs(name, made, folder, program, batch):
@@ -82,7 +82,7 @@ def both(request, tmp_path_factory):
     program, run = compiled(tuple(sorted(config.model.items())))
     tokens = np.random.default_rng(1).integers(0, checkpoints.VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": np.where(tokens[:, 1:] % 5, tokens[:, 1:], IGNORE)}
-    params = load_params(Folder.open(folder), program.model, program.state.params)
+    params = load_params(Folder.open(folder), program.model, program.state.model_params)
     logits, metrics, state = jax.device_get(run(params, batch))
     # The first moment after one update is (1 - b1) times the gradient.
     gradients = jax.tree.map(lambda leaf: leaf / 0.1, optax.tree_utils.tree_get(state.opt_state, "mu"))

@@ -4,16 +4,19 @@ import dataclasses
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 
 from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.train import cli
 from bytescope.train import config as configs
 from bytescope.train.batch import IGNORE
 from bytescope.train.errors import UserError
 from bytescope.train.export.config_json import config_json
 from bytescope.train.program import build
+from bytescope.train.weights import load as loading
 from bytescope.train.weights.expert_keys import routed_layers
 from bytescope.train.weights.finetune import check_agreement
 from bytescope.train.weights.folder import Folder
@@ -38,13 +41,33 @@ QWEN3_30B_A3B = {
     "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
     "vocab_size": 151936}
+# With weights in fp8, a layer that predicts the token after the next, and the code of before transformers had it.
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                                            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                                            "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 129280}
 MATRICES = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
 
 
 @pytest.mark.parametrize(("raw", "parameters", "keys", "balance"), [
     (MIXTRAL_8X7B, 46_702_792_704, {"experts": 8, "experts_per_token": 2, "router_renormalize": True}, 0.04),
     (QWEN3_30B_A3B, 30_532_122_624, {"experts": 128, "experts_per_token": 8, "d_expert": 768, "d_ff": 6144,
-                                     "qk_norm": True, "router_renormalize": True}, 0.008)])
+                                     "qk_norm": True, "router_renormalize": True}, 0.008),
+    (DEEPSEEK_V3, 671_026_419_200, {"attention_kind": "mla", "dense_layers": 3, "shared_experts": 1, "mla_q_rank": 1536,
+                                    "router": "sigmoid", "router_bias": True, "router_groups": 8,
+                                    "rope_scaling": (40.0, 32.0, 1.0, 4096.0, 1.0)}, 0.0)])
 def test_published_sizes(tmp_path, raw, parameters, keys, balance):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = configs.load(f"hf:{tmp_path}")
@@ -53,9 +76,12 @@ def test_published_sizes(tmp_path, raw, parameters, keys, balance):
     assert config.loss.balance == pytest.approx(balance) and config.loss.balance_layers == "pooled"  # k times theirs
     abstract = nnx.eval_shape(lambda: Transformer(model, Precision(), rngs=nnx.Rngs(params=0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param))) == parameters
-    assert config_json(config.model.to_dict(), raw) == raw
+    plain = {key: value for key, value in raw.items() if key != "quantization_config"}  # unquantized, 61 layers alone
+    plain |= {key: 0 for key in raw if key == "num_nextn_predict_layers"}
+    assert config_json(config.model.to_dict(), raw) == plain
     written = config_json(config.model.to_dict())  # of the keys alone
-    assert written.items() >= {key: raw[key] for key in written.keys() & raw.keys() if key != "rope_scaling"}.items()
+    assert written.items() >= {key: plain[key] for key in written.keys() & raw.keys() if key != "rope_scaling"}.items()
+    assert describe(written, "config.json").keys == describe(raw, "config.json").keys
 
 
 @pytest.mark.quick
@@ -79,6 +105,20 @@ def test_dense_layers_both_ways(step, dense):
     (QWEN3_30B_A3B, {"num_experts": "8"}, "num_experts='8': a whole number"),
     (QWEN3_30B_A3B, {"attention_bias": True}, "attention_bias=True"),
     (QWEN3_30B_A3B, {"n_routed_experts": 8}, "n_routed_experts asks for experts"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False: our model computes True alone"),
+    (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: our model computes 1e-06"),
+    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+    (DEEPSEEK_V3, {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "truncate": False}}, "truncate=False: our model"),
+    (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings=None"),
+    (DEEPSEEK_V3, {"rope_scaling": {"type": "dynamic", "factor": 4}}, "of the kind 'dynamic'"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "mxfp4"}}, "asks for quantized weights: give the folder"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
+     "with weight_block_size=None, and fp8"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "with fmt='e5m2', and fp8"),
+    ({"model_type": "llama4", "text_config": {}}, {}, "model_type=llama4 cannot be read: our model lacks layers without"),
+    ({"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}, {},
+     "model_type=gpt_oss cannot be read: our model lacks attention sinks"),
     (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model computes 0.0"),
     (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
     (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are read of Mixtral")])
@@ -188,6 +228,96 @@ def test_an_expert_that_is_missing_misshapen_or_too_many_is_named(folder, tmp_pa
     more = dataclasses.replace(model, experts=9)
     with pytest.raises(UserError, match="has no tensor model.layers.1.mlp.experts.8."):
         checkpoint_leaves(Folder.open(folder), more)
+
+
+def blocked(tensors, layers, size):
+    """(tensors as DeepSeek publishes them, of which matrices of these layers are in fp8 with a scale per block of
+    size x size; the same dequantized)."""
+    packed, plain = dict(tensors), dict(tensors)
+    for name, array in tensors.items():
+        if not name.startswith("model.layers.") or array.ndim != 2 or name.endswith(".gate.weight"):
+            continue
+        tiles = [-(-length // size) for length in array.shape]
+        whole = np.zeros([count * size for count in tiles], np.float32)
+        whole[:array.shape[0], :array.shape[1]] = array
+        whole = whole.reshape(tiles[0], size, tiles[1], size)
+        scales = np.abs(whole).max((1, 3)) / 448
+        codes = (whole / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn)
+        values = codes.astype(np.float32) * scales[:, None, :, None]
+        inside = tuple(slice(length) for length in array.shape)
+        flat = [count * size for count in tiles]
+        packed |= {name: codes.reshape(flat)[inside], f"{name}_scale_inv": scales}
+        plain[name] = values.reshape(flat)[inside]
+    for name in ("embed_tokens.weight", "eh_proj.weight", "self_attn.o_proj.weight"):
+        packed[f"model.layers.{layers}.{name}"] = np.zeros((3, 3), np.float32)  # which predicts further ahead
+    return packed, plain
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    """(a DeepSeek-V3 of transformers whose queries have no latent, and no YaRN; its folder)."""
+    made = checkpoints.model("deepseek_v3", q_lora_rank=None, rope_parameters=None)
+    return made, checkpoints.save(made, tmp_path_factory.mktemp("deepseek") / "m")
+
+
+@pytest.mark.oracle("transformers")
+def test_deepseek_without_a_latent_of_queries(deepseek):
+    import torch
+
+    made, folder = deepseek
+    program = program_of(folder, 1, **{"model.attention": "naive", "data.seq_len": 24})
+    params = load_params(Folder.open(folder), program.model, program.state.model_params)
+    tokens = np.random.default_rng(1).integers(0, checkpoints.VOCAB, (2, 24)).astype(np.int32)
+    ours = jax.jit(lambda params: nnx.merge(program.graph, params)(tokens))(params)
+    with torch.no_grad():
+        theirs = made(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("size", [16, 128])
+def test_blocks_in_fp8_are_dequantized_piece_by_piece(deepseek, tmp_path, monkeypatch, size):
+    theirs, raw = tensors_of(deepseek[1]), json.loads((deepseek[1] / "config.json").read_text())
+    packed, plain = blocked(theirs, raw["num_hidden_layers"], size)
+    fp8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [size, size]}
+    ours = weights.write(tmp_path / "fp8", raw | {"quantization_config": fp8, "num_nextn_predict_layers": 1}, packed)
+    other = weights.write(tmp_path / "plain", raw, plain)
+    program, read = program_of(ours, 8, **{"mesh.expert": 2, "mesh.fsdp": 4}), []
+    wanted = load_params(Folder.open(other), program.model, program.state.model_params)
+    monkeypatch.setattr(loading, "PIECE", 512)
+    real = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda self, name, spans: read.append(real(self, name, spans)) or read[-1])
+    found = load_params(Folder.open(ours), program.model, program.state.model_params)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert max(array.size for array in read if array.itemsize == 1) <= 512
+    assert config_json(program.config.model.to_dict(), Folder.open(ours).config).keys() == raw.keys()
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda tensors, name: tensors.pop(f"{name}_scale_inv"), "has no tensor {}_scale_inv, the scales of {} in fp8"),
+    (lambda tensors, name: tensors.update({f"{name}_scale_inv": np.ones((2, 1), np.float32)}),
+     "tensor {}_scale_inv is F32 2 x 1, and blocks of 128 x 128 have scales 1 x 1"),
+    (lambda tensors, name: tensors.update({name: tensors[name].astype(ml_dtypes.float8_e4m3fn)[:4]}),
+     "tensor {} has shape 4 x 32, and config.json asks for 24 x 32")])
+def test_fp8_whose_scales_do_not_fit_is_named(deepseek, tmp_path, change, why):
+    raw = json.loads((deepseek[1] / "config.json").read_text())
+    packed, _ = blocked(tensors_of(deepseek[1]), raw["num_hidden_layers"], 128)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    change(packed, name)
+    folder = weights.write(tmp_path / "m", raw | {"quantization_config": {"quant_method": "fp8"}}, packed)
+    with pytest.raises(UserError) as caught:
+        checkpoint_leaves(Folder.open(folder), ModelConfig.from_dict(configs.load(f"hf:{folder}").model))
+    assert why.format(name, name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss"])
+def test_a_family_that_our_model_lacks_is_refused_by_the_command(name, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "num_local_experts": 8}))
+    assert cli.main(["report", f"hf:{tmp_path}", "h100"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and f"model_type={name} cannot be read: our model lacks" in err and len(err.splitlines()) == 1
 
 
 def test_adapters_of_nothing_are_refused(tmp_path):
