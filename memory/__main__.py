@@ -26,11 +26,11 @@ COMMANDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "llama_8b h200:8 --remat=none,full,dots --html=c.html",
         "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8")),
     "levers": ("levers", "what each memory saving saves and costs, one after the other", (
-        "llama_8b h200 --html=levers.html", "llama_8b rtx4090 --stages=bf16,full,offload")),
+        "llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload")),
     "fit": ("fit", "from a budget to the fastest configuration that fits it", (
         "llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro")),
     "front": ("frontier", "at each of ten budgets the least recomputation that fits", (
-        "llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --offload")),
+        "llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload")),
     "estimate": ("estimate", "bytes and FLOPs by formula, at once; a page with inputs", (
         "--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html")),
     "pipeline": ("pipeline.draw", "the schedules of a pipeline: ticks, bubble, stash by stage", (

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bytescope.memory.config_keys import LORA_RANK
 from bytescope.memory.errors import ReportError, did_you_mean, remedy_for
@@ -33,13 +34,35 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises ReportError with argparse's message, the flag that was probably meant, and where to look."""
         flag = _UNKNOWN_FLAG.match(message)
-        near = did_you_mean(flag[1], self._option_string_actions) if flag else ""
+        known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
+        near = did_you_mean(flag[1], known) if flag else ""
         raise ReportError(f"{message}{': ' if near else ''}{near}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raises argparse.ArgumentError for a value that is not among the choices of its flag."""
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r}: {remedy_for(str(value), map(str, action.choices))}")
+
+
+class OldFlag(argparse.Action):
+    """The previous spelling of a flag: it is not in the help, and prints what it is called now."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
+        super().__init__(option_strings, dest, renamed.nargs, default=argparse.SUPPRESS, type=renamed.type,
+                         choices=renamed.choices, help=argparse.SUPPRESS, metavar=renamed.metavar)
+        self.renamed = renamed
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        """Does what the flag does under its present name."""
+        print(f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
+              "name", file=sys.stderr)
+        self.renamed(parser, namespace, values, option_string)
+
+
+def keep_old_flag(parser: argparse.ArgumentParser, old: str, now: str) -> None:
+    """Lets `parser` take the flag `now` under its previous spelling `old`, too, for one version."""
+    parser.add_argument(old, action=OldFlag, renamed=parser._option_string_actions[now])
 
 
 def user_path(text: str) -> Path:

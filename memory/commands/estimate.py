@@ -8,7 +8,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import NO_CONFIG, SET_KEY, add_config, check_files, user_path, write
+from bytescope.memory.commands.arguments import (
+    NO_CONFIG,
+    SET_KEY,
+    add_config,
+    check_files,
+    keep_old_flag,
+    user_path,
+    write,
+)
 from bytescope.memory.config_keys import MESH, MESH_CONTEXT
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapters, training_state, transformer
@@ -22,7 +30,7 @@ if TYPE_CHECKING:
 
 # What may be given beside a config and beside --params: flag -> what it is.
 WORK = {
-    "sequence": "tokens per sequence (default: the config's, else 2048)",
+    "length": "tokens of a sequence (default: the config's, else 2048)",
     "batch": "sequences per data-parallel rank and micro-batch (default: the config's, else 1)",
     "logit-tokens": "tokens of a rank that have logits at once, 0 for all",
     "mlp-tokens": "tokens of a rank whose MLP exists at once, 0 for all",
@@ -52,12 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", help=f"with --params: {part.summary}", **kind)
     for flag, summary in WORK.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
+    for old, now in (("width", "d-model"), ("head-width", "d-head"), ("mlp-width", "d-ff"), ("sequence", "length")):
+        keep_old_flag(parser, f"--{old}", f"--{now}")
     parser.add_argument("--zero", type=int, choices=training_state.ZERO, metavar="STAGE",
                         help="ZeRO stage over the data-parallel ranks: 0 to 3")
     parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
     parser.add_argument("--expert-parallel", type=int, metavar="N", help="number of data-parallel ranks that share the "
                         "routed experts")
-    parser.add_argument("--tensor", type=int, metavar="N", help="number of tensor-parallel ranks")
+    parser.add_argument("--tensor", type=int, metavar="N", help="devices that share heads, MLP width and "
+                        "vocabulary")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction,
                         help="shard norms and the residual stream over the tensor-parallel ranks too")
     for flag, choices, summary in (
@@ -94,7 +105,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         raise ReportError(f"--config.{overrides[0][0]} with --params: there is no config to change")
     else:
         question = assumed(vars(args))
-        notes = ("The shape is assumed: change it with --layers, --width, --heads, ...",)
+        notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
     found = estimate(check(_spread(question, args)))
     found = dataclasses.replace(found, notes=notes + found.notes)
     show(found)
@@ -142,9 +153,9 @@ def _spread(question: Question, args: argparse.Namespace) -> Question:
             if (value := getattr(args, name))}
     if args.fused is not None:
         rest["fused"] = args.fused
-    for flag in ("sequence", "batch"):
+    for field, flag in (("sequence", "length"), ("batch", "batch")):
         if (value := number(vars(args), flag)) is not None:
-            rest[flag] = value
+            rest[field] = value
     if (tokens := number(vars(args), "logit-tokens", 0)) is not None:
         rest["logit_tokens"] = tokens or None
     if (tokens := number(vars(args), "mlp-tokens", 0)) is not None:

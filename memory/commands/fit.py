@@ -18,6 +18,7 @@ from bytescope.memory.commands.arguments import (
     add_lora,
     add_subject,
     check,
+    keep_old_flag,
     progress,
     with_lora,
     write,
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora(parser, "; then the most that each rank fits is found")
     parser.add_argument("--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache "
                         "do not count")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, help="start no compile after so many seconds")
+    parser.add_argument("--max-seconds", metavar="SECONDS", type=float, help="start no compile after so many seconds")
+    keep_old_flag(parser, "--timeout", "--max-seconds")
     parser.add_argument("--measure", action="store_true", help=f"run the {MOST_MEASURED} fastest on this machine, "
                         "and choose by what was measured")
     add_compiling(parser, "the fit, whether anything fits or not,")
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     lines = fit_text.Lines(target, space, budget)
     with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
         trials = Trials(args.config, target, overrides, trainer, pool, place, tell, args.max_compiles or math.inf,
-                        args.timeout or math.inf)
+                        args.max_seconds or math.inf)
         walk = walks.Walk(trials, space, budget, lambda step: _told(tell, lines, step))
         walk.run()
         reach = Reach(walk) if args.lora else None

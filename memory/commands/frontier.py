@@ -14,6 +14,7 @@ from bytescope.memory.commands.arguments import (
     add_lora,
     add_subject,
     check,
+    keep_old_flag,
     progress,
     with_lora,
     write,
@@ -54,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="SIZE", dest="last", help="set the largest budget, such as 40GiB per device")
     parser.add_argument("--cost", choices=COSTS, default="time", metavar="NAME", help="what to minimize at each "
                         "budget: time, which is predicted per update, or flops, which are recomputed (default: time)")
-    parser.add_argument("--offload", action="store_true", help="plans may also move tensors to pinned host memory")
+    parser.add_argument("--auto-offload", action="store_true", help="plans may also move tensors to pinned host memory")
+    keep_old_flag(parser, "--offload", "--auto-offload")
     add_lora(parser)
     add_compiling(parser, "the front")
     parser.set_defaults(measure=False)
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
         trials = Trials(args.config, compiled_for, overrides, trainer, pool,
                         None if args.no_cache else row_cache.folder(),
                         lambda labels, done: tell(labels, trials.compiles + done))
-        found = frontier.Front(trials, args.points, ends, args.cost, args.offload, workers)
+        found = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers)
         found.run()
     _finish(args, found)
     return INTERRUPTED if found.stopped else 0
@@ -91,7 +93,7 @@ def _checked(args: argparse.Namespace, overrides: Sequence[tuple[str, str]],
     for key, text in overrides:
         if key in OWN:
             raise ReportError(f"--config.{key}={text}: a front chooses the remat plan itself, so leave it out (--cost "
-                              "says what to minimize, --offload whether tensors may go to host memory)")
+                              "says what to minimize, --auto-offload whether tensors may go to host memory)")
     target = args.target.strip().lower()
     check(args, [target])
     first, last = _size("--from", args.first), _size("--to", args.last)
@@ -118,7 +120,7 @@ def _finish(args: argparse.Namespace, found: frontier.Front) -> None:
     from bytescope.memory.text import frontier as frontier_text
 
     out = frontier.to_json(
-        found.points, found.fixed, cost=args.cost, offload=args.offload,
+        found.points, found.fixed, cost=args.cost, offload=args.auto_offload,
         programs=len(found.search.tried) if found.search else 0, compiled=found.trials.compiles,
         missing=found.missing, target=found.trials.target.to_json(), versions=versions(), interrupted=found.stopped,
         config=args.config, given=given_flags(found.trials.overrides))

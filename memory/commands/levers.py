@@ -14,6 +14,7 @@ from bytescope.memory.commands.arguments import (
     add_compiling,
     add_subject,
     check,
+    keep_old_flag,
     progress,
     shares_accelerator,
     write,
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser, "set a config key in every stage; stages that would change it are left out")
-    parser.add_argument("--stages", metavar="S,S", help="the stages in order, each on top of all before it (default: "
+    parser.add_argument("--savings", metavar="S,S", help="the savings in order, each on top of all before it (default: "
                         f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})")
+    keep_old_flag(parser, "--stages", "--savings")
     add_compiling(parser, "the stages")
     parser.set_defaults(measure=False)
 
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], trainer:
     """Prints the stages and writes the files asked for; 130 when Ctrl-C stopped it, with what was finished."""
     if not args.config:
         raise ReportError(NO_CONFIG)
-    stages, target = levers.choose(args.stages), args.target.strip().lower()
+    stages, target = levers.choose(args.savings), args.target.strip().lower()
     check(args, [target])
     jobs_of, refused = Jobs(trainer), {}
     config = jobs_of.resolve(args.config, overrides)

@@ -41,11 +41,11 @@ from bytescope.memory.formulas.latent import Latent
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # What a config says itself and --params leaves open: flag -> (the config's key, what it is).
 SHAPE = {
-    "layers": (MODEL_N_LAYERS, "number of layers"), "width": (MODEL_D_MODEL, "width of the residual stream"),
+    "layers": (MODEL_N_LAYERS, "layers of the model"), "d-model": (MODEL_D_MODEL, "width of the residual stream"),
     "heads": (MODEL_N_HEADS, "number of attention heads"),
     "kv-heads": (MODEL_N_KV_HEADS, "number of key/value heads"),
-    "head-width": (MODEL_D_HEAD, "width of a head (default: width / heads)"),
-    "mlp-width": (MODEL_D_FF, "width of the MLP (default: four times the width)"),
+    "d-head": (MODEL_D_HEAD, "width of a head (default: d-model / heads)"),
+    "d-ff": (MODEL_D_FF, "width of the MLP (default: four times d-model)"),
     "vocabulary": (MODEL_VOCAB_SIZE, "size of the vocabulary"),
 }
 # The same for what is yes or no: flag -> (field of the model, the value that the flag gives it, key, what it is).
@@ -110,13 +110,13 @@ def assumed(args: Mapping[str, Any]) -> Question:
         raise ReportError(f"--params={args['params']}: give 1 or more, below 1e18")
     given = {flag: number(args, flag) for flag in SHAPE}
     model = shape_for(parameters / _growth(args), given["vocabulary"] or 50304, layers=given["layers"],
-                      width=given["width"])
+                      width=given["d-model"])
     heads = given["heads"] or model.heads
     kinds = {field: value for flag, (field, value, _, _) in KINDS.items()
              if args[flag.replace("-", "_")]}
     model = dataclasses.replace(model, heads=heads, kv_heads=given["kv-heads"] or heads,
-                                head_width=given["head-width"] or max(model.width // heads, 1),
-                                mlp_width=given["mlp-width"] or model.mlp_width, **kinds)
+                                head_width=given["d-head"] or max(model.width // heads, 1),
+                                mlp_width=given["d-ff"] or model.mlp_width, **kinds)
     experts, latent = _parts(args, EXPERTS), _parts(args, LATENT)
     if experts:
         experts["width"] = experts["width"] or model.mlp_width
@@ -139,10 +139,10 @@ def _growth(args: Mapping[str, Any]) -> float:
     """How many times the parameters of a GPT's layer one with the experts asked for has, where their width follows from
     the shape that is to be found: 4 h^2 of attention and 8 h^2 an expert."""
     experts = _parts(args, EXPERTS)
-    if not experts or (args["layers"] and args["width"]):
+    if not experts or (args["layers"] and args["d_model"]):
         return 1.0
     if experts["width"] or experts["dense_layers"] or experts["every"] > 1:
-        raise ReportError("--d-expert, --dense-layers and --moe-every with --params: give --layers and --width too")
+        raise ReportError("--d-expert, --dense-layers and --moe-every with --params: give --layers and --d-model too")
     return (4 + 8 * (experts["count"] + experts["shared"])) / 12
 
 

@@ -40,7 +40,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
     """How large the pool of keys and values is, and how many sequences share it."""
     parser.add_argument("--sequences", type=int, metavar="N", help="under way at once at most (default: 8 on a CPU, "
                         "else 64)")
-    parser.add_argument("--length", type=int, metavar="N", help="positions of a sequence at most (default: what the "
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a sequence at most (default: what the "
                         "requests need, or the model takes)")
     parser.add_argument("--chunk", type=int, metavar="N", help="tokens of prompts in one step, a multiple of 16 "
                         "(default: 64 on a CPU, else 512)")

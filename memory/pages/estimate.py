@@ -21,15 +21,15 @@ from bytescope.memory.formulas.latent import Latent
 from bytescope.memory.pages.frame import page
 
 # Input of the page -> flag of `bytescope estimate`; those of a model's shape are given with --params alone.
-SHAPE = {"layers": "layers", "width": "width", "heads": "heads", "kv_heads": "kv-heads", "head_width": "head-width",
-         "mlp_width": "mlp-width", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout",
+SHAPE = {"layers": "layers", "width": "d-model", "heads": "heads", "kv_heads": "kv-heads", "head_width": "d-head",
+         "mlp_width": "d-ff", "vocabulary": "vocabulary", "gated": "gated", "tied": "untied", "dropout": "dropout",
          "qk_norm": "qk-norm", "post_norms": "post-norms",
          "experts": "experts", "experts_per_token": "experts-per-token", "d_expert": "d-expert",
          "shared_experts": "shared-experts", "dense_layers": "dense-layers", "moe_every": "moe-every",
          "capacity": "capacity", "slots": "expert-slots", "mla_q_rank": "mla-q-rank", "mla_kv_rank": "mla-kv-rank",
          "mla_d_rope": "mla-d-rope", "mla_d_value": "mla-d-value"}
 REST = {"lora_rank": "lora-rank", "lora_targets": "lora-targets", "lora_base": "lora-base",
-        "sequence": "sequence", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
+        "sequence": "length", "batch": "batch", "logit_tokens": "logit-tokens", "mlp_tokens": "mlp-tokens",
         "attention": "attention", "precision": "precision", "optimizer": "optimizer", "offload": "offload",
         "fused": "fused", "tensor": "tensor", "sequence_parallel": "sequence-parallel", "data": "data",
         "expert_parallel": "expert-parallel", "zero": "zero"}

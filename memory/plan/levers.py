@@ -74,7 +74,7 @@ STAGES: Mapping[str, Stage] = {
     "offload": Stage("+ offload", {OFFLOAD_OPTIMIZER: "true"}, "moments in host memory; they cross the host link twice "
                      "per update"),
     "offload_params": Stage("+ offload of params", {OFFLOAD_PARAMS: "true"}, "master parameters in host memory too"),
-    # Not among the default stages; for --stages.
+    # Not among the default stages; for --savings.
     "bf16_params": Stage("+ 16-bit params", {PRECISION_PRESET: "bf16_params"}, "no float32 master; updates are "
                          "rounded stochastically"),
     "offload_blocks": Stage("+ offload of block inputs", {REMAT_POLICY: "offload"}, "block inputs go to host memory "
@@ -128,9 +128,9 @@ def choose(text: str | None) -> list[str]:
     names = list(DEFAULT) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in STAGES:
-            raise ReportError(f"--stages={text}: no stage {name!r}: {remedy_for(name, STAGES)}")
+            raise ReportError(f"--savings={text}: no saving {name!r}: {remedy_for(name, STAGES)}")
     if len(set(names)) < len(names):
-        raise ReportError(f"--stages={text}: a stage is listed twice")
+        raise ReportError(f"--savings={text}: a saving is listed twice")
     return names
 
 

@@ -1,5 +1,7 @@
 """Shell completion: the printed scripts in real shells, and every word of them one that the commands take."""
 
+import argparse
+import re
 import shutil
 import subprocess
 
@@ -8,7 +10,7 @@ import pytest
 from bytescope.train import cli
 from bytescope.train.completion.command import make_parser
 from bytescope.train.completion.shells import SHELLS
-from bytescope.train.completion.words import gather
+from bytescope.train.completion.words import gather, parsers
 
 pytestmark = pytest.mark.quick
 
@@ -31,9 +33,9 @@ LINES = [
     ("bytescope fit tiny --levers=remat,mi", "remat,micro", "micro"),
     ("bytescope fit tiny --jobs 3 rtx4", "rtx4090", ""),
     ("bytescope fit tiny --config.train.steps 5 h2", "h200", "tiny"), ("bytescope fit tiny --jobs=", "", "tiny h100"),
-    ("bytescope levers tiny --stages=bf16,fused", "bf16,fused_backward", ""),
+    ("bytescope levers tiny --savings=bf16,fused", "bf16,fused_backward", ""),
     ("bytescope estimate --offload=", "optimizer both", "remat"),
-    ("bytescope front tiny --offl", "--offload", "--offload="),
+    ("bytescope front tiny --auto", "--auto-offload", "--offload"),
     ("bytescope diff no", "notes.txt", "mine.py"), ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
     ("bytescope calibrate --o", "--out=", "--seconds="), ("bytescope train --rates=no", "notes.txt", "mine.py"),
     ("bytescope trace ", "runs", "notes.txt tiny"), ("bytescope export ", "runs", "notes.txt tiny"),
@@ -45,6 +47,47 @@ LINES = [
     ("bytescope train tiny --config.init.folder=r", "runs", "notes.txt"), ("bytescope export hf:r", "", "runs"),
     ("bytescope compare --remat=$(touch${IFS}pwned),f", "$(touch${IFS}pwned),full", ""),
 ]
+
+
+# Flags whose help says more than one thing -> what each help has to say.
+MEANINGS = {
+    "--budget": "bytes per device", "--config.KEY": "(set a|override a) (config )?key",
+    "--dtype": "float32, bfloat16 or float16", "--force": "replace OUT", "--formulas": "the published formulas predict",
+    "--html": "page", "--json": "as JSON", "--layers": "layers of the model", "--length": "tokens of a sequence",
+    "--limit": "bytes of (a|the) device to use", "--lora": "LoRA adapters over frozen weights",
+    "--measure": "on this machine", "--out": "write|append|a new or empty folder",
+    "--step": "the checkpoint of this step", "--tensor": "devices that share heads, MLP width and vocabulary",
+}
+
+
+def test_a_flag_means_the_same_in_every_command():
+    flags = {}
+    for command, parser in parsers(make_parser()).items():
+        for action in parser._actions:
+            if action.help != argparse.SUPPRESS:
+                for flag in action.option_strings:
+                    flags.setdefault(flag, {})[command] = action
+    for flag, by_command in flags.items():
+        where = f"{flag} of {', '.join(by_command)}"
+        assert len({(action.nargs, action.type) for action in by_command.values()}) == 1, where
+        helps = {action.help for action in by_command.values()}
+        if len(helps) > 1:
+            assert all(re.search(MEANINGS.get(flag, "one help for all"), text) for text in helps), (where, helps)
+
+
+@pytest.mark.parametrize(("command", "old", "now"), [
+    (["fit", "tiny"], "--timeout=7", "--max-seconds=7"), (["front", "tiny"], "--offload", "--auto-offload"),
+    (["levers", "tiny"], "--stages=bf16", "--savings=bf16"), (["quantize", "wide"], "--plan=cpu:1", "--target=cpu:1"),
+    (["estimate", "--params=7b"], "--width=64", "--d-model=64"),
+    (["estimate", "--params=7b"], "--head-width=8", "--d-head=8"),
+    (["estimate", "--params=7b"], "--mlp-width=96", "--d-ff=96"),
+    (["estimate", "--params=7b"], "--sequence=32", "--length=32")])
+def test_an_old_name_of_a_flag_is_taken_with_a_note(command, old, now, words, capsys):
+    assert vars(cli.parse([*command, old])) == vars(cli.parse([*command, now]))
+    name, other = old.partition("=")[0], now.partition("=")[0]
+    assert capsys.readouterr().err == f"note: {name} is now {other}; the next version no longer has the old name\n"
+    assert other in words.flags[command[0]] and name not in words.flags[command[0]]
+    assert f" {name} " not in parsers(make_parser())[command[0]].format_help()
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ OF_WEIGHTS = [
     ("hf:", "is empty"), ("hf:missing", "no folder missing"), ("hf:notes.md", "notes.md is a file"),
     ("hf:.", "no 'config.json'"), ("hf:~nobody-here/x", "no folder ~nobody-here/x"), (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
-    ("hf:longrope", "of the kind 'longrope'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
+    ("hf:dynamic", "of the kind 'dynamic'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
@@ -35,8 +35,8 @@ FILES = {
     "notes.md": "# not a config\n", "step.hlo.txt": "HloModule jit_step\n", "text.txt": "some text\n" * 50,
     "records.jsonl": '{"body": "x"}\n',
     "experts/config.json": '{"model_type": "llama", "num_local_experts": 8}', "cut/config.json": '{"model_type": ',
-    "longrope/config.json": """{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 96, "vocab_size": 64, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}""",
+    "dynamic/config.json": """{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}""",
     "bad.npy": "not an array", "foreign.json": "{}", "rates.json": RATES, "cut.json": RATES[:200],
     "no_memory.json": RATES.replace('"memory": [[1000.0, 1e12]]', '"memory": []'),
     "old.json": RATES.replace('"format": 1', '"format": 0'),
@@ -138,8 +138,8 @@ MISTAKES = {
         ("tiny --config.mesh.strategy=zero4", "did you mean zero"),
         ("tiny --config.model.attention=nave", "did you mean naive")],
     "levers": [
-        ("", "no config"), ("tiny --stages=", "--stages="), ("tiny --stages=,", "no stage ''"),
-        ("tiny --stages=fp61", "--stages=fp61"), ("tiny --stages=bf16,bf16", "twice"),
+        ("", "no config"), ("tiny --savings=", "--savings="), ("tiny --savings=,", "no saving ''"),
+        ("tiny --savings=fp61", "--savings=fp61"), ("tiny --savings=bf16,bf16", "twice"),
         ("tiny --jobs=-1", "--jobs=-1"), ("tiny h10", "did you mean h100"),
         ("tiny --config.optimizer.name=loin", "did you mean lion")],
     "front": [
@@ -156,7 +156,8 @@ MISTAKES = {
         ("tiny --budget=0", "--budget=0"), ("tiny --budget=72Gi", "--budget"),
         (f"tiny --budget={'9' * 400}GiB", "--budget"), ("tiny --batch-tokens=0", "--batch-tokens=0"),
         ("tiny --batch-tokens=7", "128"), ("tiny --max-compiles=0", "--max-compiles=0"),
-        ("tiny --timeout=nan", "--timeout=nan"), ("tiny --timeout=-1", "--timeout=-1"), ("tiny --jobs=0", "--jobs=0"),
+        ("tiny --max-seconds=nan", "--max-seconds=nan"), ("tiny --max-seconds=-1", "--max-seconds=-1"),
+        ("tiny --jobs=0", "--jobs=0"),
         ("tiny --config.optimizer.name=adam", "did you mean adamw")],
     "validate": [
         ("--set=playbok", "did you mean playbook?"), ("--gpus=x", "--gpus=x"), ("--gpus=", "--gpus="),

@@ -12,6 +12,8 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 
+from bytescope.memory.commands.arguments import OldFlag
+
 FILE, FOLDER, CONFIG, TARGET, GRID, NOTHING = "@file", "@folder", "@config", "@target", "@grid", "@any"
 # Where an argument stands, or its metavar -> the kind; action.choices come first.
 _PLACES = {"config_here": CONFIG, "target_here": TARGET, "before": FILE, "after": FILE, "trace": FOLDER,
@@ -44,30 +46,35 @@ class Words:
     targets: Mapping[str, tuple[str, ...]]
 
 
-def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
-    """The words of this version; `commands`: each and what it does; `own`: the parser of bytescope completion.
-
-    It imports jax for the tables of names, and starts no device.
-    """
+def parsers(own: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Command -> its parser; `own`: the parser of bytescope completion."""
     from bytescope.memory import __main__ as memory_commands
     from bytescope.train import __main__ as train
-    from bytescope.train import config
     from bytescope.train.data import prepare
     from bytescope.train.export import command as export
     from bytescope.train.generation import command as generate
     from bytescope.train.generation import score_command as score
     from bytescope.train.quantize import command as quantize
 
-    parsers = {"train": train.make_parser(), "prepare": prepare.make_parser(), "generate": generate.make_parser(),
-               "score": score.make_parser(), "quantize": quantize.make_parser(), "export": export.make_parser(),
-               "completion": own}
-    parsers |= {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
-    lists = _lists()
+    found = {"train": train.make_parser(), "prepare": prepare.make_parser(), "generate": generate.make_parser(),
+             "score": score.make_parser(), "quantize": quantize.make_parser(), "export": export.make_parser(),
+             "completion": own}
+    return found | {name: memory_commands.parser(name) for name in memory_commands.COMMANDS}
+
+
+def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
+    """The words of this version; `commands`: each and what it does; `own`: the parser of bytescope completion.
+
+    It imports jax for the tables of names, and starts no device.
+    """
+    from bytescope.train import config
+
+    lists, each = _lists(), parsers(own)
     return Words(
         commands=commands,
-        flags={name: _flags(parser, lists) for name, parser in parsers.items()},
+        flags={name: _flags(parser, lists) for name, parser in each.items()},
         places={name: tuple(_kind(action) for action in parser._actions if not action.option_strings)
-                for name, parser in parsers.items()},
+                for name, parser in each.items()},
         keys=_keys(), configs=tuple(path.stem for path in config.shipped()), targets=_targets())
 
 
@@ -75,6 +82,8 @@ def _flags(parser: argparse.ArgumentParser, lists: Mapping[str, str]) -> dict[st
     """Flag -> the kind of its value; --config.KEY is left out, the keys being completed one by one."""
     found: dict[str, str | None] = {}
     for action in parser._actions:
+        if isinstance(action, OldFlag):
+            continue
         for flag in action.option_strings:
             if flag.startswith("--") and flag != "--config.KEY":
                 kind = lists.get(flag) or _PATHS.get(flag) or _kind(action)
@@ -99,7 +108,7 @@ def _lists() -> dict[str, str]:
     from bytescope.model.remat.policies import POLICIES
 
     return {"--remat": " ".join(["@list", *POLICIES]), "--levers": " ".join(["@list", *fit_space.LEVERS]),
-            "--stages": " ".join(["@list", *levers.STAGES]), "--lora-targets": " ".join(["@list", *TARGETS])}
+            "--savings": " ".join(["@list", *levers.STAGES]), "--lora-targets": " ".join(["@list", *TARGETS])}
 
 
 def _keys() -> dict[str, str]:

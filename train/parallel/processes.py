@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0 on")
     group.add_argument("--processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS",
-                       help="to wait until all are connected (300)")
+                       help="seconds to wait until all are connected (default 300)")
 
 
 def find(args: argparse.Namespace) -> Address | None:

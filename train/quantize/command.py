@@ -7,8 +7,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import ReportError, exit_code_of
+from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
+from bytescope.memory.errors import ReportError, did_you_mean, exit_code_of
 from bytescope.memory.generation.arguments import add_dtype
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
@@ -18,7 +18,7 @@ examples:
   bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
   bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=e.html
   bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
-  bytescope quantize llama_70b --plan=h100       its memory alone, of any config
+  bytescope quantize llama_70b h100              its memory alone, of any config
 
 The text to calibrate on should be like what the model will read. Where no
 --held-out is given, the end of it measures perplexity and calibrates nothing.
@@ -32,14 +32,16 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     parser = Parser(prog="bytescope quantize", allow_abbrev=False, epilog=EPILOG,
                     usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
-                    "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG --plan=TARGET [...]",
+                    "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG TARGET [...]",
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     description="Write a model with its products in 4 bits, scaled by what a text shows (AWQ).")
     parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
                         "wrote it, or a folder as Hugging Face has it")
-    parser.add_argument("out", type=user_path, metavar="OUT", nargs="?", help="a new or empty folder")
-    parser.add_argument("--plan", metavar="TARGET", help="show the bytes that it would take on this device, which "
-                        "need not be here, and write nothing; of a config's name, too")
+    parser.add_argument("out", type=user_path, metavar="OUT|TARGET", nargs="?", help="a new or empty folder; without "
+                        "--calibrate the target: show the bytes that it would take on this device, which need not be "
+                        "here, and write nothing; for a config, too")
+    parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
+    keep_old_flag(parser, "--plan", "--target")
     parser.add_argument("--calibrate", type=user_path, metavar="TEXT", help="text whose activations decide the "
                         "scales: rows of a .jsonl file, or any other file as one text")
     parser.add_argument("--held-out", type=user_path, metavar="TEXT", help="text to measure perplexity on (default: "
@@ -51,9 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
                         "(default awq)")
     parser.add_argument("--method", choices=METHODS, default="awq", metavar="NAME", help="awq, or rounding for "
                         "comparison (default awq)")
-    parser.add_argument("--samples", type=int, default=64, metavar="N", help="windows of the text to calibrate on at "
-                        "most (default 64)")
-    parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a window (default 512)")
+    parser.add_argument("--samples", type=int, default=64, metavar="N", help="sequences to calibrate on at most "
+                        "(default 64)")
+    parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence to calibrate on "
+                        "(default 512)")
     add_dtype(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
     parser.add_argument("--limit", metavar="SIZE", help="bytes of the device to use, such as 20GiB (default: all that "
@@ -69,15 +72,16 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, checked; `shard_bytes` is added. Raises ValueError with an `exit_code` for a mistake in it."""
     args = make_parser().parse_args(argv)
-    if args.plan is not None:
+    if args.target is None and args.calibrate is None and args.out is not None:
+        args.target, args.out = _target(str(args.out)), None
+    if args.target is not None:
         for flag in ("out", "calibrate", "held_out", "html", "json"):
             if (value := getattr(args, flag)) is not None:
                 shown = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
-                raise UserError(f"{shown}={value} with --plan={args.plan}, which writes nothing: leave one of them out")
+                raise UserError(f"{shown}={value} with the target {args.target}, for which nothing is written: leave "
+                                "one of them out")
     elif args.out is None:
-        raise UserError("give OUT, a new or empty folder to write, or --plan=TARGET for the memory alone")
-    elif args.calibrate is None:
-        raise UserError("give --calibrate=TEXT: a file of text like what the model will read")
+        raise UserError("give OUT, a new or empty folder to write, or a target for the memory alone")
     if args.bits != BITS:
         raise UserError(f"--bits={args.bits}: weights of {BITS} bits are written; leave it out")
     for name, least in (("samples", 1), ("length", 2)):
@@ -98,6 +102,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _target(text: str) -> str:
+    """The target in the place of OUT. Raises UserError for a folder's name: there is nothing to calibrate on."""
+    from bytescope.memory.devices.targets import names
+
+    if text.partition(":")[0].lower() not in names():
+        near = did_you_mean(text, names())
+        raise UserError(f"{text} is no target{f' ({near})' if near else ''}, and to write it as a folder needs text: "
+                        "give --calibrate=TEXT, a file of text like what the model will read")
+    return text
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
@@ -106,12 +121,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         choose_platform()  # before jax is imported
-        simulate_devices([args.plan or "cpu:1"])
+        simulate_devices([args.target or "cpu:1"])
         from bytescope.configs import base
         from bytescope.train.run.runtime import prepare
 
         prepare(base.get_config())
-        if args.plan is not None:
+        if args.target is not None:
             return plan(args)
         with disk_told(args.out, "layers that are written are kept, and the same command goes on"):
             quantize(args)

@@ -72,7 +72,7 @@ def planned(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     Raises:
       UserError: no such model, or it cannot be quantized.
     """
-    target, model = targets.parse(args.plan), model_of(args)
+    target, model = targets.parse(args.target), model_of(args)
     check_model(str(args.source), model, args.group)
     method, rows = METHODS[args.method], min(ROWS, args.samples)
     device = target.devices()[0]

@@ -106,7 +106,8 @@ class Leaf:
         """The factors of these spans on disk, float32."""
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(self.scale.name, blocks).astype(np.float32)
-        within = [slice(start % size, start % size + stop - start) for (start, stop), size in zip(spans, self.block)]
+        within = [slice(start % size, start % size + stop - start)
+                  for (start, stop), size in zip(spans, self.block)]
         return array.repeat(self.block[0], 0)[within[0]].repeat(self.block[1], 1)[:, within[1]]
 
 
@@ -126,7 +127,8 @@ def checkpoint_leaves(folder: Folder, model: ModelConfig, packed: Mapping[str, C
     block = fp8_block(folder.config, str(folder.path / "config.json")) if not packed else None
     found = {path: _leaf(folder, name_of(name), row, sizes, shapes[path], block)
              for path, (row, name) in rows_by_path(family, shapes).items() if path not in packed}
-    _refuse_surplus(folder, family, model.n_layers, found, name_of, {name for names in packed.values() for name in names})
+    _refuse_surplus(folder, family, model.n_layers, found, name_of,
+                    {name for names in packed.values() for name in names})
     return found
 
 

@@ -157,7 +157,7 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
       UserError: they are quantized otherwise; `where` names the file.
     """
     found = raw.get(PACKED)
-    if not found or isinstance(found, Mapping) and found.get("quant_method") == "fp8":  # read as unquantized weights
+    if not found or (isinstance(found, Mapping) and found.get("quant_method") == "fp8"):  # read as unquantized weights
         return None
     if not isinstance(found, Mapping):
         raise UserError(f"{where}: {PACKED} is no object: download the folder again")

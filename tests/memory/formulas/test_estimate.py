@@ -119,7 +119,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"), (["--params=7b", "--data=0"], "--data=0: "),
     (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5: give a divisor of the 32 heads"),
     (["--config=tiny", "--gated"], "--config.model.mlp=..."),
-    (["--params=7b", "--mlp-width=0"], "--mlp-width=0: give 1 or more"),
+    (["--params=7b", "--d-ff=0"], "--d-ff=0: give 1 or more"),
     (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1: give 0 or more"),
     (["--params=7b", "--config.seed=1"], "there is no config to change"),
     (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."), (["--config=tinny"], "did you mean tiny"),
@@ -128,7 +128,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
     (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3: give a divisor of the 8 experts"),
     (["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"], "divisor of the 2 data-parallel ranks"),
     (["--params=7b", "--expert-parallel=4"], "without experts: give --experts=8 too"),
-    (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --width too"),
+    (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --d-model too"),
     (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
 ])
 def test_mistakes_are_one_line(capsys, arguments, words):

@@ -143,7 +143,7 @@ def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
 
 
 def test_an_estimate_tells_total_and_active(tmp_path, capsys):
-    shape = ["--layers=32", "--width=4096", "--heads=32", "--kv-heads=8", "--mlp-width=14336", "--vocabulary=32000",
+    shape = ["--layers=32", "--d-model=4096", "--heads=32", "--kv-heads=8", "--d-ff=14336", "--vocabulary=32000",
              "--gated", "--untied", "--experts=8", "--data=8", "--expert-parallel=8"]
     assert main(["estimate", "--params=46702526464", *shape, f"--json={tmp_path / 'e.json'}"]) == 0
     out, document = capsys.readouterr().out, json.loads((tmp_path / "e.json").read_text())

@@ -71,7 +71,7 @@ def test_the_config_of_the_trainer_knows_every_default_key_or_the_stage_is_left_
 
 @pytest.mark.parametrize("text", ["bf17", "bf16,", "full,full"])
 def test_a_list_of_stages_that_is_none(text):
-    with pytest.raises(ReportError, match=f"--stages={text}"):
+    with pytest.raises(ReportError, match=f"--savings={text}"):
         levers.choose(text)
 
 
@@ -149,7 +149,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     """Four stages, one of which the config refuses; then the same out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], adds={"remat.policy": "ful"}))
-    words = ["levers", "--config=tiny", *SMALL, "--target=cpu:1", "--stages=fp32,full,selective,loss",
+    words = ["levers", "--config=tiny", *SMALL, "--target=cpu:1", "--savings=fp32,full,selective,loss",
              f"--json={tmp_path / 'l.json'}"]
     assert command.main(words) == 0
     out = json.loads((tmp_path / "l.json").read_text())
@@ -162,7 +162,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "left out: full: remat.policy='ful'" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
     monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
-    assert command.main([*words[:-2], "--stages=fp32,selective", f"--html={tmp_path / 'l.html'}"]) == 0
+    assert command.main([*words[:-2], "--savings=fp32,selective", f"--html={tmp_path / 'l.html'}"]) == 0
     assert "<html" in (tmp_path / "l.html").read_text()
 
 
@@ -174,10 +174,11 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("words", "message"), [
     ([], "no config"),
-    (["--config=tiny", "--stages=bf17"], "no stage 'bf17': did you mean bf16? Else choose one of fp32"),
+    (["--config=tiny", "--savings=bf17"], "no saving 'bf17': did you mean bf16? Else choose one of fp32"),
     (["--config=tiny", "--target=h300"], "h300"),
     (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
-    (["--config=tiny", "--stages=full", "--config.remat.policy=none"], "no stage is left: full: --config.remat.policy"),
+    (["--config=tiny", "--savings=full", "--config.remat.policy=none"],
+     "no stage is left: full: --config.remat.policy"),
     (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
 ])
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):

@@ -5,7 +5,7 @@ LONG, LONE = "x" * 5000, "\udcff"
 OF_SOURCE = [
     (source, "is neither a run nor a folder") for source in ("missing", ".", "notes.md", LONG, LONE)] + [
     ("", "required"), ("~nobody-here/x", "no such user"), ("cut", "config.json is damaged"),
-    ("longrope", "of the kind 'longrope'"), ("missing --step=last", "--step"), ("missing --sequences=0", "--sequences=0"),
+    ("dynamic", "of the kind 'dynamic'"), ("missing --step=last", "--step"), ("missing --sequences=0", "--sequences=0"),
     ("missing --length=1", "--length=1"), ("missing --chunk=20", "--chunk=20: give a multiple of 16"),
     ("missing --chunk=0", "--chunk=0"), ("missing --kv=int4", "did you mean int8?"),
     ("missing --kernel=block", "did you mean blocks?"), ("missing --dtype=bf16", "did you mean bfloat16?"),
@@ -41,9 +41,9 @@ OF_MODELS = {
         ("missing out --calibrate=text.txt --html=/no/such/page.html", "no folder /no/such"),
         ("missing . --calibrate=text.txt", "is not empty"), ("missing notes.md --calibrate=text.txt", "is no folder"),
         (f"{LONG} out --calibrate=text.txt", "is neither a run nor"),
-        ("missing out --plan=h100", "OUT=out with --plan=h100"), ("missing --plan=h100", "missing"),
-        ("tiny --plan=h900", "h900"), ("tiny --plan=cpu:1 --calibrate=text.txt", "--calibrate=text.txt with --plan"),
-        ("tiny --plan=cpu:1 --limit=0", "--limit=0"), ("missing out --calibrat=x", "did you mean --calibrate?"),
+        ("missing out --target=h100", "OUT=out with the target h100"), ("missing h100", "missing"),
+        ("tiny h900", "h900"), ("tiny --target=cpu:1 --calibrate=text.txt", "--calibrate=text.txt with the target"),
+        ("tiny cpu:1 --limit=0", "--limit=0"), ("missing out --calibrat=x", "did you mean --calibrate?"),
         ("missing out --calibrate=x --config.model.n_layers=1", "unrecognized")],
     "export": [
         ("", "required"), ("missing", "required"), ("missing out", "missing holds no run"), (". out", "holds no run"),

@@ -196,10 +196,10 @@ def test_one_copy_of_what_the_search_reads_is_on_the_device(made, capsys, monkey
 
 
 def test_the_plan_is_what_the_work_says(made, capsys):
-    code, out, _ = quantize(capsys, "wide", "--plan=cpu:1", "--group=32", "--length=16", "--samples=8")
+    code, out, _ = quantize(capsys, "wide", "cpu:1", "--group=32", "--length=16", "--samples=8")
     told = made["awq"]["memory"]["device"]
     assert code == 0 and "fits" in out and set(told) <= {line.rsplit("  ", 1)[0].strip() for line in out.splitlines()}
-    code, out, _ = quantize(capsys, "llama_8b", "--plan=cpu:1", "--limit=1GiB", "--length=16", "--samples=1")
+    code, out, _ = quantize(capsys, "llama_8b", "cpu:1", "--limit=1GiB", "--length=16", "--samples=1")
     assert code == 3 and "does not fit" in out
 
 
@@ -211,8 +211,8 @@ def test_the_plan_is_what_the_work_says(made, capsys):
     (["wide", "out", *SHORT, "--length=999"], "the model takes 64 positions"),
     (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
     (["gpt2", "out", *SHORT], "gpt2 has its weights in other tensors"),
-    (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"), (["wide", "--plan=h999"], "h999"),
-    (["nothing", "--plan=cpu:1"], "nothing")])
+    (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"), (["wide", "h999"], "h999"),
+    (["nothing", "cpu:1"], "nothing")])
 def test_mistakes_are_told_in_a_line(made, home, capsys, words, message):
     row = (home / "text.jsonl").read_text().splitlines()[0]
     (home / "one.jsonl").write_text(row + "\n")
