@@ -103,7 +103,7 @@ def _told(bar: Bar, lines: fit_text.Lines, step: Step) -> None:
 def _check_numbers(args: argparse.Namespace) -> None:
     if args.budget == "":
         raise ReportError("--budget=: give a size such as 72GiB, or leave it out")
-    for flag, least in (("batch_tokens", 1), ("max_compiles", 1), ("timeout", 0.001)):
+    for flag, least in (("batch_tokens", 1), ("max_compiles", 1), ("max_seconds", 0.001)):
         value = getattr(args, flag)
         if value is not None and not value >= least:
             raise ReportError(f"--{flag.replace('_', '-')}={value}: give {least:g} or more")
