@@ -3,6 +3,7 @@ that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
     report                        # at a prompt one screen; in a notebook its bar and its timeline
+    print(report)                 # the same screen with the remedies of its findings
     report.show()                 # all that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
@@ -53,6 +54,12 @@ class Report(records.Report):
         from bytescope.memory.text import summary
 
         return summary.plain(self)
+
+    def __str__(self) -> str:
+        """What `print` shows: the summary with whole findings and their remedies, of at most 80 columns."""
+        from bytescope.memory.text import summary
+
+        return summary.plain(self, remedies=True)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: figures, bar, timeline, the largest buffers; under 300 KB whatever the program."""

@@ -38,7 +38,7 @@ def render(report: Report, choices: str = "") -> RenderableType:
     """The report as something rich prints: peak, composition, ledger, timeline, communication, findings."""
     return blocks(
         _head(report, choices), _composition(report), _timeline(report), buffers.render(report), _ledger(report),
-        _zero(report), _communication(report), _largest(report), _transfers(report), _findings(report),
+        _zero(report), _communication(report), _largest(report), _transfers(report), findings(report),
         _remarks(report))
 
 
@@ -250,7 +250,8 @@ def overlapped_by(item: Collective) -> str:
     return operations
 
 
-def _findings(report: Report) -> RenderableType | None:
+def findings(report: Report) -> RenderableType | None:
+    """The first findings with their remedies; None where there are none."""
     if not report.findings:
         return None
     out: list[RenderableType] = []

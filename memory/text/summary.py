@@ -8,22 +8,29 @@ from rich.text import Text
 from bytescope.memory.records import Report
 from bytescope.memory.text.console import one_line, plain_text, prompt_width, shorten
 from bytescope.memory.text.layout import Items, Prose, blocks
-from bytescope.memory.text.report import breakdown, peak_line
+from bytescope.memory.text.report import breakdown, findings, peak_line
 from bytescope.memory.text.seconds import prediction as times
 
 # Under 2,000 characters whatever the program: so many columns, findings, and characters of a name and of a finding.
 _WIDTH, _FINDINGS, _NAME, _MESSAGE = 80, 3, 36, 150
+_DERIVED = "  lifetimes are derived from the schedule, see notes"
 _WAYS = ".show()  .table()  .to_html(path)  .save(path)  .diff(other)"
 
 
-def plain(report: Report) -> str:
-    """The summary as text without colours, of at most 80 columns and 2,000 characters."""
-    return plain_text(render(report), min(prompt_width(), _WIDTH))
+def plain(report: Report, remedies: bool = False) -> str:
+    """The summary as text without colours, of at most 80 columns; without `remedies` of at most 2,000 characters."""
+    return plain_text(render(report, remedies), min(prompt_width(), _WIDTH))
 
 
-def render(report: Report) -> RenderableType | None:
-    """The summary as rich prints it: what it is of, the figures, the rows at the peak, the first findings."""
-    return blocks(_head(report), breakdown(report), _findings(report), Prose(_WAYS, "dim"))
+def render(report: Report, remedies: bool = False) -> RenderableType | None:
+    """The summary as rich prints it: what it is of, the figures, the rows at the peak, the first findings.
+
+    remedies: findings are whole, with their remedies.
+    """
+    found = [findings(report) if remedies else _findings(report),
+             Prose(_DERIVED) if report.method != "heap_trace" else None]
+    shown = [part for part in found if part is not None]
+    return blocks(_head(report), breakdown(report), Group(*shown) if shown else None, Prose(_WAYS, "dim"))
 
 
 def _head(report: Report) -> RenderableType:
@@ -40,8 +47,6 @@ def _findings(report: Report) -> RenderableType | None:
     found = [f"! {_cut(one_line(finding.message))}" for finding in report.findings[:_FINDINGS]]
     if len(report.findings) > _FINDINGS:
         found.append(f"  and {len(report.findings) - _FINDINGS} more findings")
-    if report.method != "heap_trace":
-        found.append("  lifetimes are derived from the schedule, see notes")
     return Prose(Text("\n").join(map(Text, found))) if found else None
 
 

@@ -98,6 +98,14 @@ def test_repr_says_what_it_is_of_and_what_it_holds(report):
     assert "! the logits are alive" in text and "\x1b" not in text
 
 
+def test_printed_text_has_the_remedies_of_the_findings(report):
+    text, shown = " ".join(str(report).split()), " ".join(repr(report).split())
+    for finding in report.findings:
+        assert " ".join(finding.remedy.split()) in text and finding.remedy not in shown
+        assert finding.flags in text
+    assert max(map(cell_len, str(report).splitlines())) <= 80
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, "long/name " * 900, "\u0301" * 4000, "漢" * 3000, HOSTILE,
                                   "\x1b[2J\n\n" * 99])
 def test_repr_is_one_short_screen_whatever_the_program(record, name):
