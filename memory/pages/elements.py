@@ -204,9 +204,11 @@ def predicted(row: Mapping[str, Any]) -> Cell | str:
 
 
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a page says of its predicted seconds, and once where the rates are from; [] where nothing is predicted."""
+    """What a page says of its predicted seconds, and once where the rates are from; why a row has none."""
+    reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
     sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
-    return [f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources]
+    return [*(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
+            *(f"Rows without predicted seconds: {why}." for why in reasons)]
 
 
 def size(count: int | None) -> Cell:

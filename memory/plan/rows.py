@@ -55,6 +55,7 @@ class Row:
         predicted_seconds: per update, all its calls of the step (`memory.seconds.prediction`), and with
             predicted_seconds_low and predicted_seconds_high its spread; predicted_tokens_per_s, over all devices, and
             predicted_mfu: at these seconds. rates: where those of the target's devices are from, in one line.
+        unpredicted: why a row with figures has no predicted seconds; "" otherwise.
         least_seconds: per update, by the data sheet's peaks (`memory.costs.roofline`): a bound, not a prediction.
         batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
         limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
@@ -86,6 +87,7 @@ class Row:
     predicted_tokens_per_s: float | None = None
     predicted_mfu: float | None = None
     rates: str = ""
+    unpredicted: str = ""
     least_seconds: float | None = None
     batch: str = ""
     policy: str = ""

@@ -147,11 +147,11 @@ class Trials:
         return Search(problem, compile_plans, tell)
 
     def predicted(self, answer: Mapping[str, Any]) -> Prediction:
-        """The seconds of an update of a compiled variant. Raises ReportError for one without a schedule."""
+        """The seconds of an update of a compiled variant. Raises ReportError where none can be predicted."""
         found = prediction.of_answer(answer)
         if found is None:
-            raise ReportError(f"target {self.target.name}: no schedule of this program is known, so no time can be "
-                              "predicted")
+            why = prediction.missing(bool(answer.get("schedule")), self.target.to_json())
+            raise ReportError(f"target {self.target.name}: no seconds are predicted: {why or 'nothing in it takes time'}")
         return found
 
     @property

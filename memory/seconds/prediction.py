@@ -129,6 +129,21 @@ def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
     return None if on_cpu and rates_of.chosen() else roofline.of_answer(answer)
 
 
+def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:
+    """Why no seconds can be predicted of a program on a target (its JSON), with the remedy; "" where they can.
+
+    known_schedule: whether the compiled schedule was read. measured: whether a CPU's rates would have been measured.
+    """
+    if rates_of.chosen() is None:
+        if target.get("platform") == "cpu":
+            if not measured:
+                return "the rates of a CPU are measured by bytescope report, and by bytescope calibrate for --rates=FILE"
+        elif chip_rates.of(str(target.get("kind"))) is None:
+            kind = str(target.get("kind") or target.get("name"))
+            return f"no rates of {kind} are known: give --rates=FILE, which bytescope calibrate writes on it"
+    return "" if known_schedule else "the schedule of this program is not known, or has too many operations"
+
+
 def of_report(report: Report) -> Prediction | None:
     """The prediction of a report's program on its target; None where too little is known of either."""
     of_update = report.subject

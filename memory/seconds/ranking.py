@@ -33,6 +33,9 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
         out |= {"predicted_seconds": found.seconds, "predicted_seconds_low": found.low,
                 "predicted_seconds_high": found.high, "predicted_tokens_per_s": found.tokens_per_s,
                 "predicted_mfu": found.mfu, "rates": found.rates}
+    elif answer.get("status") == "ok" and answer.get("target"):
+        out["unpredicted"] = (prediction.missing(bool(answer.get("schedule")), answer["target"])
+                              or "nothing in this program takes time")
     return out
 
 

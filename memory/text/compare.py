@@ -105,7 +105,8 @@ def _head(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str,
 
 
 def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
-    out = _failures(rows, keys)
+    out = [*_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
+           *_reasons(rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim")]
     out += [Prose(f"predicted s, with its spread, tokens/s and MFU: {one_line(source)}", "dim")
             for source in dict.fromkeys(row.rates for row in rows if row.rates)]
     if any(row.pareto for row in rows):
@@ -134,17 +135,18 @@ def as_fast(others: Sequence[str]) -> str:
     return (f"a tie, predicted within {TIE:.0%}: {named}; chosen for the least recomputation, then the least memory")
 
 
-def _failures(rows: Sequence[Row], keys: Sequence[str]) -> list[RenderableType]:
-    """Each reason once, with the row that it stands for and how many more."""
+def _reasons(rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str],
+             style: str) -> list[RenderableType]:
+    """Each reason once, with the row that it stands for and how many more; rows with the reason "" have none."""
     failed: dict[str, list[Row]] = {}
     for row in rows:
-        if not row.ok:
-            failed.setdefault(row.status, []).append(row)
+        if reason(row):
+            failed.setdefault(reason(row), []).append(row)
     out: list[RenderableType] = []
     for why, alike in failed.items():
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why),
-                                       style="red")))
+                                       style=style)))
     return out
 
 

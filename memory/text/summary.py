@@ -39,7 +39,7 @@ def _head(report: Report) -> RenderableType:
     kind = f" ({_short(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
     title = f"Report of {name} on {_short(str(target.get('name', 'an unnamed target')))}{kind}"
     jax = f"jax {_short(report.versions['jax'])}" if "jax" in report.versions else ""
-    taken = _cut(times.predicted(report))
+    taken = _cut(times.predicted(report) or times.unpredicted(report))
     return Group(Items(filter(None, (title, jax))), peak_line(report), *([Prose(taken)] if taken else []))
 
 

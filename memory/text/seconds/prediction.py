@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from bytescope.memory.costs.roofline import at_best
 from bytescope.memory.records import Report
-from bytescope.memory.seconds.prediction import Prediction
+from bytescope.memory.seconds.prediction import Prediction, missing
 from bytescope.memory.text.console import one_line
 
 # Terms of a prediction (`seconds.walk.TERMS`) whose names do not say it all.
@@ -29,6 +29,14 @@ def predicted(report: Report) -> str:
     if found.mfu:
         parts.append(f"MFU {found.mfu:.0%}")
     return f"{', '.join(parts)}, rates: {one_line(found.rates)}"
+
+
+def unpredicted(report: Report) -> str:
+    """Why no seconds are predicted, in one line; "" where they are or can be, and without a target."""
+    if report.prediction or not report.target:
+        return ""
+    why = missing(bool(report.schedule), report.target, measured=False)
+    return f"no seconds are predicted: {one_line(why)}" if why else ""
 
 
 def spent(report: Report) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.pages.elements import rates_notes
 from bytescope.memory.plan import grids, worker
 from bytescope.memory.plan import rows as plan_rows
 from bytescope.memory.plan.rows import Row
@@ -276,6 +277,16 @@ def test_hfu_over_mfu_is_shown_where_there_is_room(rows):
 def test_one_reason_is_told_once():
     text = printed([Row({"remat.policy": name}, status="no such mesh") for name in "abc"])
     assert text.count("no such mesh") == 1 and "a and 2 more: " in text
+
+
+def test_a_row_without_predicted_seconds_says_why():
+    answer = {"status": "ok", "target": {"name": "rtx4090", "platform": "gpu", "kind": "NVIDIA GeForce RTX 4090"},
+              "allocated_bytes": GIB, "schedule": []}
+    found = [Row.of({"remat.policy": name}, answer) for name in "ab"]
+    why = "the schedule of this program is not known, or has too many operations"
+    assert f"a and 1 more: no seconds are predicted: {why}" in " ".join(printed(found).split())
+    assert rates_notes(plan_rows.to_json(found, {}, {})["rows"]) == [f"Rows without predicted seconds: {why}."]
+    assert Row.of({}, answer | {"status": "no such mesh"}).unpredicted == ""
 
 
 def test_a_wide_table_goes_on_below_and_leaves_nothing_out():

@@ -51,6 +51,17 @@ def test_both_stand_in_the_report_and_on_its_page():
     assert times.predicted(REPORT) in " ".join(summary.plain(REPORT).split())
 
 
+@pytest.mark.parametrize(("target", "why"), [
+    ({"name": "local", "platform": "gpu", "kind": "NVIDIA X"}, "no rates of NVIDIA X are known: give --rates=FILE"),
+    ({"name": "rtx4090", "platform": "gpu", "kind": "NVIDIA GeForce RTX 4090"}, "the schedule of this program is not"),
+    ({"name": "cpu:1", "platform": "cpu", "kind": "cpu"}, "the rates of a CPU are measured by bytescope report")])
+def test_a_report_without_predicted_seconds_says_why(target, why):
+    bare = Report(8, 8, {}, target=target)
+    assert times.predicted(bare) == "" and times.unpredicted(bare).startswith(f"no seconds are predicted: {why}")
+    for shown in (plain_text(render(bare), 100), summary.plain(bare)):
+        assert times.unpredicted(bare) in " ".join(shown.split())
+
+
 @pytest.mark.parametrize("value, digits, shown", [
     (0.7213, 3, "0.721"), (0.7, 3, "0.700"), (90_853.7, 3, "90,900"), (0.0996, 2, "0.10"), (999.6, 3, "1,000"),
     (119.7, 2, "120"), (1.04e-7, 2, "0.00000010"), (3.333, 2, "3.3")])
