@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.plan.grids import POLICY, as_text
-from bytescope.memory.plan.rows import Row, thrift
+from bytescope.memory.plan.rows import Row, names_a_policy, thrift
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.problem import Tried
 from bytescope.memory.remat.search import Search
@@ -118,10 +118,8 @@ class Front:
         """
         keys = tried.plan.keys()
         answer = self.trials.compile([keys])[0]  # it is compiled already: this looks it up
-        ranges = tried.plan.ranges
-        policy = ranges[0][0].policy if len(ranges) == 1 else ""
         flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
-        return Fixed(policy or str(tried.plan), flags, Row.of(keys, answer))
+        return Fixed(tried.plan.policy or str(tried.plan), flags, Row.of(keys, answer))
 
 
 def budgets_of(first: int, last: int, points: int) -> list[int]:
@@ -195,12 +193,13 @@ def less(points: Sequence[Point]) -> dict[str, float | None]:
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
     """Of the points that fit the target, the one of least `cost`, a key of COSTS: of predictions that tie the one that
-    recomputes least, then takes least memory; of equals the smallest."""
+    recomputes least, then takes least memory, then has a name; of equals the smallest."""
     field = COSTS[cost][0]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
     if cost == "time":
         return ranking.preferred(fitting, lambda point: getattr(point.row, field), lambda point: thrift(point.row))
-    return min(fitting, key=lambda point: (getattr(point.row, field), point.row.allocated_bytes), default=None)
+    return min(fitting, key=lambda point: (getattr(point.row, field), point.row.allocated_bytes,
+                                           not names_a_policy(point.row)), default=None)
 
 
 def plans_of(points: Sequence[Point]) -> list[Point]:

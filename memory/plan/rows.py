@@ -26,6 +26,7 @@ from bytescope.memory.config_keys import (
     MODEL_SCAN,
     PRECISION,
     REMAT,
+    REMAT_LAYERS,
 )
 from bytescope.memory.plan.grids import CONFIG, OFFLOAD, POLICY, SAVE, TARGET, as_text
 from bytescope.memory.seconds import ranking
@@ -228,10 +229,17 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
     return [row for row in ranking.ties(fitting, cost) if row is not winner] if name == PREDICTED else []
 
 
-def thrift(row: Row) -> tuple[float, int]:
+def thrift(row: Row) -> tuple[float, int, bool]:
     """What decides between rows that are predicted to be as fast: less recomputation, in whole per cent of the model's
-    FLOPs, then less memory, that of the device and of the host."""
-    return round(row.recompute_flops_fraction or 0.0, 2), (row.allocated_bytes or 0) + (row.host_bytes or 0)
+    FLOPs, then less memory, that of the device and of the host, then a policy with a name."""
+    return (round(row.recompute_flops_fraction or 0.0, 2), (row.allocated_bytes or 0) + (row.host_bytes or 0),
+            not names_a_policy(row))
+
+
+def names_a_policy(row: Row) -> bool:
+    """Whether all layers of a row are under one policy that has a name, not under listed names or ranges of layers."""
+    layers = row.overrides.get(REMAT_LAYERS) or "()"
+    return as_text(layers) == "()" and row.overrides.get(POLICY) != "custom"
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:

@@ -67,10 +67,15 @@ class Plan:
         link = self.host_bytes / passes.host_link if passes.host_link else 0.0
         return max(passes.forward, link) + max(passes.backward + self._sum("seconds"), link)
 
+    @property
+    def policy(self) -> str:
+        """The policy that all layers are under; "" for names, or several ranges."""
+        return self.ranges[0][0].policy if len(self.ranges) == 1 else ""
+
     def keys(self) -> dict[str, str]:
         """The plan as keys of a config: one policy, or ranges of layers."""
-        if len(self.ranges) == 1 and self.ranges[0][0].policy:
-            return remat_keys(self.ranges[0][0].policy)
+        if self.policy:
+            return remat_keys(self.policy)
         stops = list(itertools.accumulate(count for _, count in self.ranges))
         return remat_keys("full", ",".join(f"{stop - count}-{stop}:{pattern.text()}"
                                            for stop, (pattern, count) in zip(stops, self.ranges)))

@@ -180,13 +180,15 @@ class Search:
 
     def best(self, budget: float) -> Tried | None:
         """The best compiled plan that fits, by the compiled program's own cost; among those that cost the same within
-        `TIE`, and no more than the best fixed policy, the one that recomputes least, then the one of fewest bytes."""
+        `TIE`, and no more than the best fixed policy, the one that recomputes least, then the one of fewest bytes,
+        then one that is a policy with a name."""
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
             least, fixed = min(tried.compiled.seconds for tried in fitting), self.best_fixed(budget)
             most = min(least * (1 + TIE), fixed.compiled.seconds if fixed else math.inf)
             fitting = [tried for tried in fitting if tried.compiled.seconds <= most]
-        return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes), default=None)
+        return min(fitting, key=lambda tried: (tried.compiled.flops, tried.compiled.allocated_bytes,
+                                               not tried.plan.policy), default=None)
 
     def run(self, budget: float, *, most: int = MOST_COMPILES, at_once: int = 1) -> Outcome:
         """The best plan within `budget` bytes.

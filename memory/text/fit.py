@@ -197,8 +197,9 @@ def _layouts(out: Mapping[str, Any]) -> list[RenderableType]:
         ran = row["predicted_seconds"] is not None
         table.add(row["layout"], human(row["allocated_bytes"]) if ran else "", seconds(row["predicted_seconds"]),
                   slower(row), "" if row["fits"] else _failed(row), style="" if row["fits"] else "dim")
-    return [Text("each mesh, beside the choice", style="bold"), table,
-            Prose(AT_LEAST, "dim")]
+    reasons = [Prose(f"{row['layout']}: {safe(row['verdict'])}", "dim") for row in rows
+               if row["predicted_seconds"] is None]
+    return [Text("each mesh, beside the choice", style="bold"), table, *reasons, Prose(AT_LEAST, "dim")]
 
 
 def slower(row: Mapping[str, Any]) -> str:

@@ -47,9 +47,9 @@ class Step:
         return (self.prediction.low, self.prediction.high) if self.prediction else (None, None)
 
     @property
-    def thrift(self) -> tuple[float, int]:
+    def thrift(self) -> tuple[float, int, bool]:
         """What decides between variants that are predicted to be as fast (`rows.thrift`)."""
-        return thrift(Row.of({}, {key: self.answer.get(key) for key in
+        return thrift(Row.of(self.keys, {key: self.answer.get(key) for key in
                                   ("recompute_flops_fraction", "allocated_bytes", "host_bytes")}))
 
     @property

@@ -303,7 +303,7 @@ class Walk:
 
 
 def preferred(steps: Sequence[Step]) -> Step | None:
-    """Of steps that fit the fastest, of ties the thriftiest; None for none."""
+    """Of steps that fit the fastest, of ties the thriftiest (`rows.thrift`); None for none."""
     return ranking.preferred(steps, _seconds, lambda step: step.thrift)
 
 
