@@ -1,10 +1,12 @@
 """Which jax platform this process should use, decided before jax starts its backends.
 
-jax with the CUDA plugin installed prints a traceback about cuPTI on a machine without an NVIDIA
-driver; naming the platform beforehand is the only way to stay quiet. So this module must not
-import jax, and `choose_platform()` belongs in the first lines of a command.
+jax with the CUDA plugin installed logs a traceback about cuPTI on a machine without an NVIDIA
+driver, unless the platform is named beforehand. So this module must not import jax, and
+`choose_platform()` belongs in the first lines of a command. A program of the user chooses its
+platform itself: for it this module only hides that traceback.
 """
 
+import logging
 import os
 import re
 import sys
@@ -57,6 +59,16 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
         if any((Path(root) / node.lstrip("/")).exists() for node in nodes):
             return platform
     return "tpu" if env.get("TPU_NAME") else "cpu"
+
+
+def _is_no_missing_driver(record: logging.LogRecord) -> bool:
+    """Whether a message of jax is anything but the traceback of its CUDA plugin on a machine without a driver."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
+
+
+# When this module is imported, since jax logs it when the program's first array starts the backends.
+logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_missing_driver)
 
 
 def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | None = None) -> None:

@@ -150,8 +150,9 @@ class Trials:
         """The seconds of an update of a compiled variant. Raises ReportError where none can be predicted."""
         found = prediction.of_answer(answer)
         if found is None:
-            why = prediction.missing(bool(answer.get("schedule")), self.target.to_json())
-            raise ReportError(f"target {self.target.name}: no seconds are predicted: {why or 'nothing in it takes time'}")
+            why = (prediction.missing(bool(answer.get("schedule")), self.target.to_json())
+                   or "nothing in this program takes time")
+            raise ReportError(f"target {self.target.name}: no seconds are predicted: {why}")
         return found
 
     @property

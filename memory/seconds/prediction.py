@@ -137,7 +137,8 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
     if rates_of.chosen() is None:
         if target.get("platform") == "cpu":
             if not measured:
-                return "the rates of a CPU are measured by bytescope report, and by bytescope calibrate for --rates=FILE"
+                return ("the rates of a CPU are measured by bytescope report, and by bytescope calibrate for "
+                        "--rates=FILE")
         elif chip_rates.of(str(target.get("kind"))) is None:
             kind = str(target.get("kind") or target.get("name"))
             return f"no rates of {kind} are known: give --rates=FILE, which bytescope calibrate writes on it"

@@ -53,7 +53,8 @@ def _head(report: Report, choices: str) -> RenderableType:
              ("temp", xla.temp_bytes), ("code", xla.generated_code_bytes), ("host", report.host_bytes),
              ("on chip", report.on_chip_bytes))
     changes = f"changed: {' '.join(of.changes)}" if of.changes else ""
-    plain = [line for line in (times.predicted(report) or times.unpredicted(report), of.batch, mixture(report.parameters), changes) if line]
+    taken = times.predicted(report) or times.unpredicted(report)
+    plain = [line for line in (taken, of.batch, mixture(report.parameters), changes) if line]
     told = (times.spent(report), times.at_least(report), *choices.splitlines(), overheads(report))
     return Group(Items(filter(None, named)), peak_line(report), *map(Prose, plain),
                  Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"),

@@ -1,5 +1,9 @@
 """Simulated CPU devices: as many as a target asks for, with threads for their collectives."""
 
+import logging
+
+import pytest
+
 from bytescope.memory.devices import platform
 from bytescope.memory.devices.platform import simulate_devices
 
@@ -10,6 +14,20 @@ def test_simulated_devices_are_as_many_as_the_target_asks():
                                 (["cpu:8"], {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, None)):
         simulate_devices(targets, env)
         assert env.get("JAX_NUM_CPU_DEVICES") == count
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("driver", "error", "said"), [
+    ("cpu", "Unable to load cuPTI. Is it installed?", 0), ("cuda", "Unable to load cuPTI. Is it installed?", 1),
+    ("cpu", "cuDNN is too old", 1)])
+def test_the_traceback_of_a_missing_driver_is_not_logged(driver, error, said, monkeypatch, caplog):
+    monkeypatch.setattr(platform, "accelerator", lambda: driver)
+    try:
+        raise RuntimeError(error)
+    except RuntimeError:  # as jax's own discovery of plugins
+        logging.getLogger("jax._src.xla_bridge").exception("Exception when calling %s.initialize()",
+                                                           "jax_plugins.xla_cuda13")
+    assert len(caplog.records) == said
 
 
 def test_simulated_devices_get_threads_for_their_collectives(tmp_path, monkeypatch):

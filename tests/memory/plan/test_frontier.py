@@ -79,6 +79,14 @@ def test_what_the_points_take_less_than_the_best_fixed_policies(points):
     assert [point.budget_bytes for point in frontier.plans_of(points)] == [20 * GIB, 30 * GIB, 80 * GIB]
 
 
+def test_of_equal_points_the_policy_with_a_name_is_the_best():
+    keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
+    listed, named = (Point(30 * GIB, name, "", row(29, 0.65, 0.1, overrides=each))
+                     for name, each in zip(("32 x v+q_rot", "minimal"), keys))
+    for cost in ("time", "flops"):
+        assert frontier.cheapest([listed, named], cost) is named
+
+
 def test_the_flags_of_a_plan():
     keys = {"remat.save": "()", "remat.policy": "full", "remat.layers": "(0-2:v,)"}
     values = {"remat.save": (), "remat.policy": "full", "remat.layers": ("0-2:v",)}

@@ -274,6 +274,15 @@ def test_hfu_over_mfu_is_shown_where_there_is_room(rows):
     assert "HFU/MFU" in printed(rows).splitlines()[2]
 
 
+def test_of_equal_rows_a_policy_with_a_name_is_the_best():
+    named = predicted("minimal", 20, 0.05, 1.01)
+    for keys in ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "custom"}):
+        listed = dataclasses.replace(predicted("", 20, 0.05, 1.0), overrides=keys)
+        assert plan_rows.best([listed, named]) is plan_rows.best([named, listed]) is named
+    smaller = dataclasses.replace(listed, allocated_bytes=named.allocated_bytes - 1)
+    assert plan_rows.best([named, smaller]) is smaller
+
+
 def test_one_reason_is_told_once():
     text = printed([Row({"remat.policy": name}, status="no such mesh") for name in "abc"])
     assert text.count("no such mesh") == 1 and "a and 2 more: " in text

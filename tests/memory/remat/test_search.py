@@ -162,6 +162,15 @@ def test_policies_of_a_name_are_candidates():
     assert [str(tried.plan) for tried in everything.tried] == [f"{LAYERS} x {NONE}"]
 
 
+@pytest.mark.parametrize("cost", ["time", "flops"])
+def test_of_plans_that_come_to_the_same_the_one_with_a_name_is_the_best(cost):
+    asked = problem(policies={"minimal": ("q", "mid")}, cost=cost)
+    search = Search(asked, Fake(asked))
+    pattern = next(pattern for pattern in search.named if pattern.policy == "minimal")
+    search.compile([search.whole(dataclasses.replace(pattern, policy="")), search.whole(pattern)])
+    assert search.best(math.inf).plan.policy == "minimal"
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_host_memory_is_a_budget_too(offload):
     """Some of it goes for other things, which only the compiler knows."""

@@ -7,9 +7,13 @@ import pytest
 from bytescope.memory.plan.fit import result
 from bytescope.memory.plan.fit import walk as walks
 from bytescope.memory.plan.fit.space import SQUEEZES
+from bytescope.memory.plan.fit.step import Step
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.plan.variants import Stopped, Trials
 from bytescope.memory.remat.search import FULL, NONE
+from bytescope.memory.seconds.prediction import Prediction
+from bytescope.memory.text import fit as fit_text
+from bytescope.memory.text.console import plain_text
 from support.fit_trials import GIB, SEQ, as_json, walk
 
 pytestmark = pytest.mark.quick
@@ -139,6 +143,14 @@ def test_without_the_lever_of_remat_the_policy_is_the_configs():
     assert done.best is done.steps[-2] and done.ties == done.steps[-1:] and done.best.seconds > done.ties[0].seconds
 
 
+def test_of_equal_variants_a_policy_with_a_name_is_the_choice():
+    answer = {"status": "ok", "recompute_flops_fraction": 0.05, "allocated_bytes": 20 * GIB, "host_bytes": 0}
+    keys = ({"remat.policy": "full", "remat.layers": "(0-32:v+q_rot)"}, {"remat.policy": "minimal"})
+    listed, named = (Step("remat", "x", each, answer, True, "fits", Prediction(seconds, 1, 1, {}, {}, "", ""))
+                     for each, seconds in zip(keys, (1.0, 1.01)))
+    assert walks.preferred([listed, named]) is walks.preferred([named, listed]) is named
+
+
 # ---- the host, and what cannot run -----------------------------------------------------------------------
 
 def test_host_bytes_above_the_hosts_memory_do_not_fit():
@@ -160,6 +172,8 @@ def test_a_variant_that_cannot_run_is_passed_over():
     assert verdicts == {"zero2 fsdp 8, 1 x 8, full": "cannot run: no such mesh",
                         "zero3 fsdp 8, 4 x 2, full": "cannot run: too wide"}
     assert done.best.keys["batch.micro"] == "2"
+    said = " ".join(plain_text(fit_text.render(as_json(done), "llama_8b"), 200).split())
+    assert "zero2 fsdp 8: cannot run: no such mesh" in said
     row = next(row for row in as_json(done)["walk"] if "zero2" in row["what"])
     assert row["allocated_bytes"] is row["predicted_seconds"] is None and row["fits"] is False
 
