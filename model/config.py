@@ -164,6 +164,8 @@ class ModelConfig:
                 "slows all pairs alike, four positive numbers: "
                 "factor,low_frequency_factor,high_frequency_factor,original_positions, or YaRN's five: "
                 "factor,beta_fast,beta_slow,original_positions,attention_factor")
+        if len(numbers) == 5 and self.rope_theta <= 1:
+            raise ValueError(f"model.rope_theta={self.rope_theta} with YaRN's model.rope_scaling: give a base above 1")
         if self.rope_local_theta and len(numbers) == 5:
             raise ValueError(f"{local} YaRN's model.rope_scaling: local layers rotate without a factor; give "
                              "model.rope_scaling=n, or set model.rope_local_theta and model.global_every to 0")

@@ -136,6 +136,17 @@ def test_llama3_scaling_stretches_only_long_wavelengths():
     assert bool(jnp.all(scaled[middle] < plain[middle])) and bool(jnp.all(scaled[middle] > plain[middle] / 8))
 
 
+def test_yarn_slows_pairs_with_few_rotations_and_scales_heads():
+    plain, scaled = (rope_frequencies(64, 10_000.0, s) for s in ((), (40.0, 32.0, 1.0, 4096.0, 1.2)))
+    turns = 4096 * plain / (2 * math.pi)
+    np.testing.assert_allclose(scaled[turns > 33], plain[turns > 33])
+    np.testing.assert_allclose(scaled[turns < 0.7], plain[turns < 0.7] / 40, rtol=1e-6)  # whole pairs: not at 1 exactly
+    assert bool(jnp.all(jnp.diff(scaled / plain) <= 1e-6))
+    x = jax.random.normal(jax.random.key(0), (1, 3, 2, 64))
+    once, larger = (rotate(x, jnp.arange(3), scaled, amplitude) for amplitude in (1.0, 1.2))
+    np.testing.assert_allclose(larger, 1.2 * once, rtol=1e-5, atol=1e-6)
+
+
 def test_bf16_compute_keeps_fp32_masters_norms_and_logits():
     values = {**base.get_config().model.to_dict(), **SMALL}
     model = Transformer(ModelConfig.from_dict(values), PRECISIONS["bf16"], rngs=nnx.Rngs(params=0))
@@ -149,6 +160,8 @@ def test_bf16_compute_keeps_fp32_masters_norms_and_logits():
 @pytest.mark.parametrize(("change", "message"), [
     ({"n_kv_heads": 3}, "n_heads=4 is not a multiple"), ({"d_model": 0}, "d_model=0"),
     ({"dropout": 1.0}, "dropout=1.0"), ({"d_head": 7}, "d_head=7 is odd"), ({"rope_scaling": (1, 2)}, "rope_scaling"),
+    ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_theta": 1.0}, "give a base above 1"),
+    ({"rope_scaling": (4.0, 32.0, 1.0, 16.0, 1.0), "rope_local_theta": 100.0, "global_every": 6}, "with YaRN's"),
     ({"rope_local_theta": 100.0}, "rope_local_theta=100.0 with model.global_every=0: one is"),
     ({"global_every": 6}, "rope_local_theta=0.0 with model.global_every=6: one is"),
     ({"rope_local_theta": 100.0, "global_every": 6, "position": "learned"}, "with model.position=learned")])

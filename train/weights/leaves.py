@@ -98,7 +98,8 @@ class Leaf:
             theirs[self.axis] = (start + self.before, stop + self.before)
         array = self.folder.read(self.tensor.name, theirs)
         if self.scale:
-            array = array.astype(np.float32) * self._scales(theirs)
+            array = array.astype(np.float32)
+            array *= self._scales(theirs)
         array = self.pattern.forward(array, spans, stored)
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
