@@ -61,19 +61,20 @@ DEEPSEEK_V3 = {
 MATRICES = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
 
 
-@pytest.mark.parametrize(("raw", "parameters", "keys", "balance"), [
-    (MIXTRAL_8X7B, 46_702_792_704, {"experts": 8, "experts_per_token": 2, "router_renormalize": True}, 0.04),
+@pytest.mark.parametrize(("raw", "parameters", "keys", "balance", "layers"), [
+    (MIXTRAL_8X7B, 46_702_792_704, {"experts": 8, "experts_per_token": 2, "router_renormalize": True}, 0.04,
+     "pooled"),
     (QWEN3_30B_A3B, 30_532_122_624, {"experts": 128, "experts_per_token": 8, "d_expert": 768, "d_ff": 6144,
-                                     "qk_norm": True, "router_renormalize": True}, 0.008),
+                                     "qk_norm": True, "router_renormalize": True}, 0.008, "pooled"),
     (DEEPSEEK_V3, 671_026_419_200, {"attention_kind": "mla", "dense_layers": 3, "shared_experts": 1, "mla_q_rank": 1536,
                                     "router": "sigmoid", "router_bias": True, "router_groups": 8,
-                                    "rope_scaling": (40.0, 32.0, 1.0, 4096.0, 1.0)}, 0.0)])
-def test_published_sizes(tmp_path, raw, parameters, keys, balance):
+                                    "rope_scaling": (40.0, 32.0, 1.0, 4096.0, 1.0)}, 0.0, "separate")])
+def test_published_sizes(tmp_path, raw, parameters, keys, balance, layers):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = configs.load(f"hf:{tmp_path}")
     model = ModelConfig.from_dict(config.model)
     assert {key: getattr(model, key) for key in keys} == keys
-    assert config.loss.balance == pytest.approx(balance) and config.loss.balance_layers == "pooled"  # k times theirs
+    assert config.loss.balance == pytest.approx(balance) and config.loss.balance_layers == layers
     abstract = nnx.eval_shape(lambda: Transformer(model, Precision(), rngs=nnx.Rngs(params=0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param))) == parameters
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}  # unquantized, 61 layers alone
