@@ -20,7 +20,7 @@ from bytescope.train.data.examples.template import (
 )
 from bytescope.train.data.records import Malformed, RecordFiles, Skipped, mark, read
 from bytescope.train.data.settings import DataConfig
-from bytescope.train.data.tokenizer import ENDS, JsonTokenizer, Tokenizer
+from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
 from bytescope.train.errors import UserError
 
 AT_ONCE = 256  # records rendered and encoded together
@@ -70,7 +70,8 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
                     counts["cut" if config.too_long == "cut" else "dropped"] += 1
                     if config.too_long == "drop":
                         continue
-                    ids, targets = ids[:config.seq_len + 1], targets[:config.seq_len + 1]
+                    # Copies: a slice would keep the whole example in memory.
+                    ids, targets = ids[:config.seq_len + 1].copy(), targets[:config.seq_len + 1].copy()
                 if not targets[1:].any():
                     counts["unlearned"] += 1
                     continue
@@ -166,9 +167,8 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
             texts = renderer.render(safe, before=by_prefix, up_to=by_prefix and not turn_end)
             plain = [text for chat, same, text in zip(chats, safe, texts, strict=True)
                      if chat is same and isinstance(text, Rendered)]
-            # All at once, so that every core is busy.
-            encoded = iter(parsing.encode_spans([text.text for text in plain]))
-            prefixes = iter(parsing.encode_many([prefix for text in plain for prefix in text.before]))
+            encoded = _in_groups(parsing.encode_spans, [text.text for text in plain])
+            prefixes = _in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
             found: list[Tokens] = []
             for chat, same, text in zip(chats, safe, texts, strict=True):
                 if isinstance(text, Malformed):
@@ -180,6 +180,19 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
             return found
 
         yield tokens_of
+
+
+def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
+    """Yields what `encode` gives for each text. Texts are encoded in groups of about GROUP_CHARS characters: enough to
+    keep every core busy, few enough to bound the memory."""
+    group, chars = [], 0
+    for text in texts:
+        group.append(text)
+        chars += len(text)
+        if chars >= GROUP_CHARS:
+            yield from encode(group)
+            group, chars = [], 0
+    yield from encode(group)
 
 
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:

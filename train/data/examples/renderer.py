@@ -8,6 +8,7 @@ much memory; jinja2's sandbox keeps it from everything else. As in transformers 
 
 import json
 import sys
+import time
 
 # Around what the block `generation` holds: Unicode keeps these out of text.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -16,6 +17,12 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 TODAY = (2024, 7, 26)
 SECONDS = 5  # for one conversation
 BYTES = 1 << 30  # of address space
+# Limits over all conversations. Each rendering of a conversation adds to an allowance what such a rendering may need,
+# about ten times what published templates do need, and subtracts what it used. These are the allowances at the start,
+# which are never exceeded later, and what a rendering adds: a fixed amount, and an amount per character of the
+# conversation.
+TOTAL_SECONDS, SECONDS_EACH, SECONDS_PER_CHARACTER = 10.0, 5e-4, 2e-7  # processor time
+TOTAL_CHARACTERS, CHARACTERS_EACH, CHARACTERS_PER_CHARACTER = 1 << 22, 1 << 14, 4
 
 
 def environment():
@@ -66,6 +73,32 @@ def rendered(template, variables, asked):
             "up_to": [render(number + 1, False) for number in answers] if asked["up_to"] else []}
 
 
+class Allowance:
+    """Seconds and characters that the template may still use."""
+
+    def __init__(self, seconds, characters):
+        self.totals = self.left = seconds, characters
+        self.conversations = self.given = 0
+        self.used = 0.0, 0
+
+    def spend(self, asked, found, seconds):
+        """Subtracts what a conversation used; returns the reason to stop, or "" if the allowance suffices."""
+        texts = [found["text"], *found["before"], *found["up_to"]] if "text" in found else [""]  # "": it failed
+        given = len(json.dumps([asked["messages"], asked["tools"]]))
+        written = sum(map(len, texts))
+        added = (len(texts) * (SECONDS_EACH + SECONDS_PER_CHARACTER * given),
+                 len(texts) * (CHARACTERS_EACH + CHARACTERS_PER_CHARACTER * given))
+        self.left = tuple(min(left, total) + more - used for left, total, more, used
+                          in zip(self.left, self.totals, added, (seconds, written), strict=True))
+        self.conversations, self.given = self.conversations + 1, self.given + given
+        self.used = self.used[0] + seconds, self.used[1] + written
+        plural = "" if self.conversations == 1 else "s"
+        share = f"for {self.conversations:,} conversation{plural} of {self.given:,} characters"
+        if self.left[0] < 0:
+            return f"took {self.used[0]:.1f} s {share}"
+        return f"wrote {self.used[1]:,} characters {share}" if self.left[1] < 0 else ""
+
+
 def limit(most):
     """Bounds the memory of this process, and returns a function that starts, or ends, the time of a conversation."""
     try:
@@ -88,7 +121,7 @@ def main():
         answers.flush()
 
     first = json.loads(requests.readline())
-    made = environment()
+    made, allowance = environment(), Allowance(*first["totals"])
     clock, seconds = limit(first["bytes"]), first["seconds"]
     clock(seconds)
     try:
@@ -101,6 +134,7 @@ def main():
     for line in requests:
         for asked in json.loads(line):
             clock(seconds)
+            began = time.process_time()
             try:
                 found = rendered(template, first["variables"], asked)
             except MemoryError:
@@ -108,6 +142,9 @@ def main():
             except Exception as error:
                 found = {"error": (str(error) or type(error).__name__)[:300]}
             clock(0)
+            if reason := allowance.spend(asked, found, time.process_time() - began):
+                answer({"stopped": reason})
+                return
             answer(found)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from bytescope.memory.report_json import one_line
 from bytescope.train.data.examples import renderer
 from bytescope.train.data.examples.content import Chat
-from bytescope.train.data.records import Malformed
+from bytescope.train.data.records import Malformed, text_of
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.errors import UserError
 
@@ -117,7 +117,7 @@ class Renderer:
                                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             self._ask({"template": template.source, "variables": template.variables, "seconds": renderer.SECONDS,
-                       "bytes": renderer.BYTES})
+                       "bytes": renderer.BYTES, "totals": [renderer.TOTAL_SECONDS, renderer.TOTAL_CHARACTERS]})
             self._answer()
         except BaseException as error:
             self.close()
@@ -144,20 +144,21 @@ class Renderer:
         """Renders each conversation; where the template refuses one, its reason. `before`, `up_to`: whether these parts
         of `Rendered` are needed.
 
-        Raises UserError if the template takes too long: the process is gone then.
+        Raises UserError if the template takes too long, for one conversation or for all since the process started, or
+        writes too much for them: the process has ended then.
         """
         self._ask([{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to}
                    for chat in chats])
-        found: list[Rendered | Malformed] = []
+        results: list[Rendered | Malformed] = []
         for _ in chats:
             try:
                 answer = self._answer()
                 text, learned = _unmarked(answer["text"])
                 parts = [[_unmarked(part)[0] for part in answer[name]] for name in ("before", "up_to")]
-                found.append(Rendered(text, learned, *parts))
+                results.append(Rendered(text, learned, *parts))
             except Malformed as error:
-                found.append(Malformed(f"the chat template of {self.template.title} refuses it ({error})"))
-        return found
+                results.append(Malformed(f"the chat template of {self.template.title} refuses it ({error})"))
+        return results
 
     def _ask(self, request: Any) -> None:
         with contextlib.suppress(OSError):  # it has ended: reading tells
@@ -172,13 +173,18 @@ class Renderer:
                             f"needed more than {renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
                             "another with data.chat_template=FILE")
         answer = json.loads(line)
+        if "stopped" in answer:
+            raise UserError(f"the chat template of {self.template.title} {answer['stopped']}, far more than published "
+                            "templates do: give another with data.chat_template=FILE")
         if "error" in answer:
             raise Malformed(" ".join(answer["error"].split())[:120])
         return answer
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks of `generation`, and [from, to) of what stood between them."""
+    """The text without the marks of `generation`, and [from, to) of what stood between them. Raises Malformed for text
+    that has no encoding, and for marks that do not match."""
+    text_of(text, "the rendered text")
     parts = re.split(f"([{renderer.BEGIN}{renderer.END}])", text)
     found, plain, begun = [], [], None
     length = 0

@@ -101,6 +101,33 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize("source, why", [
+    ("{{ 'ab' * 250000 }}", r"wrote 1,000,000 characters for 2 conversations of 84 characters, far more"),
+    # Refused conversations take time, too.
+    ("{% for i in range(20000) %}{% endfor %}{{ raise_exception('no') }}", r"took 0\.\d s for \d+ conversations of"),
+])
+def test_all_conversations_together_are_limited(monkeypatch, source, why):
+    monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 700_000)
+    monkeypatch.setattr(renderer, "TOTAL_SECONDS", 0.05)
+    chats = [Chat([{"role": "user", "content": "hi"}], None)] * 300
+    with Renderer(Template(source, "test", {})) as process, pytest.raises(UserError, match=why) as error:
+        process.render(chats, before=False, up_to=False)
+    assert str(error.value).endswith("do: give another with data.chat_template=FILE") and "\n" not in str(error.value)
+
+
+def test_long_data_may_take_longer(monkeypatch):
+    monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 20_000)
+    with Renderer(Template(CHATML, "test", {})) as process:
+        results = process.render([Chat([{"role": "user", "content": "hi" * 10_000}] * 9, None)] * 3,
+                                 before=False, up_to=False)
+    assert sum(len(found.text) for found in results) > 3 * 9 * 20_000
+
+
+def test_text_without_an_encoding_is_refused():
+    found = render("{{ '\\ud800' }}")
+    assert isinstance(found, Malformed) and "the rendered text holds half a surrogate pair" in str(found)
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{{ 1 | nothing }}", "{% generation %}", "\x00{%"])
 def test_a_template_that_is_none_is_refused(source):
     with pytest.raises(UserError, match="the chat template of test is not valid .*: give another with data") as error:
