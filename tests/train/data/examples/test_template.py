@@ -101,14 +101,14 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("source, why", [
-    ("{{ 'ab' * 250000 }}", r"wrote 1,000,000 characters for 2 conversations of 84 characters, far more"),
+@pytest.mark.parametrize("source, seconds, why", [
+    ("{{ 'ab' * 250000 }}", 9, r"wrote 1,000,000 characters for 2 conversations of 86 characters, far more"),
     # Refused conversations take time, too.
-    ("{% for i in range(20000) %}{% endfor %}{{ raise_exception('no') }}", r"took 0\.\d s for \d+ conversations of"),
+    ("{% for i in range(20000) %}{% endfor %}{{ raise_exception('no') }}", 0.05, r"took 0\.\d s for \d+ conversations of"),
 ])
-def test_all_conversations_together_are_limited(monkeypatch, source, why):
+def test_all_conversations_together_are_limited(monkeypatch, source, seconds, why):
     monkeypatch.setattr(renderer, "TOTAL_CHARACTERS", 700_000)
-    monkeypatch.setattr(renderer, "TOTAL_SECONDS", 0.05)
+    monkeypatch.setattr(renderer, "TOTAL_SECONDS", seconds)
     chats = [Chat([{"role": "user", "content": "hi"}], None)] * 300
     with Renderer(Template(source, "test", {})) as process, pytest.raises(UserError, match=why) as error:
         process.render(chats, before=False, up_to=False)
