@@ -96,6 +96,12 @@ class SavedRun:
         """
         return whole(Slices(self.stored(path), self.damage_told))
 
+    @property
+    def remedy(self) -> str:
+        """What to do if this checkpoint cannot be used, for messages."""
+        others = [str(step) for step in _steps(self.workdir) if step != self.step]
+        return f"choose another with --step={others[-1]}" if others else "there is no other checkpoint"
+
     @contextlib.contextmanager
     def damage_told(self) -> Iterator[None]:
         """Turns what Orbax, tensorstore or json raise on bad bytes into one line."""
@@ -104,10 +110,8 @@ class SavedRun:
                 yield
             except Exception as error:
                 complaints.drop = True
-                others = [str(step) for step in _steps(self.workdir) if step != self.step]
-                remedy = f"choose another with --step={others[-1]}" if others else "there is no other one"
                 raise UserError(f"checkpoint {self.step} of {self.workdir} is damaged "
-                                f"({one_line(error)[:120] or type(error).__name__}): {remedy}") from error
+                                f"({one_line(error)[:120] or type(error).__name__}): {self.remedy}") from error
 
 
 def began_from(run: SavedRun) -> Folder | None:

@@ -121,6 +121,13 @@ def _of_run(run: SavedRun) -> Source:
     stored = ModelConfig.from_dict(run.config.model)
     parameters = (Merged if run.config.lora.rank else Parameters)(run, stored, folder)
 
+    def parameter(name: str) -> np.ndarray:
+        array = whole(parameters.read(name))
+        if count := int(np.count_nonzero(~np.isfinite(array))):
+            raise UserError(f"step {run.step} of {run.workdir}: {count:,} of the {array.size:,} values of {name} are "
+                            f"NaN or infinite: {run.remedy}")
+        return array
+
     def read(model: Model, tell: Tell) -> Any:
         places = by_array(model.config, {path: path for path in parameters_of(model.config)})
         flat, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
@@ -128,13 +135,13 @@ def _of_run(run: SavedRun) -> Source:
         for path, like in flat:
             made = np.zeros(like.shape, like.dtype)
             for index, name in places[dotted(path)].items():
-                made[index] = whole(parameters.read(name)).astype(like.dtype)
+                made[index] = parameter(name).astype(like.dtype)
             found.append(jax.device_put(made, like.sharding))
             done += made.nbytes
             tell(done, total)
         return tree.unflatten(found)
 
-    return Source(f"step {run.step} of {run.workdir}", run.config, read, lambda name: whole(parameters.read(name)),
+    return Source(f"step {run.step} of {run.workdir}", run.config, read, parameter,
                   load_tokenizer(text.tokenizer, special_tokens="parse") if text.tokenizer else None,
                   (), frozenset(() if text.end is None else [text.end]), run.config.model.max_seq_len)
 

@@ -22,20 +22,21 @@ from bytescope.train.errors import UserError
 from bytescope.train.export import tensors as export_tensors
 from bytescope.train.export.config_json import config_json
 from bytescope.train.export.stored_array import StoredArray
+from bytescope.train.generation.source import describe_model, open_source
 from bytescope.train.program import build
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.workdir import Identity
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
-from support.models import checkpoints
+from support.models import checkpoints, weights
 from support.toy import made_state, small_config
 
 pytestmark = pytest.mark.oracle("transformers")
 
 
-def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
+def saved(folder, workdir, overrides=(), devices=1, steps=(3,), change=lambda params: params):
     """A run directory as training from a folder leaves it, its checkpoint on so many devices, without training; moments
-    are left out, which no export reads."""
+    are left out, which no export reads. change: (parameters) -> those that are saved."""
     config = load(f"hf:{folder}")
     for key, value in {"precision.preset": "fp32", "batch.accumulation": 1, **dict(overrides)}.items():
         override(config, key, str(value))
@@ -43,7 +44,7 @@ def saved(folder, workdir, overrides=(), devices=1, steps=(3,)):
     source = Folder.open(folder)
     params, frozen = parted(load_params(source, program.model, program.state.model_params, order=program.order),
                             program.frozen)
-    state = dataclasses.replace(program.state, params=params, frozen=frozen,
+    state = dataclasses.replace(program.state, params=change(params), frozen=frozen,
                                 step=jnp.int32(steps[-1]), opt_state=(), tally=None, loss_scale=None)
     checkpointer = Checkpoints(workdir, keep=len(steps))
     for step in steps:
@@ -288,6 +289,24 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(gpt2, tmp_path, monkeypatch,
 def test_what_float16_does_not_hold(gpt2, tmp_path, capsys):
     assert cli.main(["export", str(gpt2), str(tmp_path / "out"), "--dtype=float16"]) == 2
     assert "wpe.weight has values beyond 65,504" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_with_nan_is_not_generated_from(tmp_path):
+    """generate and score read all parameters, quantize one at a time."""
+    def spoil(params):
+        scale = params["blocks"]["norm_mlp"]["scale"]
+        return params | {"blocks": params["blocks"] | {"norm_mlp": {"scale": scale.at[1, 5:7].set(np.nan)}}}
+
+    workdir = saved(weights.llama(tmp_path / "folder"), tmp_path / "run", steps=(3, 5), change=spoil)
+    source = open_source(workdir)
+    message = (f"step 5 of {workdir}: 2 of the 32 values of blocks.1.norm_mlp.scale are NaN or infinite: choose "
+               "another with --step=3")
+    with pytest.raises(UserError) as caught:
+        source.read(describe_model(source.config, jax.devices()[:1]), lambda done, total: None)
+    assert str(caught.value) == message
+    with pytest.raises(UserError) as caught:
+        source.parameter("blocks.1.norm_mlp.scale")
+    assert str(caught.value) == message and source.parameter("blocks.0.norm_mlp.scale").shape == (32,)
 
 
 def test_what_is_not_trained_is_read_from_the_folder_that_the_run_began_from(tmp_path, capsys):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train import config as configs
 from bytescope.train.errors import UserError
+from bytescope.train.generation.source import describe_model, open_source
 from bytescope.train.weights import load as loading
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import checkpoint_leaves
@@ -211,6 +212,28 @@ def test_a_missing_a_surplus_a_misshapen_tensor_and_one_of_another_dtype(tmp_pat
         with pytest.raises(UserError) as caught:
             leaves(changed(tmp_path / str(number), change))
         assert why in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16])
+def test_nan_and_infinite_weights_are_named(tmp_path, dtype):
+    """generate and score read all parameters, quantize one at a time."""
+    values = weights.numbers(weights.llama_shapes(), dtype)
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        values[name][3, 4], values[name][30, 1:3] = np.nan, (np.inf, -np.inf)
+    source = open_source(weights.write(tmp_path / "m", weights.LLAMA, values))
+    message = (f"{tmp_path / 'm' / 'model.safetensors'}: 3 of the 1,536 values of model.layers.1.mlp.up_proj.weight "
+               "are NaN or infinite: download it again, or give other weights")
+    with pytest.raises(UserError) as caught:
+        source.read(describe_model(source.config, jax.devices()[:1]), lambda done, total: None)
+    assert str(caught.value) == message
+    with pytest.raises(UserError) as caught:
+        source.parameter("blocks.1.mlp.w_up")
+    assert str(caught.value) == message
+    largest = np.finfo(np.float16).max.astype(dtype)
+    values = {name: np.full_like(array, largest) for name, array in values.items()}
+    source = open_source(weights.write(tmp_path / "large", weights.LLAMA, values))
+    assert np.array_equal(source.parameter("blocks.1.mlp.w_up"), np.full((32, 48), largest))
 
 
 def test_a_tied_head_that_is_stored_too_has_to_be_the_table(tmp_path):
