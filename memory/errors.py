@@ -109,6 +109,14 @@ def a_kind(value: Any) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
+def message_of(error: BaseException) -> str:
+    """str(error), or what a traceback shows in its place if that fails."""
+    try:
+        return str(error)
+    except BaseException:  # whatever the __str__ of somebody's class raises
+        return "<exception str() failed>"
+
+
 def in_one_line(text: str) -> str:
     """The text as one line that a terminal shows as it is: control characters as Python writes them, ends of lines as
     spaces, and of a word without end its first and last letters."""
@@ -123,7 +131,7 @@ def exit_code_of(error: BaseException) -> int | None:
         about = f"{error.filename}: " if error.filename is not None else ""
         code, text = ReportError.exit_code, f"{about}{error.strerror}"
     elif hasattr(error, "exit_code"):
-        code, text = error.exit_code, str(error)
+        code, text = error.exit_code, message_of(error)
     else:
         return None
     print(f"error: {in_one_line(text)}", file=sys.stderr)

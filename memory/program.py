@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices import targets
-from bytescope.memory.devices.compiler import Compilation, compile_lowered, devices_of, is_described, read_compiled
+from bytescope.memory.devices.compiler import (
+    Compilation,
+    check_sizes,
+    compile_lowered,
+    devices_of,
+    is_described,
+    read_compiled,
+)
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, a_kind
 from bytescope.memory.hlo import dumps
@@ -53,6 +60,7 @@ def compiled_for(program: Any, args: Sequence[Any] = (), kwargs: Mapping[str, An
         program = _traced(program, args, kwargs or {}, options or {})
     stage, jaxpr = _stage(program), None
     if _is_traced(stage):
+        check_sizes(stage.jaxpr)
         stage, jaxpr = _lowered(stage, target), stage.jaxpr
     elif _is_stage(stage) and target is not None:
         _refuse_another(stage, target)

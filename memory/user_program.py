@@ -10,6 +10,7 @@ The function takes no arguments and returns one of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -18,12 +19,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.errors import ReportError, did_you_mean, message_of
 
 # What the options of a program may be besides those of jax.jit.
 OWN_OPTIONS = ("kwargs", "target", "config", "roles", "names")
@@ -54,10 +55,25 @@ def load(name: str) -> UserProgram:
     where, function = split(name)
     arguments, sys.argv = sys.argv, [where]  # ours are not those that a script of the user's may read
     try:
-        module = _module(where)
-        return _made(name, _called(name, _function(module, function)), module)
+        with one_line_errors(name):  # an attribute may run the user's code, too
+            module = _module(where)
+            return _made(name, _called(name, _function(module, function)), module)
     finally:
         sys.argv = arguments
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str) -> Iterator[None]:
+    """Turns whatever the user's code raises into a ReportError that begins with `what`: SystemExit too, and any other
+    class but KeyboardInterrupt, which is Ctrl-C."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except BaseException as error:
+        if type(error) is KeyboardInterrupt:
+            raise
+        raise ReportError(f"{what}: {told(error)}") from error
 
 
 def split(name: str) -> tuple[str, str]:
@@ -71,7 +87,7 @@ def split(name: str) -> tuple[str, str]:
 def told(error: BaseException) -> str:
     """An error of a user's code in one line: its kind, its first line, and the last place that is not a library's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    lines = str(error).strip().splitlines() or [""]
+    lines = message_of(error).strip().splitlines() or [""]
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{kind}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
@@ -118,11 +134,11 @@ def _of_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ReportError(f"{path} is not a Python file: give path/to/file.py:function")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise ReportError(f"{path.name} cannot be imported: {told(error)}") from error
+    with contextlib.ExitStack() as failed:
+        failed.callback(sys.modules.pop, name, None)
+        with one_line_errors(f"{path.name} cannot be imported"):
+            spec.loader.exec_module(module)
+        failed.pop_all()
     return module
 
 
@@ -135,17 +151,16 @@ def _look_in(folder: Path) -> None:
 def _imported(module: str, shown: str) -> ModuleType:
     """A module by its dotted name; `shown`: as the user wrote it, for messages."""
     importlib.invalidate_caches()
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module == missing or module.startswith(f"{missing}."):
-            raise ReportError(f"no module {missing}, in {Path.cwd()} or among what is installed: "
-                              f"{_near_module(missing) or 'run it from its folder, or write path/to/file.py:function'}"
-                              ) from error
-        raise ReportError(f"{shown} cannot be imported: {told(error)}: install it here") from error
-    except (Exception, SystemExit) as error:
-        raise ReportError(f"{shown} cannot be imported: {told(error)}") from error
+    with one_line_errors(f"{shown} cannot be imported"):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if module == missing or module.startswith(f"{missing}."):
+                remedy = _near_module(missing) or "run it from its folder, or write path/to/file.py:function"
+                raise ReportError(f"no module {missing}, in {Path.cwd()} or among what is installed: "
+                                  f"{remedy}") from error
+            raise ReportError(f"{shown} cannot be imported: {told(error)}: install it here") from error
 
 
 def _near_module(missing: str) -> str:
@@ -195,13 +210,14 @@ def _called(name: str, function: Any) -> Any:
     if needed:
         raise ReportError(f"{name} takes {', '.join(needed)}: name a function without arguments, which returns the "
                           "step with them, (step, (state, batch))")
-    try:
-        return function()
-    except ReportError:
-        raise
-    except (Exception, SystemExit) as error:
-        few = ": name a target with as many, such as h100:8 or cpu:8" if _FEW_DEVICES.search(str(error)) else ""
-        raise ReportError(f"{name}() fails: {told(error)}{few}") from error
+    with one_line_errors(f"{name}() fails"):
+        try:
+            return function()
+        except Exception as error:
+            if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
+                raise
+            raise ReportError(f"{name}() fails: {told(error)}: name a target with as many, such as h100:8 or "
+                              "cpu:8") from error
 
 
 def _made(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:

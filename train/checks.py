@@ -105,6 +105,10 @@ def check_values(config: ConfigDict) -> None:
     for key, least in LEAST.items():
         if (value := _value(config, key)) < least:
             raise ValueError(f"{key}={value}: give {least} or more")
+    vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
+    if vocab > (most := LARGEST // multiple * multiple):
+        raise ValueError(f"model.vocab_size={vocab}, rounded up to a multiple of model.vocab_multiple={multiple}: give "
+                         f"at most {most}")
     for key in POSITIVE:
         if (value := _value(config, key)) <= 0:
             raise ValueError(f"{key}={value}: give a number above 0")

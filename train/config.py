@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.memory.errors import MOST_NEAR, did_you_mean, nearest, one_of
+from bytescope.memory.errors import MOST_NEAR, did_you_mean, message_of, nearest, one_of
 from bytescope.memory.plan.trainer import WEIGHTS
 from bytescope.train.errors import UserError
 
@@ -152,7 +152,7 @@ def _made_by(path: Path) -> ConfigDict:
         raise
     # A user's file may do anything: sys.exit() in it is no success of ours, nor KeyboardInterrupt a Ctrl-C.
     except BaseException as error:
-        raise UserError(f"{path}: {type(error).__name__}: {error}: mend the file") from error
+        raise UserError(f"{path}: {type(error).__name__}: {message_of(error)}: mend the file") from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict")
     return config

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, parted
@@ -131,10 +131,11 @@ class Program(Choices):
         exact: compile again what the persistent cache has, since a cached executable keeps no heap trace.
 
         Raises:
-          ValueError: an offload policy that moves nothing.
+          ValueError: an offload policy that moves nothing. ReportError: an array that is too large for XLA.
         """
         with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
+            check_sizes(traced.jaxpr)
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
         notes = (*compilation.notes, *notes_on(self, self.state))

@@ -184,12 +184,8 @@ def _of_program(args: argparse.Namespace) -> Report:
     options = dict(found.options)
     own = {key: options.pop(key, None) for key in user_program.OWN_OPTIONS}
     target = args.target if args.target != "local" else own["target"]
-    try:
+    with user_program.one_line_errors(f"{found.name}: the step cannot be compiled"):  # it is traced here first
         compilation, judged = compiled_for(found.program, found.args, own["kwargs"], target=target, options=options)
-    except ReportError:
-        raise
-    except Exception as error:  # of the step itself, which is traced here for the first time
-        raise ReportError(f"{found.name}: the step cannot be compiled: {user_program.told(error)}") from error
     report = with_seconds(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
                                      names=own["names"] or ()), measure=True)
     _show(report)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,9 @@ from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.signature import Signature, signature_of
 from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import bodies, opened
 from bytescope.memory.records import XlaStats
+from bytescope.memory.report_json import one_line
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
              "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -40,6 +43,9 @@ RETRIES = (
           "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False, as the run "
           "may have to be: jax.jit(step, compiler_options={\"xla_gpu_enable_triton_gemm\": False})"),
 )
+MAX_BYTES = 2**63 - 1  # XLA counts the bytes of an array in int64; beyond, the CPU's compiler aborts the process
+# What XLA says where a size that it computes itself overflows.
+OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,25 @@ class Compilation:
     local: bool = False
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def check_sizes(jaxpr: Any) -> None:
+    """Raises ReportError for a traced program with an array of more than `MAX_BYTES`, naming its shape."""
+    seen, pending = {}, [opened(jaxpr)]
+    while pending:
+        inside = pending.pop()
+        if id(inside) in seen:
+            continue
+        seen[id(inside)] = inside
+        results = (variable for equation in inside.eqns for variable in equation.outvars)
+        for variable in (*inside.invars, *inside.constvars, *results):
+            shape, dtype = getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", None)
+            sizes = [size for size in shape if isinstance(size, int)]
+            if math.prod(sizes) * getattr(dtype, "itemsize", 1) > MAX_BYTES:
+                raise ReportError(f"an array of {' x '.join(map(str, shape))} {dtype} is too large for XLA, which "
+                                  "counts its bytes in 64 bits: give smaller sizes")
+        for equation in inside.eqns:
+            pending += bodies(equation)
 
 
 def compile_lowered(lowered: Any, *, described: bool = False, exact: bool = True,
@@ -166,10 +191,16 @@ def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any]) -> _Made:
-    """One compile, or two where XLA fails at what a flag avoids; without a proto where it wrote none with buffers."""
+    """One compile, or two where XLA fails at what a flag avoids; without a proto where it wrote none with buffers.
+
+    Raises ReportError where XLA's own numbers overflow.
+    """
     try:
         return _compile_once(lowered, options)
     except Exception as error:  # XLA's own kinds
+        if any(words in str(error) for words in OVERFLOWS):
+            raise ReportError(f"XLA cannot compile arrays of such sizes ({one_line(error)}): give smaller "
+                              "sizes") from error
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
             raise

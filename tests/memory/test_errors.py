@@ -41,8 +41,13 @@ def test_errors_are_one_line_as_they_are(text, shown):
     assert found.encode().decode() == found
 
 
+class Unprintable(ReportError):
+    def __str__(self):
+        raise RuntimeError
+
+
 @pytest.mark.parametrize(("error", "code", "text"), [
-    (ReportError("a\nb"), 2, "error: a b\n"),
+    (Unprintable(), 2, "error: <exception str() failed>\n"), (ReportError("a\nb"), 2, "error: a b\n"),
     (OSError(36, "File name too long", "x"), 2, "error: x: File name too long\n"),
     (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
     (ValueError("ours"), None, ""), (OSError("of a library"), None, "")])

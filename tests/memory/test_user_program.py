@@ -60,6 +60,16 @@ def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=8)
     return step, (parser.parse_args().width,)
+class Own(BaseException): pass
+class Interrupt(KeyboardInterrupt): pass
+class Unprintable(Exception):
+    def __str__(self): raise SystemExit(5)
+class Odd:
+    def __getattr__(self, name): raise Own(name)
+def own(): raise Own("gone")
+def interrupt(): raise Interrupt
+def unprintable(): raise Unprintable
+def odd(): return Odd()
 def says_two_lines(): raise ValueError("one\\ntwo")
 '''
 
@@ -68,6 +78,7 @@ def says_two_lines(): raise ValueError("one\\ntwo")
 def folder(tmp_path, monkeypatch):
     """A folder with somebody's modules, which is where the command runs; nothing of it stays imported."""
     files = {"their_train.py": TRAIN, "their_syntax.py": "def f(:\n", "their_imports.py": "import no_such_wandb\n",
+             "their_own.py": "class Own(BaseException): pass\nraise Own\n",
              "their_exit.py": "import sys\nsys.exit(3)\n", "their_data.txt": "", "their_empty.py": "",
              "their_package/__init__.py": "", "their_package/inner/__init__.py": "", "only/their_alone.py": TRAIN,
              "their_package/inner/make.py": "from ..other import step\ndef program(): return step, (1,)\n",
@@ -130,11 +141,23 @@ def test_options_and_stages(folder):
     ("their_train:raises", "their_train:raises() fails: IndexError: list index out of range (their_train.py:"),
     ("their_train:mesh", "name a target with as many, such as h100:8 or cpu:8"),
     ("their_train:array", "name a target with as many"),
-    ("their_train:exits", "SystemExit: 4"), ("their_train:says_two_lines", "ValueError: one (their_train.py")])
+    ("their_train:exits", "SystemExit: 4"), ("their_train:own", "their_train:own() fails: Own: gone (their_train.py:"),
+    ("their_train:interrupt", "their_train:interrupt() fails: Interrupt (their_train.py:"),
+    ("their_train:unprintable", "their_train:unprintable() fails: Unprintable: <exception str() failed> (their_train"),
+    ("their_train:odd", "their_train:odd: Own: "),
+    ("their_own.py:f", "their_own.py cannot be imported: Own (their_own"),
+    ("their_own:f", "their_own cannot be imported: Own (their_own.py:2)"),
+    ("their_train:says_two_lines", "ValueError: one (their_train.py")])
 def test_mistakes_are_one_line(folder, name, words):
     with pytest.raises(ReportError) as caught:
         user_program.load(name)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ctrl_c_is_no_mistake(folder):
+    (folder / "their_wait.py").write_text("def program(): raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        user_program.load("their_wait:program")
 
 
 def test_a_config_of_the_trainers_is_told_apart(folder, monkeypatch):

@@ -28,10 +28,28 @@ OF_WEIGHTS = [
     (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
     ("hf:dynamic", "of the kind 'dynamic'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
+STEPS = """
+import jax, jax.numpy as jnp
+
+WIDE = 2**40
+
+def leave(state):
+    raise SystemExit(3)
+
+def exits():
+    return leave, (jnp.ones(3),)
+
+def huge():
+    return lambda state: state + 1, (jax.ShapeDtypeStruct((WIDE, WIDE), jnp.float32),)
+
+def widened():
+    return lambda state: jax.jit(lambda s: s[0] * jnp.zeros((WIDE, WIDE)))(state).sum(), (jnp.ones(3),)
+"""
 FILES = {
     "exits.py": "import sys\nsys.exit(7)\n", "interrupts.py": "raise KeyboardInterrupt\n", "empty.py": "",
     "three.py": "def get_config():\n    return 3\n", "syntax.py": "def f(:\n", "imports.py": "import no_such_module\n",
     "two_lines.py": "raise RuntimeError('two\\nlines [/b]')\n", "recursion.py": "def get_config():\n    get_config()\n",
+    "step.py": STEPS,
     "notes.md": "# not a config\n", "step.hlo.txt": "HloModule jit_step\n", "text.txt": "some text\n" * 50,
     "records.jsonl": '{"body": "x"}\n',
     "experts/config.json": '{"model_type": "llama", "num_local_experts": 8}', "cut/config.json": '{"model_type": ',
@@ -89,6 +107,12 @@ MISTAKES = {
         ("--program=syntax.py:f", "SyntaxError"), ("--program=imports.py:f", "no_such_module"),
         ("--program=two_lines.py:f", "two"), ("--program=recursion.py:get_config", "RecursionError"),
         ("--program=three.py:get_config", "returns int"), ("--program=three:get_confg", "did you mean get_config?"),
+        ("--program=step:exits", "the step cannot be compiled: SystemExit: 3 (step.py:"),
+        ("--program=step:huge", "an array of 1099511627776 x 1099511627776 float32 is too large for XLA"),
+        ("--program=step:widened", "an array of 1099511627776 x 1099511627776 float32 is too large for XLA"),
+        ("tiny --config.model.d_ff=2147483647 --config.model.d_model=2147483520",
+         "an array of 4 x 2147483647 x 2147483520 float32 is too large for XLA"),
+        ("tiny --config.model.vocab_size=2147483647", "give at most 2147483520"),
         ("--program=three:get_config --hlo=notes.md", "either --program or --hlo"),
         ("--program=three:get_config tiny", "either a config or --program"),
         ("--program=three:get_config h20", "did you mean h200?"),

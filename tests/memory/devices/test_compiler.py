@@ -51,6 +51,15 @@ def test_other_failures_are_raised(error, options):
     assert len(lowered.calls) == 1
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("error", ["INVALID_ARGUMENT: Invalid dimension size -4, is_dynamic=false",
+                                   "INVALID_ARGUMENT: overflow in static extent product: dimensions=[4, 9]"])
+def test_sizes_that_overflow_in_xla_are_one_line(error):
+    """A GPU's compiler raises what the CPU's aborts at."""
+    with pytest.raises(memory.ReportError, match="XLA cannot compile arrays of such sizes .*: give smaller sizes"):
+        compiler._made(Lowered(error), {}, exact=False)
+
+
 def test_attention_of_length_196_compiles_for_a_gpu(capfd):
     """jax 0.10 fails at its output projection: 2 x 196 rows have no tile that divides them."""
     described("h200")
