@@ -21,7 +21,7 @@ _MAY_BE_LOGGED = re.compile(rb"[IWEF\d]")
 # Seconds to wait for the last lines; a process that the compiler left running may hold the pipe open.
 _PATIENCE = 2.0
 
-_one_at_a_time = threading.Lock()
+REDIRECTING = threading.Lock()  # held by whoever has redirected file descriptor 2
 
 
 @contextlib.contextmanager
@@ -30,13 +30,13 @@ def kept_back() -> Iterator[None]:
 
     Other lines pass. Where another thread is inside already, or nothing is open there, nothing is kept.
     """
-    if not _one_at_a_time.acquire(blocking=False):
+    if not REDIRECTING.acquire(blocking=False):
         yield
         return
     try:
         yield from _kept_back()
     finally:
-        _one_at_a_time.release()
+        REDIRECTING.release()
 
 
 def _kept_back() -> Iterator[None]:

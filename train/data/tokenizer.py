@@ -9,13 +9,17 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bytescope.memory.devices.compiler_log import REDIRECTING
 from bytescope.memory.report_json import one_line
 from bytescope.train.data.long_texts import encode_long
 from bytescope.train.errors import UserError
@@ -31,6 +35,9 @@ SEPARATORS = (
 NAME = ("\ufdd4", "\ufdd5")
 # Characters tokenized at a time: enough to keep every core of the tokenizer busy, few enough to stream.
 GROUP_CHARS = 1 << 22
+# A tokenizer.json is a program that came with a download: a regular expression in it may search without end. Encoding
+# may take this long, and this long per character, about a hundred times what published tokenizers need.
+SECONDS, SECONDS_PER_CHARACTER = 60.0, 5e-5
 
 
 class ByteTokenizer:
@@ -104,7 +111,8 @@ class JsonTokenizer:
             raise UserError(f"{setting} needs the tokenizers package: pip install tokenizers") from None
         with _refused(f"{setting} cannot be read as a tokenizer.json"):
             content = path.read_bytes()
-            self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+            with _panics_silenced():
+                self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
         # A file made for inference may truncate or pad every text; documents must stay complete.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -134,7 +142,7 @@ class JsonTokenizer:
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
-            with _refused(f"{self.path} cannot encode a letter"):
+            with _refused(f"{self.path} cannot encode a letter"), _panics_silenced():
                 encoding = self._tokenizer.encode("a")
         except UserError:  # it has no token for this letter, nor one for what it does not know
             return (), ()
@@ -171,7 +179,7 @@ class JsonTokenizer:
         from tokenizers import Tokenizer
 
         made = copy.copy(self)
-        with _refused(f"{self.path} cannot be read as a tokenizer.json"):
+        with _refused(f"{self.path} cannot be read as a tokenizer.json"), _panics_silenced():
             made._tokenizer = made._encoder = Tokenizer.from_str(content)
         made.special_tokens = "parse"
         return made
@@ -186,16 +194,39 @@ class JsonTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text; the texts are tokenized in parallel. Raises UserError where they cannot be."""
-        with _refused(f"{self.path} cannot encode the text"):
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encode(self._encoder.encode_batch_fast, texts)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the ids of each text, [n], and the characters that each id stands for, int64 [n, 2]: from and to."""
-        with _refused(f"{self.path} cannot encode the text"):
-            encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._encode(self._encoder.encode_batch, texts)
         return [(np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
                 for encoding in encodings]
+
+    def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+        """What a method of the tokenizers package gives for the texts. Raises UserError if it fails, or does not end.
+
+        Its Rust code cannot be interrupted, so it runs in a thread, which is left behind if it takes too long.
+        """
+        results, errors = [], []
+
+        def run() -> None:
+            try:
+                results.extend(encode(list(texts), add_special_tokens=False))
+            except BaseException as error:  # raised again below
+                errors.append(error)
+
+        characters = sum(map(len, texts))
+        limit = SECONDS + SECONDS_PER_CHARACTER * characters
+        thread = threading.Thread(target=run, daemon=True)
+        with _refused(f"{self.path} cannot encode the text"), _panics_silenced():
+            thread.start()
+            thread.join(limit)
+            if thread.is_alive():
+                raise TimeoutError(f"{characters:,} characters took more than {limit:,.0f} s")
+            if errors:
+                raise errors[0]
+        return results
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text, special tokens included; ids outside of the vocabulary become U+FFFD."""
@@ -220,10 +251,44 @@ def _refused(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not _is_panic(error):
             raise
         reason = one_line(error) or type(error).__name__
         raise UserError(f"{what} ({reason}): give the file saved by Hugging Face tokenizers, or 'bytes'") from None
+
+
+@contextmanager
+def _panics_silenced() -> Iterator[None]:
+    """Drops what Rust prints to file descriptor 2 if it panics; if it does not, what was printed there follows."""
+    if not REDIRECTING.acquire(blocking=False):
+        yield
+        return
+    try:
+        with ExitStack() as opened:
+            try:
+                file, screen = opened.enter_context(tempfile.TemporaryFile()), os.dup(2)
+            except OSError:  # no room for the file, or nothing is open at 2
+                yield
+                return
+            os.dup2(file.fileno(), 2)
+            panicked = False
+            try:
+                yield
+            except BaseException as error:
+                panicked = _is_panic(error)
+                raise
+            finally:
+                os.dup2(screen, 2)
+                os.close(screen)
+                file.seek(0)
+                if not panicked and (printed := file.read()):
+                    os.write(2, printed)
+    finally:
+        REDIRECTING.release()
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer

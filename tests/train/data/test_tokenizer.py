@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import sys
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bytescope.train.data import tokenizer as module
 from bytescope.train.data.prepare import main
@@ -90,6 +91,34 @@ def test_unreadable_tokenizers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"broken.json' needs the tokenizers package: pip"):
         load_tokenizer(str(broken))
+
+
+def save_with_pattern(path, pattern):
+    """A tokenizer that cuts texts at a regular expression first."""
+    made = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    made.save(str(path))
+    return load_tokenizer(str(path))
+
+
+def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
+    found = save_with_pattern(tmp_path / "tokenizer.json", r"(a+)+$(?!.)z")
+    with pytest.raises(UserError, match="tokenizer.json cannot encode the text .*retry-limit.*: give") as error:
+        found.encode("a" * 40 + "c")
+    assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
+    with module._panics_silenced():
+        os.write(2, b"a warning")
+    assert capfd.readouterr().err == "a warning"
+
+
+def test_a_search_without_end_is_ended(tmp_path, monkeypatch):
+    found = save_with_pattern(tmp_path / "tokenizer.json", r"(a+)+$(?!.)z")
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(module, "SECONDS_PER_CHARACTER", 0.001)
+    with pytest.raises(UserError, match=r"cannot encode the text \(460 characters took more than 0 s\): give the file"):
+        found.encode(("a" * 22 + "c") * 20)
+    monkeypatch.setattr(module, "SECONDS", 60.0)
+    assert len(found.encode("a b")) == 1
 
 
 def test_special_tokens_in_a_text_are_text_unless_parsed(tmp_path):
