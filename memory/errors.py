@@ -7,8 +7,10 @@ Every unknown name, of a config, a key, a policy, a target or a row of any table
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -107,6 +109,21 @@ def a_kind(value: Any) -> str:
     """What a value is that is not what was wanted: `an int`, `a tuple`, `None`."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
+    """Raises OSError for a device, which may have no end, and for a pipe, which may have no writer, unless `pipes`."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
+        raise OSError(errno.EINVAL, f"It is {kind}, not a file", str(path))
+
+
+def disk_remedy(error: OSError) -> str:
+    """The beginning of the remedy if a file cannot be written, such as "make room, or "; "" if only another helps."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room, or "
+    return "make that writable, or " if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
 
 
 def message_of(error: BaseException) -> str:

@@ -51,7 +51,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.report_json import is_count, is_number, one_line, parse, plain, read_item
 from bytescope.memory.report_records.buffers import (
     CARD,
@@ -265,9 +265,11 @@ def load(path: str | Path) -> Report:
     if os.path.isfile(path / IN_RUN):
         path = path / IN_RUN
     try:
+        check_readable(path)
         return Report.from_json(parse(path.read_bytes()))
     except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}") from error
+        raise ReportError(f"cannot read {path}: {error.strerror}; give a report that bytescope report --json=FILE "
+                          "wrote") from error
     except ReportError as error:
         raise ReportError(f"{path}: {error}") from error
     except ValueError as error:

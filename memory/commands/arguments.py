@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bytescope.memory.config_keys import LORA_RANK
-from bytescope.memory.errors import ReportError, did_you_mean, remedy_for
+from bytescope.memory.errors import ReportError, did_you_mean, disk_remedy, remedy_for
 from bytescope.memory.plan import cache as row_cache
 
 if TYPE_CHECKING:
@@ -291,4 +291,4 @@ def write(path: Path, text: str) -> None:
     try:
         row_cache.write_whole(path, text)
     except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another file") from error

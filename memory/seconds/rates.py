@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory import report_json
 from bytescope.memory.costs import roofline
-from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.errors import ReportError, check_readable, in_one_line
 from bytescope.memory.report_json import is_count
 from bytescope.memory.seconds import chip_rates
 from bytescope.memory.seconds.rate_records import WAYS, Collective, Curve, Rates, at, from_json
@@ -33,6 +33,7 @@ _CPU_FLOOR_SECONDS = 1e-6
 def load(path: str | Path) -> Rates:
     """The rates of a file that `bytescope calibrate` wrote. Raises ReportError where there is no such file."""
     try:
+        check_readable(path)
         return from_json(report_json.parse(Path(path).read_bytes()))
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}: give the file that bytescope calibrate wrote") from error

@@ -1,9 +1,24 @@
 """Names that were probably meant, and errors that stay one line whatever is in them."""
 
+import errno
+import os
+
 import pytest
 
 from bytescope import memory
-from bytescope.memory.errors import MOST_NEAR, ReportError, did_you_mean, exit_code_of, in_one_line, nearest, remedy_for
+from bytescope.memory.commands.arguments import write
+from bytescope.memory.errors import (
+    MOST_NEAR,
+    ReportError,
+    check_readable,
+    did_you_mean,
+    exit_code_of,
+    in_one_line,
+    nearest,
+    remedy_for,
+)
+from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.seconds import rates
 
 pytestmark = pytest.mark.quick
 
@@ -60,6 +75,33 @@ def test_a_notebook_shows_the_message_and_the_line_that_led_to_it():
     with pytest.raises(ReportError) as caught:
         memory.load("no/such/report.json")
     shown = caught.value._render_traceback_()
-    assert shown[0].endswith(": cannot read no/such/report.json: No such file or directory") and len(shown) == 2
+    assert shown[0].endswith(": cannot read no/such/report.json: No such file or directory; give a report "
+                             "that bytescope report --json=FILE wrote") and len(shown) == 2
     assert shown[1].startswith("  test_errors.py:") and shown[1].endswith(': memory.load("no/such/report.json")')
     assert len(ReportError("made by hand")._render_traceback_()) == 1
+
+
+def test_what_may_have_no_end_is_not_read(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, kind in ((pipe, "pipe"), ("/dev/zero", "device")):
+        with pytest.raises(ReportError, match=f"cannot read {path}: It is a {kind}, not a file; give a report"):
+            memory.load(path)
+        with pytest.raises(ReportError, match=f"{path}: It is a {kind}, not a file: give the file that"):
+            rates.load(path)
+    check_readable(pipe, pipes=True)
+    check_readable(tmp_path)
+    check_readable(__file__)
+
+
+@pytest.mark.parametrize(("number", "remedy"), [
+    (errno.ENOSPC, "make room, or "), (errno.EDQUOT, "make room, or "), (errno.EROFS, "make that writable, or "),
+    (errno.EACCES, "make that writable, or "), (errno.ENAMETOOLONG, "")])
+def test_the_remedy_of_a_file_that_cannot_be_written(tmp_path, monkeypatch, number, remedy):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(row_cache, "write_whole", refuse)
+    with pytest.raises(ReportError) as caught:
+        write(tmp_path / "x", "text")
+    assert str(caught.value) == f"cannot write {tmp_path / 'x'}: {os.strerror(number)}; {remedy}give another file"

@@ -129,6 +129,7 @@ MISTAKES = {
         ("inf.json inf.json", "Infinity"), (". .", "cannot read"), (f"{LONG} foreign.json", "cannot read"),
         (f"{LONE} foreign.json", "cannot read"), ("a b --fail-above=-5", "0 or more"),
         ("a b --fail-above=nan", "--fail-above"), ("a b --fail-above=five", "--fail-above"),
+        ("/dev/zero foreign.json", "cannot read /dev/zero: It is a device"),
         ("a b --githib", "did you mean --github?"), ("a b --github=x", "--github"),
         ("a b --fail-above=", "--fail-above"), ("a b c", "unrecognized"), ("a b --config.train.steps=1", "takes no")],
     "trace": [

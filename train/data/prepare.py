@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import ReportError, exit_code_of
+from bytescope.memory.errors import ReportError, disk_remedy, exit_code_of
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import Text
 from bytescope.train.data.record_texts import RecordTexts
@@ -184,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, ReportError) as error:
         return exit_code_of(error)
     except OSError as error:  # a full disk, a folder without write permission
-        return exit_code_of(UserError(f"{error.filename or '--out'} cannot be written ({error.strerror}): make room, "
-                                      "or choose another --out"))
+        return exit_code_of(UserError(f"{error.filename or '--out'} cannot be written ({error.strerror}): "
+                                      f"{disk_remedy(error)}choose another --out"))
     return 0
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from bytescope.memory.errors import disk_remedy
 from bytescope.train.errors import UserError
 
 
@@ -43,5 +44,5 @@ def disk_told(out: Path, left: str = "nothing was left there") -> Iterator[None]
     try:
         yield
     except OSError as error:
-        raise UserError(f"{error.filename or out} cannot be written or read ({error.strerror or error}): make room, or "
-                        f"choose another folder; {left}") from error
+        raise UserError(f"{error.filename or out} cannot be written or read ({error.strerror or error}): "
+                        f"{disk_remedy(error)}choose another folder; {left}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from bytescope.memory.errors import check_readable, disk_remedy
 from bytescope.train.errors import UserError
 from bytescope.train.generation.request import Asked, Running
 
@@ -38,6 +40,7 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
     """
     found = []
     try:
+        check_readable(path, pipes=True)
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -82,6 +85,7 @@ class Answers:
         """Finds what is answered; the bytes of whole lines."""
         if not os.path.lexists(self.path):
             return 0
+        check_readable(self.path)
         content = self.path.read_bytes()
         kept = content.rfind(b"\n") + 1
         for number, line in enumerate(content[:kept].splitlines(), 1):
@@ -104,8 +108,18 @@ class Answers:
         self._file.close()
 
     def add(self, row: Row, answer: Running, text: str | None) -> None:
-        """Appends one answer; it is on its way to the disk when this returns."""
+        """Appends one answer; it is on its way to the disk when this returns.
+
+        Raises:
+          UserError: it cannot be written.
+        """
         line = {"row": row.number, "prompt": row.prompt, "tokens": list(answer.answer), "text": text,
                 "ended": answer.ended, "request": row.digest}
-        self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what is buffered cannot be written either
+                self._file.close()
+            raise UserError(f"--out={self.path} cannot be written ({error.strerror}): {disk_remedy(error)}copy it to "
+                            "another place; the same command answers the rest") from None

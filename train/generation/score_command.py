@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.memory.commands.arguments import Parser, check_files, user_path, write
 from bytescope.train.errors import UserError
 from bytescope.train.generation import arguments
 
@@ -51,6 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.check(args)
     if (args.text is None) == (args.texts is None):
         raise UserError("give --text=TEXT or --texts=FILE")
+    check_files(args, ("out",))
     return args
 
 
@@ -86,7 +86,7 @@ def score(args: argparse.Namespace) -> int:
         _show_tokens(source, scored[0])
     _show(scored)
     if args.out:
-        _write(args.out, scored)
+        write(args.out, _rows(scored))
     return 0
 
 
@@ -132,13 +132,12 @@ def _show_tokens(source: Source, found: Sequence[Scored]) -> None:
     print()
 
 
-def _write(path: Any, scored: dict[int, list[Scored]]) -> None:
-    """A row for each text, beside its place until it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        for number, found in scored.items():
-            row = {"row": number, "tokens": [token for one in found for token in one.tokens],
-                   "logprobs": [round(float(value), 6) for one in found for value in one.logprobs],
-                   "perplexity": math.exp(min(mean_of(found)[1], 700))}
-            file.write(json.dumps(row) + "\n")
-    os.replace(partial, path)
+def _rows(scored: dict[int, list[Scored]]) -> str:
+    """A row of JSON for each text."""
+    lines = []
+    for number, found in scored.items():
+        row = {"row": number, "tokens": [token for one in found for token in one.tokens],
+               "logprobs": [round(float(value), 6) for one in found for value in one.logprobs],
+               "perplexity": math.exp(min(mean_of(found)[1], 700))}
+        lines.append(json.dumps(row) + "\n")
+    return "".join(lines)

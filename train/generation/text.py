@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.errors import check_readable
 from bytescope.memory.text.console import safe
 from bytescope.train.data.examples.content import Chat, Malformed
 from bytescope.train.data.examples.template import Renderer, find_template
@@ -149,6 +150,7 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
     if path.suffix == ".jsonl":
         return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
     try:
+        check_readable(path, pipes=True)
         return [prompts.of_row({"text": path.read_text(encoding="utf-8")}, str(path))]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"

@@ -34,7 +34,7 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
     done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"cannot write {path}: File too large", "File too large"]
+    assert done.stdout.splitlines() == [f"cannot write {path}: File too large; give another file", "File too large"]
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.json"]
 
 

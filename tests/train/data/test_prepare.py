@@ -12,6 +12,7 @@ from bytescope.train.data import prepare
 from bytescope.train.data.prepare import main
 from bytescope.train.data.source import open_data
 from bytescope.train.errors import UserError
+from bytescope.train.export.out_folder import disk_told
 from support.text_data import config, save_tokenizer, write
 
 pytestmark = pytest.mark.quick
@@ -192,7 +193,7 @@ def test_a_bin_of_half_a_token_is_refused(tmp_path):
     (["--source={text}", "--out={tmp}/o", "--tokenizer=none"], "--tokenizer='none' is not a file: give 'bytes'"),
     (["--source={text}", "--out={text}/o"], "is inside the source: give a folder outside"),
     (["--source={text}", "--out={tmp}/file"], "file is a file: give a folder"),
-    (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): make room, or"),
+    (["--source={tmp}/file", "--out={tmp}/file/o"], " cannot be written (Not a directory): choose another --out"),
     (["--source={tmp}/file", "--out={tmp}/o"], "holds too little text to train on one part and hold out another"),
     (["--source={tmp}/shards", "--out={tmp}/o"], "holds token shards already: give text, or train on these"),
 ])
@@ -270,3 +271,17 @@ def test_help_is_short_and_needs_no_jax(tmp_path):
         capture_output=True, text=True, check=True)
     assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 26
     assert done.stderr == ""
+
+
+def test_a_read_only_folder_is_no_full_disk(tmp_path, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "o"))
+
+    write(tmp_path, {"text.txt": "some text\n" * 50})
+    monkeypatch.setattr(prepare, "write_shards", refuse)
+    assert main([f"--source={tmp_path / 'text.txt'}", f"--out={tmp_path / 'o'}"]) == 2
+    assert capsys.readouterr().err == (f"error: {tmp_path / 'o'} cannot be written (Permission denied): make that "
+                                       "writable, or choose another --out\n")
+    message = "Permission denied.: make that writable, or choose another folder; nothing was"
+    with pytest.raises(UserError, match=message), disk_told(tmp_path / "o"):
+        refuse()

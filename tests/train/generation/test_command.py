@@ -1,12 +1,15 @@
 """bytescope generate: prompts, files of them, what is left after a stop, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bytescope.train import cli
+from bytescope.train.errors import UserError
 from bytescope.train.generation import answers
+from bytescope.train.generation.request import Asked
 from bytescope.train.generation.text import Growing
 from support.models import checkpoints
 
@@ -66,6 +69,18 @@ def test_a_file_is_answered_row_by_row_and_goes_on_where_it_was(folder, prompts,
 
     code, _, err = generate(capsys, *command[:-1], "--top-k=3")
     assert code == 2 and "answers another request" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.quick
+def test_a_full_disk_is_one_line(tmp_path):
+    row = answers.Row(0, "a", Asked((1, 2), 3), ())
+    with answers.Answers(tmp_path / "out.jsonl", [row]) as out, open("/dev/full", "wb") as full:
+        out._file.close()
+        out._file = full
+        with pytest.raises(UserError) as caught:
+            out.add(row, SimpleNamespace(answer=[3], ended="length"), "b")
+    assert str(caught.value) == (f"--out={tmp_path / 'out.jsonl'} cannot be written (No space left on device): make "
+                                 "room, or copy it to another place; the same command answers the rest")
 
 
 def test_ctrl_c_keeps_what_is_done(folder, prompts, tmp_path, capsys, monkeypatch):
@@ -183,11 +198,15 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch)
 
 
 def test_a_text_is_scored_token_by_token(folder, capsys):
-    assert cli.main(["score", str(folder), "--text=the model is"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert cli.main(["score", str(folder), "--text=the model is", "--out=/dev/full"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "error: cannot write /dev/full: No space left on device; make room, or give another file\n"
+    lines = shown.out.splitlines()
     assert [line.split()[1] for line in lines[2:5]] == ["'mo'", "'de'", "'l'"] and lines[-1].split()[:2] == ["all", "6"]
     for words, message in ((["--text="], "an empty prompt"), (["--text=x"], "two tokens or more"),
-                           (["--texts=missing.txt"], "cannot be read"), (["--text=xy", "--length=999"], "--length=999"),
+                           (["--texts=missing.txt"], "cannot be read"), (["--texts=/dev/zero"], "It is a device"),
+                           (["--text=x y", "--out=no/such/folder"], "there is no folder no/such"),
+                           (["--text=xy", "--length=999"], "--length=999"),
                            (["--text=x y", "--limit=100KiB"], "a shorter --length")):
         assert cli.main(["score", str(folder), *words]) in (2, 3)
         assert message in capsys.readouterr().err

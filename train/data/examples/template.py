@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.errors import check_readable
 from bytescope.memory.report_json import one_line
 from bytescope.train.data.examples import renderer
 from bytescope.train.data.examples.content import Chat
@@ -82,6 +83,7 @@ def find_template(tokenizer: Tokenizer, asked: str) -> Template:
     path = Path(os.path.expanduser(asked)) if asked else beside
     if path is not None and (asked or path.is_file()):
         try:
+            check_readable(path)
             return Template(path.read_text(encoding="utf-8"), path.name, variables)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or one_line(error)
