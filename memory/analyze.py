@@ -32,7 +32,7 @@ from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.program import compiled_for
 from bytescope.memory.records import Buffer, Report, XlaStats
-from bytescope.memory.seconds import prediction, products, rates, reading
+from bytescope.memory.seconds import prediction, rates, reading, schedule
 from bytescope.memory.steps.tracing import check_options
 
 # Above this share of the limit a program fits, but tightly.
@@ -133,12 +133,18 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
 
 def _work(report: Report, program: PlacedProgram, counted: flops.FlopCount | None,
           target: Target | None) -> Mapping[str, Any]:
-    """The work of a program for the roofline, {} for one that was not traced: only a jaxpr tells all FLOPs."""
+    """The work of a program for the roofline; {} if it was not traced, because a module does not give the FLOPs of
+    foreign kernels.
+
+    FLOPs are those of the scheduled kernels. Without a schedule each device counts as computing an equal share.
+    """
     if counted is None:
         return {}
     per_host = target.devices_per_host if target else 0
-    return step_work.of(report, report.work, counted, program.module.devices, program.mesh, per_host,
-                        products.masked(report.schedule))
+    on_device = schedule.flops_by_phase(report.schedule)
+    if not report.schedule:
+        on_device = {key: count / program.module.devices for key, count in counted.by.items()}
+    return step_work.by_phase(report, report.work, on_device, program.mesh, per_host)
 
 
 def _facts(report: Report, module: Module, target: Target | None,

@@ -1,7 +1,7 @@
 """The work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
 
-FLOPs are the jaxpr's (`memory.costs.flops`), divided evenly by the devices: what several devices compute alike counts
-once, what a kernel's mask hides not at all. Bytes are the compiled module's. `memory.costs.roofline` tells the keys.
+FLOPs and bytes are those of the kernels that the compiler scheduled for one device: a replicated product counts in full
+on every device, and the masked part of causal attention does not count. `memory.costs.roofline` lists the keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.costs.collectives import WIRE
-from bytescope.memory.costs.flops import FlopCount
 from bytescope.memory.costs.host_transfers import TO_DEVICE, TO_HOST
 from bytescope.memory.costs.roofline import LINKS
 from bytescope.memory.hlo.mesh import Axes
@@ -20,23 +19,24 @@ from bytescope.memory.records import STEP_PHASES, Collective, Report
 _WAYS = {TO_HOST: "to_host_bytes", TO_DEVICE: "to_device_bytes"}
 
 
-def of(report: Report, kernels: Mapping[str, Mapping[str, int]], flops: FlopCount, devices: int, mesh: Axes,
-       per_host: int, masked: Mapping[tuple[str, str], int] | None = None) -> dict[str, dict[str, Any]]:
-    """The work of a report's program: phase -> what `memory.costs.roofline` reads, of one device and one call.
+def by_phase(report: Report, kernel_bytes: Mapping[str, Mapping[str, int]], flops: Mapping[tuple[str, str], float],
+             mesh: Axes, per_host: int) -> dict[str, dict[str, Any]]:
+    """Phase -> work of one device and one call, with the keys that `memory.costs.roofline` reads.
 
     Args:
-        report: its collectives and transfers. kernels: as `memory.costs.kernels.find` gives them.
-        flops: of the global program. devices: over how many it runs.
-        mesh: names and sizes of its axes, the last over neighbours. per_host: devices of a host, 0 for one host.
-        masked: (phase, dtype) -> FLOPs of one device that kernels skip since a mask hides them; a jaxpr counts them.
+        report: its collectives and transfers are read.
+        kernel_bytes: phase -> bytes, from `memory.costs.kernels.find`.
+        flops: (phase, unit) -> FLOPs of one device.
+        mesh: names and sizes of the mesh axes, the last axis over neighbouring devices.
+        per_host: number of devices of a host, 0 if all are in one host.
     """
     out: dict[str, dict[str, Any]] = {}
     for phase in STEP_PHASES:
-        out[phase] = {"flops": {}, "product_bytes": 0, "other_bytes": 0, **kernels.get(phase, {}),
+        out[phase] = {"flops": {}, "product_bytes": 0, "other_bytes": 0, **kernel_bytes.get(phase, {}),
                       "collective_bytes": dict.fromkeys(LINKS, 0), "hidden_collective_bytes": dict.fromkeys(LINKS, 0),
                       "to_host_bytes": 0, "to_device_bytes": 0}
-    for (phase, dtype), count in flops.by.items():
-        out[phase]["flops"][dtype] = max(count / devices - (masked or {}).get((phase, dtype), 0), 0)
+    for (phase, unit), count in flops.items():
+        out[phase]["flops"][unit] = count
     for item in report.collectives:
         hosts = hosts_of(item.axes, item.group, mesh, per_host)
         kind = "collective_bytes" if item.exposed else "hidden_collective_bytes"

@@ -7,7 +7,6 @@ skip the blocks that it hides (Dao 2023, arXiv 2307.08691, section 3.1).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,9 +23,6 @@ from bytescope.memory.seconds.schedule import (
     GROUPED,
     PRODUCT,
     Kernel,
-    Steps,
-    kernels,
-    unit_of,
 )
 
 
@@ -256,15 +252,6 @@ _PASSES = {ATTENTION: 4, ATTENTION_BACKWARD: 10}
 def unmasked(kernel: Kernel) -> int:
     """FLOPs of an attention kernel with those that its mask hides, as a jaxpr counts them."""
     return _PASSES[kernel.kind] * math.prod(kernel.size)
-
-
-def masked(steps: Steps) -> dict[tuple[str, str], int]:
-    """(phase, unit) -> FLOPs of one call that attention kernels skip, since a mask hides them."""
-    out: Counter[tuple[str, str]] = Counter()
-    for kernel, times in kernels(steps):
-        if kernel.causal:
-            out[kernel.phase, unit_of(kernel.dtype)] += times * (unmasked(kernel) - kernel.flops)
-    return dict(out)
 
 
 def _seen(queries: int, keys: int, window: int) -> int:

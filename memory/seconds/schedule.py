@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from bytescope.memory.report_records.schedule import (
@@ -28,8 +29,8 @@ from bytescope.memory.report_records.schedule import (
 )
 
 __all__ = ["ATTENTION", "ATTENTION_BACKWARD", "CONVOLUTION", "FOREIGN", "GROUPED", "KERNELS", "MOVING", "PRODUCT",
-           "TILED", "TO_DEVICE", "TO_HOST", "Kernel", "Loop", "Start", "Step", "Steps", "Wait", "from_json", "kernels",
-           "merged", "to_json", "unit_of"]
+           "TILED", "TO_DEVICE", "TO_HOST", "Kernel", "Loop", "Start", "Step", "Steps", "Wait", "flops_by_phase",
+           "from_json", "kernels", "merged", "to_json", "unit_of"]
 
 # HLO's dtype of operands -> unit that multiplies them, of `costs.roofline.UNITS`.
 _UNIT = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16", "int8": "fp8", "uint8": "fp8"}
@@ -63,6 +64,15 @@ def kernels(steps: Steps, times: int = 1) -> Iterator[tuple[Kernel, int]]:
             yield step, times * step.times
         elif isinstance(step, Loop):
             yield from kernels(step.steps, times * step.trips)
+
+
+def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
+    """(phase, unit of `costs.roofline.UNITS`) -> FLOPs of all kernels in one call on one device."""
+    out: Counter[tuple[str, str]] = Counter()
+    for kernel, times in kernels(steps):
+        if kernel.flops:
+            out[kernel.phase, unit_of(kernel.dtype)] += times * kernel.flops
+    return dict(out)
 
 
 def unit_of(dtype: str) -> str:

@@ -16,15 +16,15 @@ from rich.console import Console
 from bytescope import memory
 from bytescope.memory.analyze import report_of, with_seconds
 from bytescope.memory.costs import roofline
-from bytescope.memory.costs.flops import FlopCount, count
+from bytescope.memory.costs.flops import count
 from bytescope.memory.costs.roofline import Figures, Prediction, seconds
-from bytescope.memory.costs.step_work import hosts_of, of
+from bytescope.memory.costs.step_work import by_phase, hosts_of
 from bytescope.memory.devices import targets
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.plan import worker
 from bytescope.memory.plan.rows import Row
 from bytescope.memory.records import Collective, Report, Subject, Transfer
-from bytescope.memory.seconds import rates
+from bytescope.memory.seconds import rates, schedule
 from bytescope.memory.seconds.schedule import Kernel
 from bytescope.memory.text import report as report_text
 from bytescope.memory.text.seconds import prediction as times
@@ -110,13 +110,13 @@ def test_figures_of_targets():
 # ---- the work of a program --------------------------------------------------------------------------
 
 def test_work_by_phase():
-    flops = FlopCount(120, by={("forward", "bf16"): 40, ("backward", "bf16"): 60, ("backward", "tf32"): 20})
+    flops = {("forward", "bf16"): 10, ("backward", "bf16"): 15, ("backward", "tf32"): 5}
     report = Report(0, 0, {}, collectives=(
         Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
         Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
         Collective("c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2)),
         transfers=(Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0)))
-    found = of(report, {"forward": {"product_bytes": 3, "other_bytes": 4}}, flops, 4, (("data", 2), ("tensor", 2)), 2)
+    found = by_phase(report, {"forward": {"product_bytes": 3, "other_bytes": 4}}, flops, (("data", 2), ("tensor", 2)), 2)
     none = {"in_host": 0, "between_hosts": 0}
     empty = phase(collective_bytes=none, hidden_collective_bytes=none)
     assert found == {
@@ -142,15 +142,26 @@ def test_hosts_of_an_axis(axes, group, per_host, hosts):
     ("collective-permute", 64, 64)])
 def test_cards_of_a_host_share_what_its_devices_send(kind, wire, card):
     report = Report(0, 0, {}, collectives=(Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),))
-    found = of(report, {}, FlopCount(0), 64, (("fsdp", 64),), 8)
+    found = by_phase(report, {}, {}, (("fsdp", 64),), 8)
     assert found["forward"]["collective_bytes"] == {"in_host": 0, "between_hosts": card}
-    inside = of(report, {}, FlopCount(0), 64, (("fsdp", 64),), 0)
+    inside = by_phase(report, {}, {}, (("fsdp", 64),), 0)
     assert inside["forward"]["collective_bytes"] == {"in_host": wire, "between_hosts": 0}
 
 
-def test_flops_that_a_mask_hides_are_not_of_the_bound():
-    flops = FlopCount(100, by={("forward", "bf16"): 60})
-    assert of(Report(0, 0, {}), {}, flops, 2, (), 0, {("forward", "bf16"): 10})["forward"]["flops"] == {"bf16": 20}
+def test_replicated_attention_counts_in_full_on_every_device_but_for_what_its_mask_hides():
+    mesh = Mesh(np.array(described("h100:2")), ("fsdp",))
+    sharded, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    B, L, H, K = 4, 512, 2, 64
+
+    def forward(x_BLHK):
+        x_BLHK = jax.lax.with_sharding_constraint(x_BLHK, replicated)
+        return jax.nn.dot_product_attention(x_BLHK, x_BLHK, x_BLHK, is_causal=True, implementation="cudnn")
+
+    report = memory.analyze(jax.jit(forward).trace(
+        jax.ShapeDtypeStruct((B, L, H, K), jnp.bfloat16, sharding=sharded)))
+    assert report.work["forward"]["flops"] == {"bf16": 4 * B * L * L * H * K / 2}
+    assert report.work["forward"]["flops"] == {"bf16": sum(
+        times * kernel.flops for kernel, times in schedule.kernels(report.schedule))}
 
 
 def test_flops_by_phase_and_dtype():
