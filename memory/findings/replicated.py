@@ -87,10 +87,27 @@ class _ByJaxpr:
         """(mesh axes that should shard the array and do not, its checkpoint name)."""
         metadata = self.module.metadata(instruction)
         place = metadata.frames[0][:3] if metadata.frames else None
-        found = [a for a in self.places.get(place, ()) if metadata.op_name.endswith(a.suffix)]
+        # jax lowers cuDNN's attention under the name of the primitive that partitions it.
+        partitioned = metadata.op_name.endswith("custom_partitioning")
+        found = [a for a in self.places.get(place, ()) if metadata.op_name.endswith(a.suffix)
+                 or partitioned and a.suffix.endswith("_wrapper")]
         if not found or len({(a.dims, tuple(a.labels.items())) for a in found}) > 1:
             return (), ""
+        if instruction.opcode == "fusion" and _are_partial_sums(found[0], shape, sizes):
+            return (), ""
         return missing(found[0].dims, found[0].labels, shape.dims, sizes), found[0].name
+
+
+def _are_partial_sums(activation: Activation, shape: Shape, sizes: Mapping[str, int]) -> bool:
+    """Whether an array is a stack of shards that a second kernel adds up, because XLA has split the contracted
+    dimension of a product.
+
+    A replicated activation may have the same shape; partial sums are wider, float32 for bfloat16.
+    """
+    parts = math.prod(sizes[axis] for axes in activation.labels.values() for axis in axes)
+    same = shape.dims == activation.dims and shape.dtype == activation.dtype
+    return (len(shape.dims) > 2 and not same
+            and shape.elements // shape.dims[0] * parts == math.prod(activation.dims))
 
 
 class _ByShape:

@@ -19,6 +19,7 @@ from bytescope.memory.findings.remedies.config_flags import with_flags
 from bytescope.memory.findings.sharding import (
     large_collective,
     lasting_gathers,
+    nothing_sharded,
     replicated_activations,
     replicated_batch,
     unsharded_gradients,
@@ -43,9 +44,12 @@ def find(report: Report, program: PlacedProgram) -> tuple[Finding, ...]:
 
 
 RULES: Mapping[Rule, str] = {
+    nothing_sharded: "shard the batch over a mesh of all devices",
     full_logits: "use a chunked or fused cross-entropy, or shard the vocabulary",
     replicated_batch: "shard the batch over the data axis of the mesh",
-    replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that shard the batch",
+    replicated_activations: "pin it with jax.lax.with_sharding_constraint to the axes that shard the batch; a model "
+                            "with logical axes, such as Flax's, is traced inside of its rules "
+                            "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
     wide_activations: "cast it to bfloat16 where it is made, before the backward pass keeps it",
     fragmentation: "change the batch or the remat policy: the packing follows the lifetimes",

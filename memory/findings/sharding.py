@@ -24,11 +24,47 @@ from bytescope.memory.findings.evidence import (
 from bytescope.memory.findings.replicated import replicated_arrays
 from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, is_collective
 from bytescope.memory.hlo.mesh import Layout
+from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.records import Buffer, Report
 from bytescope.memory.units import human
 
 # What tensor parallelism shards and nobody gathers.
 HELD = (*WEIGHTS, "cache")
+
+
+def nothing_sharded(report: Report, program: PlacedProgram) -> Found | None:
+    """A step that runs on one of the target's devices, or whose arguments and results every device holds whole."""
+    module, target = program.module, report.target
+    devices = int(target.get("n_devices") or 1)
+    if module.devices == 1 and devices > 1 and target.get("name") != "local":
+        chip = str(target.get("name", "")).partition(":")[0]
+        return Found(report.peak_bytes,
+                     f"{devices} devices, nothing is sharded: the step runs on one device, and {devices - 1} are unused",
+                     "give its arguments shardings over a mesh of all devices, the batch for example "
+                     f"NamedSharding(jax.make_mesh(({devices},), ('data',)), P('data')), or name a target of one "
+                     f"device, {chip}")
+    if module.devices == 1 or report.collectives or not _computes_alike(program):
+        return None
+    axis = program.mesh[0][0] if program.mesh else "data"
+    return Found(report.peak_bytes,
+                 f"{module.devices} devices, nothing is sharded: every device holds and computes the same",
+                 f"shard the batch at least, for example by jax.sharding.NamedSharding(mesh, P('{axis}')) in "
+                 "in_shardings or by jax.device_put")
+
+
+def _computes_alike(program: PlacedProgram) -> bool:
+    """Whether every device holds all arguments and results whole. Devices that exchange nothing then compute the
+    same."""
+    module = program.module
+    for number, parameter in module.parameters.items():
+        known = program.replicated
+        if not (module.replicated(parameter) if known is None else number in known):
+            return False
+    if program.jaxpr is None:
+        return True
+    entry = module.computations[module.entry]
+    local = sorted(shape.dims for _, shape in leaves(module.shape(module.instructions[entry.root])))
+    return local == sorted(tuple(result.shape) for result in program.jaxpr.out_avals)
 
 
 def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
@@ -51,19 +87,24 @@ def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
 def replicated_activations(report: Report, program: PlacedProgram) -> Found | None:
     """Activations that are not sharded over the axes that shard the batch."""
     found = list(replicated_arrays(program, batch(report, program)))
-    data = _data_axes(report, program) if found else frozenset()
-    found = [array for array in found if not data.isdisjoint(array.axes)]
+    # A step that trains loses by it even where no device gathers weights: each product is then computed by all devices
+    # in part and summed. A step that only infers may do so on purpose, because it moves no weights.
+    if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
+        data = _data_axes(report, program) if found else frozenset()
+        found = [array for array in found if not data.isdisjoint(array.axes)]
     if not found:
         return None
     names = {array.name for array in found}
     size = sum(b.bytes for b in report.buffers if b.at_peak and b.memory == "device" and b.name in names)
-    first = found[0]
-    size = max(size, first.bytes)
+    largest = max(array.bytes for array in found)
+    size = max(size, largest)  # a scan's arrays may be gone by the peak, which is in the backward pass
+    first = next(array for array in found if array.bytes >= NOTABLE * largest)  # not a mean that every norm sums up
     if size <= SMALL * report.peak_bytes:
         return None
-    axes = " and ".join(first.axes)
-    message = (f"activations are replicated over {axes}, which shards the batch; the first is {first.what}, "
-               f"{first.dtype}{list(first.dims)} on every device")
+    sizes = dict(program.mesh)
+    devices = math.prod(sizes[axis] for axis in first.axes)
+    message = (f"activations are replicated over {devices} devices of {' and '.join(first.axes)}, over which the batch "
+               f"is sharded; the first is {first.what}, {first.dtype}{list(first.dims)} on every device")
     return Found(size, message)
 
 
