@@ -93,12 +93,12 @@ class _ByJaxpr:
                  or partitioned and a.suffix.endswith("_wrapper")]
         if not found or len({(a.dims, tuple(a.labels.items())) for a in found}) > 1:
             return (), ""
-        if instruction.opcode == "fusion" and _are_partial_sums(found[0], shape, sizes):
+        if instruction.opcode == "fusion" and are_partial_sums(found[0], shape, sizes):
             return (), ""
         return missing(found[0].dims, found[0].labels, shape.dims, sizes), found[0].name
 
 
-def _are_partial_sums(activation: Activation, shape: Shape, sizes: Mapping[str, int]) -> bool:
+def are_partial_sums(activation: Activation, shape: Shape, sizes: Mapping[str, int]) -> bool:
     """Whether an array is a stack of shards that a second kernel adds up, because XLA has split the contracted
     dimension of a product.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +30,11 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them; other leaves are held as they are.
         options: of `jax.jit` (`OPTIONS`), for a plain function.
 
-    Raises ReportError for options of a step that is jitted already.
+    Raises ReportError for options of a step that is jitted already, and for `jax.pmap` over more devices than this
+    process has.
     """
+    import jax
+
     given = {name: value for name, value in options.items() if value is not None}
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
@@ -37,7 +42,32 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
                           "the function itself")
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
-    return _of_wrapper(step, args, kwargs) if is_jitted else _of_function(step, args, kwargs, given)
+    if not is_jitted:
+        return _of_function(step, args, kwargs, given)
+    try:
+        return _of_wrapper(step, args, kwargs)
+    except ValueError as error:
+        mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
+        if mapped > available and _PMAP_ERROR.search(str(error)):
+            raise ReportError(f"jax.pmap over {mapped} devices, and this process has {available}: set "
+                              f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
+                              "target's devices") from error
+        raise
+
+
+# What jax says of jax.pmap over more devices than the process has.
+_PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the function '_fun'|requires \d+ replicas")
+
+
+def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The length of the axis that `jax.pmap` maps, by the most common first dimension of the arguments; 0 for a step
+    that `jax.pmap` has not wrapped."""
+    import jax
+
+    if not getattr(step.lower, "__qualname__", "").startswith("pmap."):
+        return 0
+    lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if getattr(leaf, "shape", ()))
+    return max(lengths, key=lengths.__getitem__, default=0)
 
 
 def check_options(options: Iterable[str], function: str) -> None:

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 from bytescope import memory
 from bytescope.memory.analyze import report_of
 from bytescope.memory.arguments.program_arguments import Argument, Arguments
+from bytescope.memory.attribution.batch_axes import Activation
 from bytescope.memory.attribution.placement import PlacedProgram
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.findings import rules as findings
-from bytescope.memory.findings.replicated import missing
+from bytescope.memory.findings.replicated import are_partial_sums, missing
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.buffers import Allocation, Program
 from bytescope.memory.hlo.mesh import Layout, of_compiled
@@ -187,6 +188,32 @@ def test_replicated_batch(devices):
     tokens = 2 * 4 * programs.BATCH * programs.LENGTH
     assert {f.kind: f.bytes for f in whole.findings}["replicated_batch"] == tokens
     assert "replicated_batch" not in {f.kind for f in split.findings}
+    # Where the batch is whole and the state too, all devices do the same.
+    told = {f.kind: f for f in whole.findings}["nothing_sharded"]
+    assert told.message == "8 devices, nothing is sharded: every device holds and computes the same"
+    assert "NamedSharding(mesh, P('data'))" in told.remedy and whole.to_json()["findings"][0]["kind"] == told.kind
+    assert "nothing_sharded" not in {f.kind for f in split.findings}
+
+
+def test_a_step_without_a_mesh_leaves_the_other_devices_of_its_target_unused(devices):
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+    w, x = jnp.ones((4, 4)), jnp.ones((8, 4))
+    found, = [f for f in memory.analyze(step, w, x, target="cpu:8").findings if f.kind == "nothing_sharded"]
+    assert found.message == "8 devices, nothing is sharded: the step runs on one device, and 7 are unused"
+    assert "P('data')" in found.remedy and found.remedy.endswith("or name a target of one device, cpu")
+    for target in ("cpu:1", None):  # without a target nobody said how many devices the step is to use
+        assert "nothing_sharded" not in {f.kind for f in memory.analyze(step, w, x, target=target).findings}
+
+
+def test_sharded_slices_of_a_replicated_batch_are_no_finding(devices):
+    """Devices that exchange nothing compute different shards where a constraint shards the result."""
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    x = jax.ShapeDtypeStruct((64, 8), "float32", sharding=jax.sharding.NamedSharding(mesh, P()))
+    sharded = jax.sharding.NamedSharding(mesh, P("data"))
+    report = memory.analyze(jax.jit(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), sharded)).trace(x))
+    assert not report.collectives and "nothing_sharded" not in {f.kind for f in report.findings}
 
 
 @pytest.mark.parametrize("traced", [True, False])
@@ -222,6 +249,17 @@ def tanh_line():
     ((64, 96), {0: ("data",)}, (16 * 96,), ()), ((64, 96), {0: ("data",)}, (5, 7), ())])
 def test_axes_that_are_missing(dims, labels, local, lost):
     assert missing(dims, labels, local, {"data": 4, "model": 2}) == lost
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("dims", "dtype", "partial"), [
+    ((2, 2048, 512), "float32", True), ((4, 1024, 512), "float32", False), ((8, 1024, 512), "bfloat16", False),
+    ((2, 1024, 512), "bfloat16", False)])
+def test_partial_sums_of_a_product_are_no_replicated_array(dims, dtype, partial):
+    """Over four devices, of 8 x 1024 x 512: two addends for the 2048 rows of a device."""
+    activation = Activation(("f.py", 1, 1), "/dot_general", (8, 1024, 512), "bfloat16", {0: ("data",)})
+    shape = Shape(dtype, dims, bits=8 * jnp.dtype(dtype).itemsize)
+    assert are_partial_sums(activation, shape, {"data": 4}) == partial
 
 
 def test_findings_of_a_described_gpu():
