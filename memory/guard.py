@@ -15,7 +15,7 @@ from bytescope.memory.analyze import analyze, judge
 from bytescope.memory.errors import GuardError, ReportError
 from bytescope.memory.program import takes_arguments
 from bytescope.memory.records import POOL, Report
-from bytescope.memory.units import human, parse_bytes
+from bytescope.memory.units import human, parse_bytes, reads_as_size
 
 
 def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
@@ -25,19 +25,20 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         program, args, options: those of `memory.analyze`: a step with its arguments and a target, or what is lowered
             already; a report too.
         size: bytes of one device, or text such as "72GiB"; without arguments it may follow the program. None: what
-            is available on one device of the target.
+            is available on one device of the target. A number below 1 MiB needs a unit: "512B".
 
     Raises:
       GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
-      ReportError: there is neither a size nor a limit, or the size stands among the arguments of a step.
+      ReportError: there is neither a size nor a limit, the size is not valid, or it is among the arguments of a step.
     """
     __tracebackhide__ = True  # pytest's: the test is where a reader has to look
     if len(args) == 1 and size is None and not takes_arguments(program):
         (size,), args = args, ()
-    if args and _is_size(args[-1]):
+    if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
         raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
+    limit = None if size is None else parse_bytes(size)  # a mistake shows before anything is compiled
     report = program if isinstance(program, Report) else analyze(program, *args, **options)
-    limit = report.limit_bytes if size is None else parse_bytes(size)
+    limit = report.limit_bytes if limit is None else limit
     if limit is None:
         raise ReportError("no size to compare with: give one as in assert_fits(program, \"72GiB\"), or a target")
     judged = judge(report, limit)
@@ -47,16 +48,6 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         error.report = judged
         raise error
     return report
-
-
-def _is_size(value: Any) -> bool:
-    """Whether an argument is text that only a size is written as."""
-    if not isinstance(value, str):
-        return False
-    try:
-        return parse_bytes(value) > 0
-    except ReportError:
-        return False
 
 
 def _parts(report: Report) -> str:

@@ -24,7 +24,7 @@ def test_fits(assert_fits, memory_guard):
     assert memory_guard(report(1024), "1KiB").peak_bytes == 1024
 
 def test_too_much(assert_fits):
-    assert_fits(report(1024), "1023")
+    assert_fits(report(1024), "1023B")
 
 def test_wrong(memory_report, monkeypatch):
     monkeypatch.setattr(memory, "analyze", lambda step, *args, target: report(step(*args)))

@@ -221,9 +221,24 @@ def test_diff_names_what_grew():
 
 
 @pytest.mark.parametrize(("size", "expected"), [
-    ("72GiB", 72 * 2**30), ("1.5 gib", 3 * 2**29), ("512MB", 512 * 10**6), ("17", 17), (2**40, 2**40), ("0b", 0)])
+    ("72GiB", 72 * 2**30), ("1.5 gib", 3 * 2**29), ("512MB", 512 * 10**6), ("17B", 17), (2**40, 2**40), ("0b", 0),
+    ("1048576", 2**20), (2**20, 2**20), ("0", 0), ("0.5 MiB", 2**19)])
 def test_sizes(size, expected):
     assert parse_bytes(size) == expected
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("read", "flag"), [
+    (lambda size: parse_bytes(size), ""), (lambda size: limits.budget_of(str(size), 2**40, "--budget"), "--budget: "),
+    (lambda size: memory.assert_fits(abs, 1, size=size), ""), (lambda size: memory.watch(abs, limit=size), ""),
+    (lambda size: memory.plan_remat(abs, (), budget=size), "budget: ")])
+@pytest.mark.parametrize("size", [72, "72", " 72 ", 2**20 - 1])
+def test_a_small_number_without_a_unit_is_refused_before_anything_is_compiled(read, flag, size):
+    number = str(size).strip()
+    with pytest.raises(memory.ReportError) as caught:
+        read(size)
+    assert str(caught.value) == (f"{flag}{number} without a unit is {int(number):,} bytes: write {number}GiB or "
+                                 f"{number}MiB, or {number}B for bytes")
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "72 gigs", "-1", -1, None, True, "1e400GiB", 1.5])
@@ -249,10 +264,10 @@ def test_the_guard_judges_as_the_verdict_does():
     report = Report(90, 100, {"params": 90, "fragmentation": 10}, unseen=(pool,))
     assert judge(report, 120).verdict == "exceeds"
     with pytest.raises(memory.GuardError, match="takes 130 B, 10 B more than 120 B.*cuBLAS workspace 30 B"):
-        memory.assert_fits(report, 120)
+        memory.assert_fits(report, "120B")
     with pytest.raises(memory.GuardError, match="more than 120 B"):
         memory.assert_fits(judge(report, 120))
-    assert memory.assert_fits(report, 130) == memory.assert_fits(report, size="130") == report
+    assert memory.assert_fits(report, "130B") == memory.assert_fits(report, size="130B") == report
 
 
 def test_the_guard_takes_a_step_with_its_arguments():
@@ -260,9 +275,10 @@ def test_the_guard_takes_a_step_with_its_arguments():
     report = memory.assert_fits(lambda x, factor: x * factor, number, 2, target="cpu:1", static_argnums=1)
     assert report.target["name"] == "cpu:1" and report.fits
     with pytest.raises(memory.GuardError, match="more than 16 B"):
-        memory.assert_fits(report, size=16)
-    with pytest.raises(memory.ReportError, match="by its name, size='72GiB'"):
-        memory.assert_fits(abs, number, "72GiB")
+        memory.assert_fits(report, size="16B")
+    for size in ("72GiB", "72"):
+        with pytest.raises(memory.ReportError, match=f"by its name, size='{size}'"):
+            memory.assert_fits(abs, number, size)
 
 
 def test_importing_needs_no_jax():

@@ -253,7 +253,7 @@ def test_a_compiler_without_memory_has_no_report(watch, told, tmp_path):
 
 def test_a_folder_that_cannot_be_written_hides_no_error(told, tmp_path):
     (tmp_path / "file").write_text("")
-    run = watched.watch(step, folder=tmp_path / "file" / "in", tell=told.append, limit=1)
+    run = watched.watch(step, folder=tmp_path / "file" / "in", tell=told.append, limit="1B")
     with pytest.raises(jax.errors.JaxRuntimeError, match="limit=1 B"):
         run(*arguments())
     assert "written: memory" not in told[-1] and "live arrays" in told[-1]
