@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from bytescope.memory.analyze import analyze, judge
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError
 from bytescope.memory.program import takes_arguments
 from bytescope.memory.records import POOL, Report
@@ -43,8 +44,10 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         raise ReportError("no size to compare with: give one as in assert_fits(program, \"72GiB\"), or a target")
     judged = judge(report, limit)
     if not judged.fits:
+        share = limit_share(report.target, limit)
         error = GuardError(f"{report.program or 'the program'} takes {human(report.predicted_bytes)}, "
-                           f"{human(report.predicted_bytes - limit)} more than {human(limit)}: {_parts(report)}")
+                           f"{human(report.predicted_bytes - limit)} more than {human(limit)}"
+                           f"{f' ({share})' if share else ''}: {_parts(report)}")
         error.report = judged
         raise error
     return report

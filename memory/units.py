@@ -56,7 +56,8 @@ def parse_bytes(size: int | str) -> int:
         count = int(scaled)
     if not unit and 0 < count < MIB:
         told = str(size).strip()
-        raise ReportError(f"{told} without a unit is {count:,} bytes: write {told}GiB or {told}MiB, or {told}B for bytes")
+        raise ReportError(f"{told} without a unit is {count:,} bytes: write {told}GiB or {told}MiB, or {told}B for "
+                          "bytes")
     return count
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.plan import diff
 from bytescope.memory.plan.diff import Change
@@ -55,10 +56,16 @@ def of_report(report: Report) -> list[str]:
         largest = max((b for b in report.alive_at(report.peak_index) if b.source), key=lambda b: b.bytes, default=None)
         missing = report.predicted_bytes - (report.limit_bytes or 0)
         out.append(annotation("error", "does not fit", f"{_name(report)} is predicted to take "
-                              f"{human(report.predicted_bytes)} of {human(report.limit_bytes)}: {human(missing)} too "
-                              "much", largest.source if largest else ""))
+                              f"{human(report.predicted_bytes)}{_limit(report)}: {human(missing)} too much",
+                              largest.source if largest else ""))
     return out + [annotation("warning", finding.kind.replace("_", " "), ": ".join(filter(None, (
         finding.message, finding.remedy, finding.flags)))) for finding in report.findings]
+
+
+def _limit(report: Report) -> str:
+    """The limit, and the share of a GPU's memory that it is; "" where there is none."""
+    share = limit_share(report.target, report.limit_bytes)
+    return f" of {human(report.limit_bytes)}{f' ({share})' if share else ''}" if report.limit_bytes else ""
 
 
 def summary_of_difference(before: Report, after: Report, changes: Sequence[Change], names: Sequence[str]) -> str:
@@ -74,8 +81,7 @@ def summary_of_difference(before: Report, after: Report, changes: Sequence[Chang
 
 def summary_of_report(report: Report) -> str:
     """The table of a report for the summary of a job, as Markdown."""
-    limit = f" of {human(report.limit_bytes)}" if report.limit_bytes else ""
-    said = (f"predicted **{human(report.predicted_bytes)}**{limit} per device: **{report.verdict}**; peak "
+    said = (f"predicted **{human(report.predicted_bytes)}**{_limit(report)} per device: **{report.verdict}**; peak "
             f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}")
     held = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
     table = _table(("at the peak", "bytes", "%"), [

@@ -1,5 +1,6 @@
 """How many bytes are available to programs on a device: what a program is judged against."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS
@@ -49,6 +50,22 @@ def limit_bytes(device: Any) -> int:
 def described_limit(platform: str, memory: int, reserved: int) -> int:
     """Bytes that are available on a described device of `memory` bytes, of which the runtime keeps `reserved`."""
     return int((memory - reserved) * (memory_fraction() if platform == "cuda" else 1.0))
+
+
+def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
+    """The share of a GPU's memory that a limit is, in words: "92 % of the GPU's memory after CUDA's context".
+
+    "" for a limit that is no share: a size that somebody chose, a TPU's, and the free memory of a host.
+
+    Args:
+        target: JSON of a `memory.devices.targets.Target`. limit: bytes that a program is judged against.
+    """
+    if not limit or target.get("platform") != "cuda" or limit != target.get("limit_bytes"):
+        return ""
+    if fraction := target.get("memory_fraction"):
+        return f"{100 * fraction:.4g} % of the GPU's memory after CUDA's context"
+    memory = target.get("device_memory_bytes") or 0
+    return f"{100 * limit / memory:.0f} % of the GPU's memory, by its allocator" if limit < memory else ""
 
 
 def _device_limit(device: Any) -> int:

@@ -22,7 +22,7 @@ from bytescope.memory.devices import topologies
 from bytescope.memory.devices.chips import CHIPS, Chip
 from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes
-from bytescope.memory.devices.platform import accelerator, choose_platform, simulate_devices
+from bytescope.memory.devices.platform import accelerator, choose_platform, memory_fraction, simulate_devices
 from bytescope.memory.errors import ReportError, did_you_mean
 
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
@@ -101,8 +101,11 @@ class Target:
         return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field and the limit as plain JSON values."""
-        return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes}
+        """Every field as plain JSON values, with the limit and `memory_fraction`: the fraction of a described GPU's
+        memory that is available to programs, None for other devices."""
+        fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
+        return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes,
+                "memory_fraction": fraction}
 
 
 def names() -> tuple[str, ...]:

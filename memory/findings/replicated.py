@@ -90,7 +90,7 @@ class _ByJaxpr:
         # jax lowers cuDNN's attention under the name of the primitive that partitions it.
         partitioned = metadata.op_name.endswith("custom_partitioning")
         found = [a for a in self.places.get(place, ()) if metadata.op_name.endswith(a.suffix)
-                 or partitioned and a.suffix.endswith("_wrapper")]
+                 or (partitioned and a.suffix.endswith("_wrapper"))]
         if not found or len({(a.dims, tuple(a.labels.items())) for a in found}) > 1:
             return (), ""
         if instruction.opcode == "fusion" and are_partial_sums(found[0], shape, sizes):

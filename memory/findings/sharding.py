@@ -39,7 +39,8 @@ def nothing_sharded(report: Report, program: PlacedProgram) -> Found | None:
     if module.devices == 1 and devices > 1 and target.get("name") != "local":
         chip = str(target.get("name", "")).partition(":")[0]
         return Found(report.peak_bytes,
-                     f"{devices} devices, nothing is sharded: the step runs on one device, and {devices - 1} are unused",
+                     f"{devices} devices, nothing is sharded: the step runs on one device, and {devices - 1} are "
+                     "unused",
                      "give its arguments shardings over a mesh of all devices, the batch for example "
                      f"NamedSharding(jax.make_mesh(({devices},), ('data',)), P('data')), or name a target of one "
                      f"device, {chip}")

@@ -21,6 +21,7 @@ from bytescope.memory.pages.elements import (
     count,
     facts,
     figure,
+    limit_notes,
     percent,
     predicted,
     predictions,
@@ -107,7 +108,8 @@ def render(comparison: Mapping[str, Any]) -> str:
         each=_best_of_each(comparison, rows) if several else None,
         none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False), grid=feasibility_grid.grid(rows),
-        notes=[*rates_notes(comparison["rows"]), *NOTES, *([FORMULA_NOTE] if with_formulas else [])],
+        notes=[*limit_notes(target, target.get("limit_bytes")), *rates_notes(comparison["rows"]), *NOTES,
+               *([FORMULA_NOTE] if with_formulas else [])],
         about_target=_about_target(target))
 
 

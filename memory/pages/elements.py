@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records import ROWS, Report
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.layout import mixture
@@ -209,6 +210,12 @@ def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
     return [*(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
             *(f"Rows without predicted seconds: {why}." for why in reasons)]
+
+
+def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
+    """The share of a GPU's memory that the limit is, as a note; [] for a limit that is no share."""
+    share = limit_share(target, limit)
+    return [f"Limit {human(limit)}: {share}."] if share else []
 
 
 def size(count: int | None) -> Cell:

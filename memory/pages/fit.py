@@ -18,6 +18,7 @@ from bytescope.memory.pages.elements import (
     count,
     facts,
     figure,
+    limit_notes,
     parts,
     percent,
     predicted,
@@ -58,7 +59,8 @@ def render(out: Mapping[str, Any]) -> str:
 
 def _notes(out: Mapping[str, Any]) -> list[str]:
     ties = as_fast(out["ties"])
-    return [*NOTES, *rates_notes([out]), *([f"{ties[:1].upper()}{ties[1:]}."] if ties else [])]
+    return [*limit_notes(out["target"], out["budget_bytes"]), *NOTES, *rates_notes([out]),
+            *([f"{ties[:1].upper()}{ties[1:]}."] if ties else [])]
 
 
 def _subject(out: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from bytescope.memory.pages.elements import (
     facts,
     figure,
     fits,
+    limit_notes,
     percent,
     predicted,
     predictions,
@@ -53,7 +54,8 @@ def render(found: Mapping[str, Any]) -> str:
         best=(best["plan"], _command(found, best)) if best else None, none_fits=bool(plans) and best is None,
         points=table(_plan_columns(found), plans,
                      kind=lambda plan: "winner" if best and plan["plan"] == best["plan"] else ""),
-        fixed=table(_fixed_columns(found), found["fixed"]), notes=[*NOTES, *rates_notes(found["points"])])
+        fixed=table(_fixed_columns(found), found["fixed"]),
+        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(found["points"])])
 
 
 def plans_of(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

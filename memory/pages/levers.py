@@ -19,6 +19,7 @@ from bytescope.memory.pages.elements import (
     facts,
     figure,
     fits,
+    limit_notes,
     percent,
     predicted,
     predictions,
@@ -60,7 +61,8 @@ def render(staircase: Mapping[str, Any]) -> str:
                   for words, level in (("First that fits", first), ("All of them", last)) if level],
         some_fit=first is not None, interrupted=staircase.get("interrupted", False),
         stages=table(_columns(staircase), levels, kind=lambda level: "winner" if level is first else ""),
-        left_out=list(staircase["left_out"].items()), notes=[*NOTES, *rates_notes(levels)])
+        left_out=list(staircase["left_out"].items()), notes=[
+            *limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(levels)])
 
 
 def _command(staircase: Mapping[str, Any], level: Mapping[str, Any]) -> str:

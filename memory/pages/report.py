@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from bytescope.memory.attribution import naming
 from bytescope.memory.costs.roofline import AtBest, at_best
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.pages import communication
 from bytescope.memory.pages.elements import (
@@ -107,7 +108,8 @@ def figures(report: Report) -> list[Figure]:
     note = ""
     if report.limit_bytes is not None:
         free = report.limit_bytes - report.allocated_bytes
-        note = f"{human(abs(free))} {'free' if free >= 0 else 'too much'}"
+        share = limit_share(report.target, report.limit_bytes)
+        note = "; ".join(filter(None, (f"{human(abs(free))} {'free' if free >= 0 else 'too much'}", share)))
     return [figure("peak live", report.peak_bytes, "most bytes live at once"),
             figure("allocated", report.allocated_bytes, "what the runtime takes"),
             figure("limit", report.limit_bytes, note), *_speed(report)]

@@ -26,7 +26,7 @@ from bytescope.memory.plan.rows import (
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.console import one_line, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
-from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.report import limit_line, versions_text
 from bytescope.memory.text.seconds.prediction import with_spread
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
 from bytescope.memory.units import human
@@ -96,11 +96,12 @@ def render(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str
 def _head(rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], unit: str,
           cached: int) -> list[RenderableType]:
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
-    limit = f", limit {human(limits.pop())}" if len(limits) == 1 else ""
+    common = limits.pop() if len(limits) == 1 else None
+    limit = f", limit {human(common)}" if common else ""
     kept = f" ({cached} from the cache)" if cached else ""
     title = Text.assemble((f"{len(rows)} combinations", "bold"), (kept, "dim"),
                           f" on {one_line(str(target.get('name')))}{limit}")
-    return [Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
+    return [Items(filter(None, (title, Text(versions_text(versions), style="dim")))), *limit_line(target, common),
             Text(f"{unit} on each device:")]
 
 

@@ -18,6 +18,7 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.compare import as_fast
 from bytescope.memory.text.console import make_console, put, safe
 from bytescope.memory.text.layout import Command, Items, Prose, ignoring, wrap
+from bytescope.memory.text.report import limit_line
 from bytescope.memory.text.seconds.prediction import rounded, within
 from bytescope.memory.text.table import FigureTable, figure, fixed, label
 from bytescope.memory.units import human
@@ -45,6 +46,7 @@ class Lines:
         self._stage, self._began = "", time.monotonic()
         put(Group(Items([f"on {target.name}", f"within {human(budget)} per device,", f"{space.tokens:,} tokens per "
                          "update;", f"levers: {', '.join(sorted(space.levers))}"], gap=1, title="fit"),
+                  *limit_line(target.to_json(), budget),
                   Prose("seconds are predicted, of an update; those of variants closer than "
                         f"{TIE:.0%} are a tie: then the least recomputation is chosen, then the least memory", "dim")),
             self._console)

@@ -15,7 +15,7 @@ from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put
 from bytescope.memory.text.layout import Command, Items, Prose, blocks
-from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.report import limit_line, versions_text
 from bytescope.memory.text.seconds.prediction import within
 from bytescope.memory.text.table import FigureTable, figure, fixed, value
 from bytescope.memory.units import human
@@ -51,6 +51,7 @@ def _head(points: Sequence[Point], about: Mapping[str, Any], unit: str) -> list[
     title = Text.assemble((f"{len(points)} budgets", "bold"), f" on {one_line(str(about['target'].get('name')))}",
                           f", limit {human(limit)}" if limit else "")
     return [Items(filter(None, (title, Text(versions_text(about["versions"]), style="dim")))),
+            *limit_line(about["target"], limit),
             Prose(f"{unit} on each device; the plan with the least {LEAST[about['cost']]} for each budget, and the "
                   "best policy for all layers:")]
 

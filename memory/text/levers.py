@@ -16,7 +16,7 @@ from bytescope.memory.records import ROWS
 from bytescope.memory.text.compare import cell, verdict
 from bytescope.memory.text.console import one_line, put, safe, shorten
 from bytescope.memory.text.layout import Command, Items, Prose, blocks, ignoring
-from bytescope.memory.text.report import versions_text
+from bytescope.memory.text.report import limit_line, versions_text
 from bytescope.memory.text.seconds.prediction import with_spread
 from bytescope.memory.text.table import FigureTable, figure, value
 from bytescope.memory.units import human
@@ -48,7 +48,7 @@ def render(levels: Sequence[Level], left_out: Mapping[str, str], target: Mapping
     limit = next((level.row.limit_bytes for level in levels if level.row.limit_bytes), None)
     title = Text.assemble((f"{len(levels)} stages", "bold"), f" on {one_line(str(target.get('name')))}",
                           f", limit {human(limit)}" if limit else "")
-    head = (Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
+    head = (Items(filter(None, (title, Text(versions_text(versions), style="dim")))), *limit_line(target, limit),
             Prose(f"{unit} allocated on each device, each stage with all before it:"))
     return blocks(Group(*head, _Bars(levels, size, limit), _legend(levels)), _table(levels, size) if levels else None,
                   _below(levels, left_out, interrupted))

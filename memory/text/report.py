@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from bytescope.memory.attribution import naming
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records import CARD, METHODS, POOL, STEP_PHASES, Collective, Report, TimelinePoint
 from bytescope.memory.text import buffers
 from bytescope.memory.text.console import DEFAULT_WIDTH, one_line, put, safe, shorten
@@ -62,12 +64,20 @@ def _head(report: Report, choices: str) -> RenderableType:
 
 
 def peak_line(report: Report) -> RenderableType:
-    """Peak, allocated bytes with their share of the limit, and the verdict, in one line where there is room."""
+    """Peak, allocated bytes with their share of the limit, and the verdict, in one line where there is room; below it
+    the share of a GPU's memory that the limit is."""
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
-    return Items((Text.assemble("peak ", (human(report.peak_bytes), "bold")),
-                  Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
-                  Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))), gap=3)
+    judged = Items((Text.assemble("peak ", (human(report.peak_bytes), "bold")),
+                    Text.assemble("allocated ", (human(report.allocated_bytes), "bold"), share),
+                    Text(report.verdict.upper(), style=VERDICT_STYLE.get(report.verdict, "bold"))), gap=3)
+    return Group(judged, *limit_line(report.target, limit))
+
+
+def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
+    """A line with the share of a GPU's memory that a limit is; [] for a limit that is no share."""
+    share = limit_share(target, limit)
+    return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
 
 
 def versions_text(stated: Mapping[str, str]) -> str:

@@ -116,7 +116,8 @@ def test_work_by_phase():
         Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
         Collective("c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2)),
         transfers=(Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0)))
-    found = by_phase(report, {"forward": {"product_bytes": 3, "other_bytes": 4}}, flops, (("data", 2), ("tensor", 2)), 2)
+    kernel_bytes = {"forward": {"product_bytes": 3, "other_bytes": 4}}
+    found = by_phase(report, kernel_bytes, flops, (("data", 2), ("tensor", 2)), 2)
     none = {"in_host": 0, "between_hosts": 0}
     empty = phase(collective_bytes=none, hidden_collective_bytes=none)
     assert found == {
