@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from bytescope import memory
 from bytescope.memory import records
+from bytescope.memory.commands import github
 from bytescope.memory.pages import report as report_page
 from bytescope.memory.units import human
 from support.browser import HOSTILE, Page, literally
@@ -66,6 +67,21 @@ def test_assert_fits_gives_the_report_in_either_case(record):
     with pytest.raises(memory.GuardError) as caught:
         memory.assert_fits(record, "1KiB")
     assert type(caught.value.report) is memory.Report and caught.value.report.verdict == "exceeds"
+
+
+def test_every_verdict_says_which_share_of_the_gpus_memory_its_limit_is(record):
+    gpu = {"name": "h100:8", "platform": "cuda", "limit_bytes": record.limit_bytes, "memory_fraction": 0.92}
+    report = memory.Report.of(dataclasses.replace(record, target=gpu))
+    share = "92 % of the GPU"
+    for text in (repr(report), report._repr_html_(), report_page.render(report), github.summary_of_report(report)):
+        assert share in text
+    assert report.to_json()["target"]["memory_fraction"] == 0.92
+    larger = dataclasses.replace(report, allocated_bytes=2 * record.limit_bytes)
+    with pytest.raises(memory.GuardError, match=rf"more than .* \({share}'s memory after CUDA's context\): "):
+        memory.assert_fits(larger)
+    with pytest.raises(memory.GuardError) as caught:
+        memory.assert_fits(larger, "1MiB")
+    assert share not in str(caught.value), "a size that the test chose"
 
 
 def test_save_and_load(report, tmp_path):

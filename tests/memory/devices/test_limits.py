@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bytescope.memory.devices import host_memory, limits, platform
+from bytescope.memory.devices import host_memory, limits, platform, targets
 from bytescope.memory.errors import ReportError
 
 pytestmark = pytest.mark.quick
@@ -88,6 +88,26 @@ def test_a_known_card_without_statistics_has_its_row_and_an_unknown_one_is_an_er
 ])
 def test_the_fraction_is_the_users_or_ours(env, fraction):
     assert platform.memory_fraction(env) == fraction
+
+
+@pytest.mark.parametrize(("target", "limit", "words"), [
+    ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92}, 72,
+     "92 % of the GPU's memory after CUDA's context"),
+    ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.755}, 72,
+     "75.5 % of the GPU's memory after CUDA's context"),
+    ({"platform": "cuda", "limit_bytes": 60, "memory_fraction": None, "device_memory_bytes": 80}, 60,
+     "75 % of the GPU's memory, by its allocator"),
+    ({"platform": "cuda", "limit_bytes": 72, "memory_fraction": 0.92}, 70, ""),  # a size that somebody chose
+    ({"platform": "tpu", "limit_bytes": 72}, 72, ""), ({"platform": "cpu", "limit_bytes": 72}, 72, ""), ({}, None, "")])
+def test_the_share_of_a_gpus_memory_in_words(target, limit, words):
+    assert limits.limit_share(target, limit) == words
+
+
+def test_a_described_gpu_says_which_fraction_of_it_is_available(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    found = targets.parse("h100:8").to_json()
+    assert limits.limit_share(found, found["limit_bytes"]) == "50 % of the GPU's memory after CUDA's context"
+    assert targets.parse("v5e:2x2").to_json()["memory_fraction"] is None
 
 
 def _nodes(tmp_path, *names):

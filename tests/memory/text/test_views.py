@@ -53,6 +53,10 @@ LONG = "transformer/blocks/of_a_very_long_name/attention/the_context_of_all_head
 HOSTILE = ("[/b]", "[red]none[/red]", "[link=file:///]", ":warning:", "\x1b[2J\x1b[31m", "lone \ud800", "a\tb\nc")
 
 
+# What a target's JSON says of a GPU that is described, beside its name.
+GPU = {"platform": "cuda", "limit_bytes": 72 * GIB, "memory_fraction": 0.92}
+
+
 # ---- a record of each kind, with a name in every place where a program may put one --------------------
 
 def report(name=PLAIN, size=12_345_678_901):
@@ -81,7 +85,7 @@ def report(name=PLAIN, size=12_345_678_901):
                     "by_term": {"products": 0.8, "collectives": 0.1231}, "bound_by": "products", "rates": f"of {name}",
                     "tokens_per_s": 70_995.6, "mfu": 0.4512},
         xla=XlaStats(size // 2, size // 3, size // 4, size // 5, None, None, 3 * MIB), host_bytes=2 * GIB,
-        target={"name": name, "kind": name, "n_devices": 8}, versions={"jax": "0.10.2"}, notes=(f"of {name}",),
+        target={"name": name, "kind": name, "n_devices": 8, **GPU}, versions={"jax": "0.10.2"}, notes=(f"of {name}",),
         subject=Subject(name, (f"model.x={name}",), "8 sequences of 8,192 = 65,536 tokens per update", name, 65536, 1),
         method="schedule", program=name)
 
@@ -92,22 +96,22 @@ def show_report(console, name):
 
 def show_compare(console, name):
     measured = {"step_seconds": 1.23456, "tokens_per_s": 123456.0, "peak_bytes": 5.5 * GIB}
-    found = [row(policy, 10 + at, at / 10, measured=measured, keys={"data.seq_len": 1024, "config": f"{name}{at}"})
+    found = [row(policy, 10 + at, at / 10, 72, measured=measured, keys={"data.seq_len": 1024, "config": f"{name}{at}"})
              for at, policy in enumerate(("none", "full", "dots_no_batch"))]
     broken = rows.Row({"remat.policy": name, "config": name}, status=f"remat.policy={name}: choose another")
-    compare_text.show(rows.mark_pareto([*found, broken]), {"name": name}, {"jax": "new"}, cached=2, missing=3,
+    compare_text.show(rows.mark_pareto([*found, broken]), {"name": name, **GPU}, {"jax": "new"}, cached=2, missing=3,
                       console=console)
 
 
 def show_levers(console, name):
     def level(stage, gib):
         size = int(gib * GIB)
-        figures = dataclasses.replace(row("none", gib, 0.25, 100), to_host_bytes=size, to_device_bytes=size)
+        figures = dataclasses.replace(row("none", gib, 0.25, 72), to_host_bytes=size, to_device_bytes=size)
         return levers.Level(stage, {"model.attention": "auto"}, {}, f"--config.here={stage} --config.there=x", name,
                             figures)
 
     levers_text.show([level("fp32", 600.25), level("bf16", 200.5), level("full", 90.75)], {name: f"no {name}"},
-                     {"name": name}, {"jax": "new"}, interrupted=True, console=console)
+                     {"name": name, **GPU}, {"jax": "new"}, interrupted=True, console=console)
 
 
 def show_front(console, name):
@@ -115,7 +119,7 @@ def show_front(console, name):
     points = [Point(20 * GIB, f"2 x {name}, 30 x v", "--config.remat.policy=full --config.x=y " * 3,
                     row("none", 19.5, 0.1), full, 3)]
     about = frontier.to_json(points, [full], cost="time", offload=False, programs=9, compiled=4, missing=1,
-                             interrupted=False, target={"name": name, "limit_bytes": 72 * GIB}, versions={"jax": "new"})
+                             interrupted=False, target={"name": name, **GPU}, versions={"jax": "new"})
     frontier_text.show(points, [full], about, console=console)
 
 
@@ -124,7 +128,7 @@ def predicted(seconds):
 
 
 def show_fit(console, name):
-    target = SimpleNamespace(name=name)
+    target = SimpleNamespace(name=name, to_json=lambda: {"name": name, **GPU})
     lines = fit_text.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
     answer = {"status": "ok", "allocated_bytes": 30 * GIB + MIB, "host_bytes": 7 * GIB}
     lines.show(Step("baseline", f"zero3 fsdp 8, 1 x 16, {name}", {}, answer, True, "fits, fastest so far",
@@ -229,6 +233,11 @@ def test_every_figure_at_120_columns_stands_at_80_too_and_none_is_cut(view, name
     assert sorted(BYTES.findall(wide)) == sorted(BYTES.findall(narrow))
     assert sorted(NUMBER.findall(wide)) == sorted(NUMBER.findall(narrow)) != []
     assert not re.search(r"\d(…|\.\.\.)|\d\n *[KMGT]i?B\b", narrow)
+
+
+@pytest.mark.parametrize("view", ["report", "compare", "levers", "front", "fit"])
+def test_a_limit_is_printed_with_the_share_of_the_gpus_memory_that_it_is(view):
+    assert "limit 72.00 GiB: 92 % of the GPU's memory after CUDA's context" in lines_of(view, 80)
 
 
 @pytest.mark.parametrize("view", VIEWS)
