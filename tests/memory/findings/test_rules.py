@@ -234,6 +234,36 @@ def test_replicated_activations(devices, traced, middle, whole):
     assert "over 4 devices of data," in finding.message and finding.bytes >= 4 * math.prod(whole)
 
 
+def test_activations_that_nobody_pins_lose_the_batch_to_the_shards_of_the_weights(devices):
+    """As a model whose logical axes have no rules: every device computes a part of each product, and the parts are
+    summed. That moves no weights, as tensor parallelism does not; but the batch is sharded over the same axis."""
+    mesh = jax.sharding.Mesh(devices, ("fsdp",))
+
+    def placed(shape, spec, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    def block(x_BLD, weights):
+        w_DF, w_FD = weights
+        return x_BLD + jnp.tanh(x_BLD @ w_DF) @ w_FD
+
+    def loss(params, tokens_BL):
+        def layer(x_BLD, weights):
+            return jax.checkpoint(block)(x_BLD, weights), None
+
+        x_BLD, _ = jax.lax.scan(layer, params["embed"][tokens_BL], params["blocks"])
+        return (x_BLD**2).mean()
+
+    def step(params, tokens_BL):
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, tokens_BL))
+
+    params = {"embed": placed((512, 256), P(None, "fsdp")),
+              "blocks": (placed((2, 256, 1024), P(None, "fsdp")), placed((2, 1024, 256), P(None, None, "fsdp")))}
+    report = memory.analyze(step, params, placed((8, 64), P("fsdp"), "int32"), donate_argnums=0)
+    found = next(f for f in report.findings if f.kind == "replicated_activations")
+    assert "replicated over 8 devices of fsdp, over which the batch is sharded" in found.message
+    assert "logical_axis_rules" in found.remedy and found.bytes >= 4 * 8 * 64 * 1024
+
+
 def tanh_line():
     """The line of the first layer's tanh."""
     lines = inspect.getsource(programs.two_layers).splitlines()
