@@ -39,6 +39,8 @@ class FlopCount:
         by: (phase, dtype) -> FLOPs, which add up to `total`; no part of equality. Phases are forward, recompute,
             backward and optimizer; dtypes those of `Target.peak_flops`. A float32 product that may be rounded to
             less is "tf32", one that may not "fp32" (see `_narrowed`).
+        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, also in `by`; no part of equality. XLA
+            cannot partition a foreign kernel, so each device of the program computes all of them.
     """
 
     total: int = 0
@@ -46,19 +48,23 @@ class FlopCount:
     kernel_recomputed: int = 0
     notes: tuple[str, ...] = ()
     by: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict, compare=False)
+    replicated: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False)
 
     def __add__(self, other: FlopCount) -> FlopCount:
-        by = dict(self.by)
+        by, replicated = dict(self.by), dict(self.replicated)
         for key, flops in other.by.items():
             by[key] = by.get(key, 0) + flops
+        for phase, flops in other.replicated.items():
+            replicated[phase] = replicated.get(phase, 0) + flops
         return FlopCount(self.total + other.total, self.recomputed + other.recomputed,
                          self.kernel_recomputed + other.kernel_recomputed,
-                         tuple(dict.fromkeys(self.notes + other.notes)), by)
+                         tuple(dict.fromkeys(self.notes + other.notes)), by, replicated)
 
     def times(self, trips: int | Fraction) -> FlopCount:
         """The count of a loop of `trips`, which may be a mean."""
         return FlopCount(trips * self.total, trips * self.recomputed, trips * self.kernel_recomputed, self.notes,
-                         {key: trips * flops for key, flops in self.by.items()})
+                         {key: trips * flops for key, flops in self.by.items()},
+                         {phase: trips * flops for phase, flops in self.replicated.items()})
 
     @property
     def model_flops(self) -> int:
@@ -88,7 +94,8 @@ def count(jaxpr: Any) -> FlopCount:
     live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
     found = _count(live, "")
     return FlopCount(round(found.total), round(found.recomputed), round(found.kernel_recomputed), found.notes,
-                     {key: round(flops) for key, flops in found.by.items()})
+                     {key: round(flops) for key, flops in found.by.items()},
+                     {phase: round(flops) for phase, flops in found.replicated.items()})
 
 
 def of_equation(equation: Any) -> FlopCount:
@@ -243,7 +250,13 @@ def _linear_call(equation: Any, stack: str) -> FlopCount:
 
 def _shard_map(equation: Any, stack: str) -> FlopCount:
     mesh, manual = equation.params["mesh"], equation.params["newly_manual_axes"]
-    return _call(equation, stack).times(math.prod(size for axis, size in mesh.shape.items() if axis in manual))
+    body = dataclasses.replace(_call(equation, stack), replicated={})
+    return body.times(math.prod(size for axis, size in mesh.shape.items() if axis in manual))
+
+
+def _custom_partitioning(equation: Any, stack: str) -> FlopCount:
+    """A function that says itself how it is partitioned, whatever kernels are in it."""
+    return dataclasses.replace(_call(equation, stack), replicated={})
 
 
 def _pallas(equation: Any, stack: str) -> FlopCount:
@@ -252,14 +265,22 @@ def _pallas(equation: Any, stack: str) -> FlopCount:
     if estimate := equation.params["cost_estimate"]:
         by = _call(equation, stack).by
         dtype = max(by, key=by.__getitem__)[1] if by else _dtype(equation)
-        return _marked(estimate.flops, 0, stack, {(_phase(stack), dtype): estimate.flops})
-    grid = equation.params["grid_mapping"].grid
-    if not all(isinstance(size, int) for size in grid):
-        return _call(equation, stack) + FlopCount(notes=("a Pallas grid of unknown size is counted as one point",))
-    return _call(equation, stack).times(math.prod(grid))
+        count = _marked(estimate.flops, 0, stack, {(_phase(stack), dtype): estimate.flops})
+    else:
+        grid, count = equation.params["grid_mapping"].grid, _call(equation, stack)
+        if all(isinstance(size, int) for size in grid):
+            count = count.times(math.prod(grid))
+        else:
+            count += FlopCount(notes=("a Pallas grid of unknown size is counted as one point",))
+    if equation.params["interpret"]:  # lowered to plain operations, which XLA partitions
+        return count
+    replicated: dict[str, int] = {}
+    for (phase, _), flops in count.by.items():
+        replicated[phase] = replicated.get(phase, 0) + flops
+    return dataclasses.replace(count, replicated=replicated)
 
 
 CONTROL: dict[str, Callable[[Any, str], FlopCount]] = {
     "scan": _scan, "while": _while, "cond": _cond, "linear_call": _linear_call, "shard_map": _shard_map,
-    "pallas_call": _pallas,
+    "custom_partitioning": _custom_partitioning, "pallas_call": _pallas,
 }

@@ -255,10 +255,15 @@ def _cost(steps: Steps) -> int:
 
 
 def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Phase -> FLOPs of a device that a jaxpr counts beyond the module's products; of attention it counts all."""
+    """Phase -> FLOPs of a device that a jaxpr counts beyond the module's products; of attention it counts all.
+
+    Every device computes all of a replicated kernel, and an equal share of everything else.
+    """
     left: dict[str, int] = {}
     for (phase, _), count in flops.by.items() if flops else ():
         left[phase] = left.get(phase, 0) + round(count / devices)
+    for phase, count in flops.replicated.items() if flops else ():
+        left[phase] += count - round(count / devices)
     for kernel, times in every_kernel(steps):
         if kernel.kind not in (FOREIGN, GROUPED) and kernel.phase in left:
             left[kernel.phase] -= times * (products.unmasked(kernel) if kernel.causal else kernel.flops)

@@ -100,6 +100,23 @@ def test_a_pallas_kernel_counts_for_every_point_of_its_grid():
     assert counted(call, (32, 16), (16, 8)).total == 2 * 32 * 16 * 8
 
 
+@pytest.mark.quick
+def test_a_pallas_kernel_is_replicated_unless_a_shard_map_is_around_it(devices):
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def product(x, w, interpret=False):
+        shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+        return pl.pallas_call(kernel, out_shape=shape, interpret=interpret)(x, w)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
+    shapes, total = ((32, 16), (16, 8)), 2 * 32 * 16 * 8
+    assert counted(product, *shapes).replicated == {"forward": total}
+    assert counted(jax.jit(lambda x, w: product(x, w, True)), *shapes).replicated == {}  # plain operations
+    assert (counted(sharded, *shapes).total, counted(sharded, *shapes).replicated) == (total, {})
+
+
 # What each policy repeats, in FLOPs of the toy step with the naive kernel.
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("policy, again", [("none", 0), ("full", AGAIN), ("dots", 0),

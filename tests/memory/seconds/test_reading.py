@@ -195,6 +195,18 @@ def test_what_foreign_kernels_compute(counted, expected):
     assert kinds[expected] == 2 + (expected[0] == "product") and sum(kinds.values()) == 3
 
 
+@pytest.mark.quick
+def test_every_device_computes_all_of_a_foreign_kernel_that_nobody_partitions():
+    """Two such kernels of a product each, and a product of which each of 8 devices computes an eighth."""
+    data = proto(computation(1, X, item(5, "parameter", more=field(9, 1)), foreign(2, 1, 5), foreign(3, 1, 2),
+                             item(4, "dot", 1, 3, more=DOT), root=4))
+    counted = FlopCount(by={("forward", "tf32"): (2 + 8) * 1024}, replicated={"forward": 2 * 1024})
+    kernels_in = Counter()
+    for kernel in reading.read(_look(data), flops=counted, devices=8):
+        kernels_in[kernel.kind] += kernel.times * kernel.flops
+    assert kernels_in == {"product": 3 * 1024}
+
+
 @pytest.mark.parametrize("counted, expected", [
     (300, (150, 150, 0)), (400, (200, 200, 0)), (500, (200, 200, 100)), (0, (0, 0, 0))])
 def test_experts_compute_what_their_filled_rows_do(counted, expected):
