@@ -273,7 +273,7 @@ def _train() -> ConfigDict:
     train.eval_sequences = 0  # held-out sequences per evaluation; 0: all
     train.checkpoint_every = 250  # updates between checkpoints
     train.keep = 3  # newest checkpoints kept; the one with the best held-out loss is kept besides
-    train.stall_timeout = 120.0  # several processes: seconds without a step until the slow one is named; 0: never
+    train.stall_timeout = 120.0  # seconds without a step until a slow process is named (if silent, a quarter); 0: never
     train.deterministic = False  # bit-identical reruns on GPUs too, at a cost in speed
     train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
     train.sample_prompt = "def "  # text that the sample begins with; of one longer than data.seq_len its end is read

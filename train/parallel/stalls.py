@@ -1,7 +1,7 @@
-"""Which process of several holds the others up: from what each says every second that it is doing.
+"""Finds the process that holds the others up, from the messages that each sends every second.
 
-A process that is stopped, swapped out or stuck in the kernel says nothing any more; one that waits for others goes on
-saying what it waits in. Nothing is ended: the slow one may come back.
+A process that is stopped, swapped out or stuck in the kernel sends no messages; one that waits for others goes on
+sending what it waits in. Nothing is ended: the slow process may come back.
 """
 
 import time
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 
 BEAT_S = 1.0  # seconds between two messages of a process
 SILENT_S = 5.0  # without a message for so long a process counts as silent
+# A silent process is named after this share of the timeout: a long step explains why nothing moves, but no silence.
+SILENT_SHARE = 0.25
 NAMED = 4  # processes that a line names
 
 
@@ -17,7 +19,7 @@ class Stalls:
     """The steps of this process and the messages of the others, and what is to be told of them.
 
     Args:
-      timeout: seconds without a step after which a line is told; 0: never.
+      timeout: seconds without a step after which a line is printed, SILENT_SHARE of it for a silent process; 0: never.
       tell: prints a line. clock: seconds, monotonic.
     """
 
@@ -37,23 +39,25 @@ class Stalls:
         """Another process said where it is and what it does."""
         self._heard[index] = (self._clock(), where)
 
-    def silent(self) -> Mapping[int, str]:
-        """Processes that say nothing any more: what each was last seen doing."""
-        now = self._clock()
-        return {index: where for index, (at, where) in sorted(self._heard.items()) if now - at > SILENT_S}
+    def silent(self, seconds: float = 0.0) -> Mapping[int, str]:
+        """Processes without a message for `seconds`, at least SILENT_S -> what each was last seen doing."""
+        now, limit = self._clock(), max(seconds, SILENT_S)
+        return {index: where for index, (at, where) in sorted(self._heard.items()) if now - at > limit}
 
     def look(self) -> None:
         """Tells of a stall once, and of its end. To be called every BEAT_S or so."""
         now, before, self._looked = self._clock(), self._looked, self._clock()
         if now - before > SILENT_S:  # it was this process that was stopped: the others have had no chance to be heard
             self._heard = {index: (now, where) for index, (_, where) in self._heard.items()}
-            if self.doing and 0 < self._timeout < now - before:
+            if self.doing and 0 < SILENT_SHARE * self._timeout < now - before:
                 self._tell(f"this process was itself stopped for {now - before:.0f} s, {self.doing}")
             return
         if self._told_of is not None and self._moved != self._told_of:
             self._tell(f"it goes on, after {self._moved - self._told_of:.0f} s without a step")
             self._told_of = None
-        stalled = self.doing and 0 < self._timeout < now - self._moved
+        early = SILENT_SHARE * self._timeout
+        timeout = early if self.silent(early) else self._timeout
+        stalled = self.doing and 0 < timeout < now - self._moved
         if stalled and self._told_of is None and (who := self._who(now)):
             self._told_of = self._moved
             self._tell(f"no step for {now - self._moved:.0f} s: {who}")

@@ -215,6 +215,57 @@ def test_a_process_that_never_comes_is_a_clear_time_out(place, index, message):
     assert time.monotonic() - began >= 3 and not (place / "never").exists()
 
 
+# Joins the processes as a run does, with jax's own heartbeat at 3 seconds instead of 100 unless the run sets it.
+STOPPED = """
+import argparse, sys, time, jax
+from bytescope.train.parallel import processes, stalls
+initialize = jax.distributed.initialize
+jax.distributed.initialize = lambda *args, **kwargs: initialize(*args, **{"heartbeat_timeout_seconds": 3, **kwargs})
+stalls.SILENT_S = 2.0
+parser = argparse.ArgumentParser()
+processes.add_flags(parser)
+args = parser.parse_args(sys.argv[2:])
+args.workdir = None
+joined = processes.start(processes.find(args), args, 8.0)
+step, stop = 0, False
+while not stop:
+    step += 1
+    joined.at(f"in step {step}")
+    stop = any(joined.gather(sys.argv[1] == "0" and not sys.stdin.readline()))
+    print("step", flush=True)
+joined.close()
+"""
+
+
+def test_a_stopped_process_is_named_and_nothing_is_ended(tmp_path):
+    """Each in turn stands still for longer than jax's heartbeat allows, while the other waits for it."""
+    port = free_port()
+    started = [subprocess.Popen([sys.executable, "-c", STOPPED, str(index), *by_flags(port, index, 2)[0]],
+                                cwd=tmp_path, env={**ALIKE, "BYTESCOPE_TOKEN": "x"}, stdin=subprocess.PIPE, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for index in range(2)]
+
+    def step():
+        started[0].stdin.write("\n")
+        started[0].stdin.flush()
+        assert [process.stdout.readline() for process in started] == ["step\n"] * 2
+
+    try:
+        step()
+        for process in started:
+            process.send_signal(signal.SIGSTOP)
+            started[0].stdin.write("\n")
+            started[0].stdin.flush()
+            time.sleep(7)
+            process.send_signal(signal.SIGCONT)
+            assert [process.stdout.readline() for process in started] == ["step\n"] * 2
+        outputs = [process.communicate(timeout=LONG)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert "process 1 has been silent for" in outputs[0] and "process 0 has been silent for" in outputs[1]
+
+
 def arguments(*flags):
     parser = argparse.ArgumentParser()
     add_flags(parser)
