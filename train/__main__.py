@@ -114,7 +114,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.show_data:
         return _show_data(config)
     from bytescope.train.run.profile import NOTHING, Asked
+    from bytescope.train.run.workdir import check_path
 
+    check_path(args.workdir or Path("runs"))
     asked = NOTHING if args.profile is None else Asked.parse(args.profile)
     from bytescope.train.parallel.processes import find, start
     from bytescope.train.run.runtime import prepare

@@ -241,6 +241,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             console.print(note, soft_wrap=True)
         done = checkpoints.steps()
         if processes.from_first(_finished(config, workdir, done)):
+            _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
             return
@@ -259,6 +260,15 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
 def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
     """Whether the last of the saved steps is the run's last one, and was evaluated."""
     return bool(saved) and saved[-1] >= config.train.steps and has_evaluation(workdir / METRICS, saved[-1])
+
+
+def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
+    """Raises UserError if the last of the saved steps is damaged. A run that is not finished moves such a checkpoint
+    aside and goes on from the one before it; what a finished run loses by that is for the user to decide."""
+    if damage := checkpoints.damage(saved[-1], program.state, program.order):
+        before = f"goes on from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
+        raise UserError(f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
+                        f"copy, or move {checkpoints.root / str(saved[-1])} away: then the same command {before}")
 
 
 def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled,

@@ -2,7 +2,8 @@
 
 Orbax renames a finished checkpoint into place, so a kill leaves either all of it or none. It does
 not notice a flipped byte, however: each checkpoint therefore carries one checksum per array, computed
-on the device and independent of the mesh. A state that does not match them is damaged.
+on the device and independent of the mesh. A state that does not match them is damaged. The first checkpoint of a run is
+read back before the run goes on.
 """
 
 import contextlib
@@ -10,7 +11,9 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.errors import UserError
+from bytescope.train.export.stored_array import StoredArray
 from bytescope.train.optimizer.host_offload import fetch, is_hosted
 from bytescope.train.parallel.processes import ALONE, Processes
 from bytescope.train.pipeline.rows import LAYERS, Order, as_ordered, reordered
@@ -37,6 +41,9 @@ _METADATA_SHAPE = {"item_handlers": (dict, str), "metrics": (dict,), "performanc
                    "init_timestamp_nsecs": (int,), "commit_timestamp_nsecs": (int,), "custom_metadata": (dict,)}
 _METRICS_SHAPE = {"eval_loss": (int, float)}
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+# Seconds for which values of a run's first checkpoint are read back; arrays that are left then are only opened.
+READ_BACK_S = 10.0
+_PIECE_BYTES = 64 * 2**20  # bytes of an array that are read at once
 
 
 def _checksum(x: jax.Array) -> jax.Array:
@@ -132,6 +139,11 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
+def _one_line(error: Exception) -> str:
+    """The beginning of an error's message, its type if it has none."""
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
 def _held_out_loss(metrics: Any) -> float:
     """The loss by which checkpoints are compared; the worst where Orbax has read none, of a damaged file."""
     found = metrics.get("eval_loss") if isinstance(metrics, Mapping) else None
@@ -149,6 +161,31 @@ def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool
         return False
     return isinstance(value, dict) and all(
         (value.get(key) is None and not required) or type(value.get(key)) in types for key, types in shape.items())
+
+
+def _read_from_disk(folder: Path, seconds: float) -> None:
+    """Opens all arrays of a checkpoint, and compares their values with their checksums for at most `seconds`.
+
+    Needs no device; memory: the bytes of the largest array. Raises whatever Orbax, tensorstore and json raise for what
+    cannot be read.
+    """
+    deadline = time.monotonic() + seconds
+    meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
+    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+        handler.metadata(folder / "state")  # opens every array as a restore does
+    for (path, described), checksum in zip(meta["arrays"].items(), meta["checksums"], strict=True):
+        name = ".".join(re.findall(r"[^.\[\]']+", path))  # .opt_state[0].mu['w_head']: opt_state.0.mu.w_head
+        dtype, _, sizes = described.rstrip("]").partition("[")
+        array = StoredArray(folder / "state", name, dtype, [int(size) for size in sizes.split(",") if size], checksum)
+        if not array.shape:
+            array.read([])
+            continue
+        rest = [(0, size) for size in array.shape[1:]]
+        rows = max(_PIECE_BYTES // max(math.prod(array.shape[1:]) * array.dtype.itemsize, 1), 1)
+        for first in range(0, array.shape[0], rows):
+            if time.monotonic() > deadline:
+                break
+            array.read([(first, min(first + rows, array.shape[0])), *rest])
 
 
 class Checkpoints:
@@ -175,23 +212,75 @@ class Checkpoints:
         self._found = processes.from_first(self._mend_unlisted() if processes.first else None)
         keep_library_log()
         self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
+        self._place = self._place_on_disk()
+        self._was_read = False  # whether a checkpoint of this run was read back
+
+    def _place_on_disk(self) -> tuple[int, int] | None:
+        """Device and inode of the folder of checkpoints; None if it does not exist."""
+        try:
+            status = self.root.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_dev, status.st_ino
+
+    def _require_place(self, cause: Exception | None = None) -> None:
+        """Raises UserError if the folder of checkpoints was deleted or moved: Orbax would make another one."""
+        if self._processes.first and self._place_on_disk() != self._place:
+            raise UserError(f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
+                            "directory back and run the same command again, or choose another --workdir") from cause
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """A context for writes, before and after which the folder of checkpoints must be where it was."""
+        self._require_place()
+        try:
+            yield
+        except Exception as error:
+            self._require_place(error)
+            raise
+        self._require_place()
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first, as process 0 sees them."""
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
     def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
-        """Starts writing `state`; returns once it is copied off the device, so that it may be donated.
+        """Starts writing `state`; returns once it is copied off the device, so that it may be donated. The first
+        checkpoint of a run is waited for, and read back.
 
         `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation. `order`: of the rows of
         stacked layers (train/pipeline/rows.py).
+
+        Raises:
+          UserError: the first checkpoint cannot be read back, or the folder of checkpoints was deleted or moved.
         """
         state = portable(state)
         meta = {**dataclasses.asdict(position), "checksums": np.asarray(checksums(state)).tolist(),
                 "arrays": describe(state), "order": {stack: list(rows) for stack, rows in order.items()}}
-        self._manager.save(
-            position.step, metrics=None if eval_loss is None else {"eval_loss": eval_loss},
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
+        with self._in_place():
+            self._manager.save(
+                position.step, metrics=None if eval_loss is None else {"eval_loss": eval_loss},
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)))
+        if not self._was_read:
+            self._read_back(position.step)
+
+    def _read_back(self, step: int) -> None:
+        """Waits for a checkpoint and reads it. Raises UserError, and moves the checkpoint aside, if that fails."""
+        self.wait()
+        damage = ""
+        if self._processes.first:
+            with stderr_held() as complaints:
+                try:
+                    _read_from_disk(self._manager.directory / str(step), READ_BACK_S)
+                except Exception as error:  # whatever Orbax, tensorstore or json raise
+                    damage = _one_line(error)
+                complaints.drop = bool(damage)
+        if damage := self._processes.from_first(damage):
+            aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
+            self._manager.reload()
+            raise UserError(f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved to "
+                            f"{aside}, nothing is saved. Choose another --workdir, on another disk if there is one")
+        self._was_read = True
 
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
         """The newest undamaged checkpoint, sharded as `abstract` says, its stacked layers in `order`, whatever mesh,
@@ -208,11 +297,17 @@ class Checkpoints:
         while steps := self.steps():
             read = self._read(steps[-1], portable(abstract), order)
             if not isinstance(read, str):
+                self._was_read = True
                 return complete(read[0], abstract), read[1]
             aside = self._processes.from_first(str(self._set_aside(steps[-1]) if self._processes.first else ""))
             self._manager.reload()
             warn(f"checkpoint {steps[-1]} is damaged ({read}); moved to {aside}, trying the one before it")
         return None
+
+    def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
+        """The damage of a checkpoint, found as `restore` finds it; "" if there is none. Nothing is moved."""
+        read = self._read(step, portable(abstract), order)
+        return read if isinstance(read, str) else ""
 
     def _read(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
         """The state and position of a checkpoint, or the damage that any of the processes found."""
@@ -234,7 +329,7 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
-                damage = " ".join(str(error).split())[:120] or type(error).__name__
+                damage = _one_line(error)
             complaints.drop = bool(damage)
         if found := list(filter(None, self._processes.gather(damage))):
             return found[0]
@@ -268,8 +363,10 @@ class Checkpoints:
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Returns when every started save is in place; raises the error of a save that failed."""
-        self._manager.wait_until_finished()
+        """Returns when every started save is in place; raises the error of a save that failed, UserError if the folder
+        of checkpoints was deleted or moved."""
+        with self._in_place():
+            self._manager.wait_until_finished()
         self._processes.gather(None)  # process 0 renames last
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import time
@@ -39,6 +40,24 @@ def new_workdir(name: str) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidates = [Path("runs") / f"{name}-{stamp}"] + [Path("runs") / f"{name}-{stamp}-{n}" for n in range(2, 100)]
     return next(path for path in candidates if not path.exists())
+
+
+def check_path(workdir: Path) -> None:
+    """Raises UserError for a path under which Orbax would write checkpoints that nobody can read.
+
+    Orbax searches the folder of a checkpoint by a pattern that begins with the whole path (merge_ocdbt_per_process_files
+    of its ocdbt_utils.py): what is a wildcard there matches no folder, or that of another run. Tensorstore takes paths
+    as UTF-8 only.
+    """
+    path = os.path.abspath(workdir)
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the path {path} is not valid UTF-8, and no checkpoint can be written there: rename the folder "
+                        "or choose another --workdir") from error
+    if glob.escape(path) != path:
+        raise UserError(f"the path {path} has one of the characters * ? [, and a checkpoint that is written there could "
+                        "not be read: rename the folder or choose another --workdir")
 
 
 def write_atomically(path: Path, text: str) -> None:
