@@ -96,7 +96,9 @@ def command(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Trains as the arguments say; returns the exit code."""
     from bytescope.train.config import load
+    from bytescope.train.run.runtime import check_limits
 
+    check_limits()
     if args.lora:
         from bytescope.memory.commands.arguments import with_lora
         from bytescope.train.planning.adapter import Adapter

@@ -1,7 +1,12 @@
-"""How much memory the host has, and how much of it is still available to this process: /proc and cgroup limits."""
+"""How much memory the host has, and how much of it is available to this process: /proc, cgroups and `ulimit -v`."""
 
 import os
 from collections.abc import Iterator
+
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None
 
 # cgroup files by version: limit, use, and the key in memory.stat of cache that the kernel drops on demand.
 _CGROUP_FILES = {
@@ -11,14 +16,31 @@ _CGROUP_FILES = {
 
 
 def free_host_bytes(root: str = "/") -> int:
-    """Bytes of host memory still available to this process: the least of the free memory and each cgroup's room.
+    """Bytes of host memory still available to this process: the minimum of the free memory, each cgroup's room and the
+    room under `ulimit -v`.
 
     `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
     """
     free = list(_cgroup_rooms(root))
+    used = _proc_value(os.path.join(root, "proc/self/status"), "VmSize:")
+    if used is not None and (limit := address_space_limit()) is not None:
+        free.append(limit - used * 1024)
     available = _proc_value(os.path.join(root, "proc/meminfo"), "MemAvailable:")
     free.append(physical_bytes(root) if available is None else available * 1024)
     return max(min(free), 0)
+
+
+def cgroup_room(root: str = "/") -> int | None:
+    """Bytes left under the memory limits of this process' cgroups; None without a limit."""
+    return min(_cgroup_rooms(root), default=None)
+
+
+def address_space_limit() -> int | None:
+    """Bytes of address space that this process may map (`ulimit -v`); None without a limit."""
+    if resource is None:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def physical_bytes(root: str = "/") -> int:

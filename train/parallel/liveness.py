@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from bytescope.train.errors import Lost
 from bytescope.train.parallel.rendezvous import LINGER_S, Peer
 from bytescope.train.parallel.stalls import BEAT_S, Stalls
+from bytescope.train.run.runtime import files_warning
 
 AGAIN = "start all processes again with the same command, the run resumes from its last checkpoint"
 
@@ -44,7 +45,7 @@ class Link:
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
         self._stalls = Stalls(index, stall_timeout, self._tell)
-        self._host, self._beat = socket.gethostname(), 0.0
+        self._host, self._beat, self._files_told = socket.gethostname(), 0.0, False
         self._code: int | None = None  # the exit code, once all have to end
         self._deadline = math.inf
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
@@ -99,7 +100,8 @@ class Link:
             print(f"{self.label}warning: {line}", file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
-        """Tells the others once in a while what this process does, and looks whether any of them is stuck."""
+        """Tells the others once in a while what this process does, looks whether any of them is stuck, and warns once
+        of open files: Gloo keeps each connection that a stranger made to its port."""
         if (now := time.monotonic()) < self._beat + BEAT_S:
             return
         self._beat, silent = now, self._stalls.silent()
@@ -108,6 +110,9 @@ class Link:
                 if index not in silent:  # who reads nothing would block the sender at last
                     peer.send("at", f"{self._stalls.doing} on {self._host}")
         self._stalls.look()
+        if not self._files_told and (line := files_warning()):
+            self._files_told = True
+            self._tell(line)
 
     def _vote(self, index: int, value: Any) -> None:
         """On process 0: takes the value of one process; with the last value the result is sent to all."""

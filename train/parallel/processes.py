@@ -189,8 +189,9 @@ def _start_jax(address: Address, timeout: float) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if address.index:
         _await_port(address, timeout)
-    # jax's heartbeat would abort all processes when one of them is stopped for its 100 seconds. It finds nothing that the
-    # link does not find: that a process died or its machine is gone (rendezvous.KEEPALIVE), or stands still (Stalls).
+    # jax's heartbeat would abort all processes when one of them is stopped for its 100 seconds. The link finds all that
+    # the heartbeat finds: a process that died, a machine that is gone (rendezvous.KEEPALIVE); Stalls names one that is
+    # stopped.
     here = own_address(address.host)  # jax's coordinator asks nobody who he is: it listens where it must
     jax.distributed.initialize(
         str(address), address.count, address.index, initialization_timeout=int(timeout),

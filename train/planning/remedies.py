@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from bytescope.memory.analyze import report_of
 from bytescope.memory.devices import targets
+from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.findings.remedies import advice
 from bytescope.memory.records import Report
 from bytescope.train.command import DEFAULT, Command
@@ -19,13 +20,16 @@ from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program, build
 from bytescope.train.run.failures import too_big
 
+# Host memory without which no variant is compiled: the kernel would end the process before it has said anything.
+COMPILE_BYTES = 2**30
+
 
 def refuse(report: Report, program: Program, command: Command, tell: Callable[[str], None] = lambda line: None,
            each_s: float = 0.0) -> NoReturn:
     """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
 
-    Its advice has the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), where the
-    program is that of one process: what several compile, they have to compile together.
+    Its advice has the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), if the
+    program is that of one process (what several compile, they have to compile together) and the host has COMPILE_BYTES.
 
     Args:
       command: what the run was started with, for the `fit` command. tell: called with a line before each compile.
@@ -39,7 +43,7 @@ def refuse(report: Report, program: Program, command: Command, tell: Callable[[s
         return report_of(variant.compile_for_report(), target=targets.parse("local"), config=flatten(variant.config),
                          loop=loop_overhead(variant)).predicted_bytes
 
-    if len({device.process_index for device in devices}) == 1:
+    if len({device.process_index for device in devices}) == 1 and free_host_bytes() >= COMPILE_BYTES:
         found = advice.tried(report, levers, bytes_of, tell, each_s)
     raise DoesNotFit(too_big(report), advice.lines(report, levers, found, fit(report, command)))
 

@@ -278,8 +278,8 @@ class Checkpoints:
         if damage := self._processes.from_first(damage):
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
             self._manager.reload()
-            raise UserError(f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved to "
-                            f"{aside}, nothing is saved. Choose another --workdir, on another disk if there is one")
+            raise UserError(f"checkpoint {step} in {self.root} was written but cannot be read back ({damage}); moved "
+                            f"to {aside}, nothing is saved. Choose another --workdir, on another disk if there is one")
         self._was_read = True
 
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:

@@ -1,10 +1,11 @@
-"""Settings of the process that are needed before jax starts its backend, and two that libraries make necessary."""
+"""Limits and settings of the process that matter before jax starts, and two that libraries make necessary."""
 
 import contextlib
 import ctypes
 import gc
 import inspect
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,9 +16,82 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices import compile_cache
+from bytescope.memory.devices.host_memory import address_space_limit, cgroup_room
 from bytescope.memory.devices.platform import choose_platform, give_threads, simulated
+from bytescope.memory.units import human
+from bytescope.train.errors import DoesNotFit, UserError
+
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None
 
 SETTLE_S = 0.5  # seconds for the threads of a failed read to end
+# Host memory that a start takes until the step's own memory is known: libraries, and compiling the smallest config
+# (jax 0.10.2 on a CPU; measured in a cgroup).
+START_BYTES = 320 * 2**20
+# Address space that threads take after jax has started: 8 MiB of stack each, and 64 MiB of a glibc arena for some.
+THREADS_BYTES = 2**30
+# Open files: a start needs MIN_FILES (libraries, data, the arrays of a checkpoint); MAX_FILES are asked for.
+MIN_FILES, MAX_FILES = 64, 65536
+_PROBE = ("import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
+          "mmap.mmap(-1, int(sys.argv[1]))")
+
+
+def check_limits() -> None:
+    """Raises the soft limit of open files, and refuses limits under which jax would abort or the kernel would kill this
+    process without a message. Call before jax is imported.
+
+    Raises:
+      UserError: too few open files. DoesNotFit: too little memory in the cgroup, or too little address space.
+    """
+    files = raise_file_limit()
+    if files is not None and files < MIN_FILES:
+        raise UserError(f"this process may open {files} files and needs {MIN_FILES} or more: raise the limit with "
+                        f"ulimit -n {MAX_FILES // 16}")
+    room = cgroup_room()
+    if room is not None and room < START_BYTES:
+        raise DoesNotFit(f"{human(max(room, 0))} are left under the memory limit of this process' cgroup, and a start "
+                         f"takes {human(START_BYTES)} besides the step: raise the limit of the container or job")
+    limit = address_space_limit()
+    if limit is not None and not _starts():
+        raise DoesNotFit(f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
+                         "threads: lift it with ulimit -v unlimited")
+
+
+def _starts() -> bool:
+    """Whether jax starts under the limits of this process; tried in another, which jax may abort."""
+    done = subprocess.run([sys.executable, "-c", _PROBE, str(THREADS_BYTES)], capture_output=True, check=False,
+                          env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    return done.returncode == 0
+
+
+def raise_file_limit() -> int | None:
+    """Raises the soft limit of open files as far as allowed, up to MAX_FILES; returns it, None if there is no limit."""
+    if resource is None:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system with a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def files_warning() -> str:
+    """A warning for a process that has 80 % of the files open that it may open; "" for all others."""
+    if resource is None:
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        count = len(os.listdir("/dev/fd"))
+    except OSError:
+        return ""
+    if limit == resource.RLIM_INFINITY or count < 0.8 * limit:
+        return ""
+    return (f"{count} of {limit} files are open, connections included: at {limit} the run ends. Stop what connects to "
+            "its ports (port scans, health checks), or raise ulimit -n and start again")
 
 
 def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:

@@ -45,19 +45,19 @@ def new_workdir(name: str) -> Path:
 def check_path(workdir: Path) -> None:
     """Raises UserError for a path under which Orbax would write checkpoints that nobody can read.
 
-    Orbax searches the folder of a checkpoint by a pattern that begins with the whole path (merge_ocdbt_per_process_files
-    of its ocdbt_utils.py): what is a wildcard there matches no folder, or that of another run. Tensorstore takes paths
-    as UTF-8 only.
+    Orbax searches the folder of a checkpoint by a glob pattern that begins with the whole path, unescaped
+    (merge_ocdbt_per_process_files in its ocdbt_utils.py): the pattern matches no folder, or that of another run.
+    Tensorstore takes paths as UTF-8 only.
     """
     path = os.path.abspath(workdir)
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the path {path} is not valid UTF-8, and no checkpoint can be written there: rename the folder "
-                        "or choose another --workdir") from error
+        raise UserError(f"the path {path} is not valid UTF-8, and no checkpoint can be written there: rename the "
+                        "folder or choose another --workdir") from error
     if glob.escape(path) != path:
-        raise UserError(f"the path {path} has one of the characters * ? [, and a checkpoint that is written there could "
-                        "not be read: rename the folder or choose another --workdir")
+        raise UserError(f"the path {path} has one of the characters * ? [, and a checkpoint that is written there "
+                        "could not be read: rename the folder or choose another --workdir")
 
 
 def write_atomically(path: Path, text: str) -> None:
