@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,20 @@ def test_a_finished_run_says_so(place, uninterrupted):
     done = run(place, f"--workdir={uninterrupted[1]}")
     assert done.returncode == 0 and "is finished: step 30 of 30" in done.stdout
     assert rows(uninterrupted[1]) == before
+
+
+def test_a_finished_run_with_a_flipped_bit_says_so(place, uninterrupted):
+    workdir = place / "flipped"
+    shutil.copytree(uninterrupted[1], workdir)
+    data = max((workdir / "checkpoints" / "30").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 8] ^= 1
+    data.write_bytes(content)
+    done = run(place, f"--workdir={workdir}")
+    assert done.returncode == 2 and "is finished" not in done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert "checkpoint 30 in" in done.stderr and "is damaged (" in done.stderr
+    assert done.stderr.endswith("then the same command goes on from checkpoint 25\n")
+    assert data.exists() and rows(workdir) == rows(uninterrupted[1])  # nothing was moved
 
 
 def test_a_resumed_run_may_change_its_layout(place, uninterrupted):

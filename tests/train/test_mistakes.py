@@ -204,6 +204,7 @@ MISTAKES = {
         ("tiny --workdir=~nobody-here/x", "no such user"), ("tiny --profile=x", "--profile=x"),
         ("tiny --profile=5-3", "ends before"), ("tiny --budget=3GiB", "belongs to --fit"),
         ("tiny --wrokdir=x", "did you mean --workdir?"),
+        ("tiny --workdir=a/[run1]", "characters * ? [,"), ("tiny --workdir=a\udcff", "is not valid UTF-8"),
         ("tiny --config.data.format=chats", "did you mean chat?"), ("tiny --config.data.skip_bad=-1", "0 or more"),
         ("tiny --config.data.loss_on=answers", "data.loss_on"),
         ("tiny --config.data.too_long=cat", "did you mean cut?"),

@@ -10,10 +10,13 @@ from pathlib import Path
 
 from bytescope.memory.errors import disk_remedy
 from bytescope.train.errors import UserError
+from bytescope.train.run.workdir import require_utf8
 
 
 def refuse_used(out: Path, force: bool) -> None:
-    """Raises UserError where `out` is more than an empty folder, or with `force` than one that holds a model."""
+    """Raises UserError where `out` is more than an empty folder, or with `force` than one that holds a model; and for a
+    path that is not valid UTF-8."""
+    require_utf8(out)
     if not os.path.lexists(out):
         return
     if not out.is_dir() or out.is_symlink():

@@ -23,7 +23,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.export.stored_array import Slices, StoredArray, whole
 from bytescope.train.run.failures import keep_library_log
 from bytescope.train.run.runtime import stderr_held
-from bytescope.train.run.workdir import CHECKPOINTS, Identity, recorded
+from bytescope.train.run.workdir import CHECKPOINTS, Identity, recorded, require_utf8
 from bytescope.train.weights.folder import Folder
 
 _KEY = re.compile(r"\['?(.*?)'?\]")  # of jax.tree_util.keystr: .params['blocks'][0]['w_q']
@@ -59,10 +59,11 @@ class SavedRun:
         """The checkpoint of `step`, by default the newest one, of the run in `workdir`.
 
         Raises:
-          UserError: there is no run, no such checkpoint, or what is there is damaged.
+          UserError: there is no run, no such checkpoint, what is there is damaged, or the path is not valid UTF-8.
         """
         if not os.path.isfile(workdir / "config.json"):  # False for a name that no file can have
             raise UserError(f"{workdir} holds no run: give the folder that bytescope train wrote, with its config.json")
+        require_utf8(workdir)
         keep_library_log()
         identity = recorded(workdir / "config.json")
         config = _config(identity, workdir)

@@ -171,8 +171,6 @@ def _read_from_disk(folder: Path, seconds: float) -> None:
     """
     deadline = time.monotonic() + seconds
     meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
-    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-        handler.metadata(folder / "state")  # opens every array as a restore does
     for (path, described), checksum in zip(meta["arrays"].items(), meta["checksums"], strict=True):
         name = ".".join(re.findall(r"[^.\[\]']+", path))  # .opt_state[0].mu['w_head']: opt_state.0.mu.w_head
         dtype, _, sizes = described.rstrip("]").partition("[")
@@ -186,6 +184,9 @@ def _read_from_disk(folder: Path, seconds: float) -> None:
             if time.monotonic() > deadline:
                 break
             array.read([(first, min(first + rows, array.shape[0])), *rest])
+    # Opens every array as a restore does. Last, since its error leaves tasks behind that print theirs later.
+    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+        handler.metadata(folder / "state")
 
 
 class Checkpoints:
@@ -212,22 +213,23 @@ class Checkpoints:
         self._found = processes.from_first(self._mend_unlisted() if processes.first else None)
         keep_library_log()
         self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
-        self._place = self._place_on_disk()
+        self._inode = self.root.stat().st_ino
         self._was_read = False  # whether a checkpoint of this run was read back
 
-    def _place_on_disk(self) -> tuple[int, int] | None:
-        """Device and inode of the folder of checkpoints; None if it does not exist."""
-        try:
-            status = self.root.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return status.st_dev, status.st_ino
-
     def _require_place(self, cause: Exception | None = None) -> None:
-        """Raises UserError if the folder of checkpoints was deleted or moved: Orbax would make another one."""
-        if self._processes.first and self._place_on_disk() != self._place:
-            raise UserError(f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
-                            "directory back and run the same command again, or choose another --workdir") from cause
+        """Raises UserError if the folder of checkpoints was deleted or moved: Orbax would make another one.
+
+        A folder with another inode is the same one if a checkpoint of this run is in it: some network file systems
+        renumber.
+        """
+        if not self._processes.first:
+            return
+        steps = self._manager.all_steps()
+        if self.root.is_dir() and (self.root.stat().st_ino == self._inode or not steps
+                                   or any((self.root / str(step)).is_dir() for step in steps)):
+            return
+        raise UserError(f"{self.root} was deleted or moved during the run: nothing more is saved. Move the run "
+                        "directory back and run the same command again, or choose another --workdir") from cause
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:

@@ -47,17 +47,21 @@ def check_path(workdir: Path) -> None:
 
     Orbax searches the folder of a checkpoint by a glob pattern that begins with the whole path, unescaped
     (merge_ocdbt_per_process_files in its ocdbt_utils.py): the pattern matches no folder, or that of another run.
-    Tensorstore takes paths as UTF-8 only.
     """
+    require_utf8(workdir)
     path = os.path.abspath(workdir)
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the path {path} is not valid UTF-8, and no checkpoint can be written there: rename the "
-                        "folder or choose another --workdir") from error
     if glob.escape(path) != path:
         raise UserError(f"the path {path} has one of the characters * ? [, and a checkpoint that is written there "
                         "could not be read: rename the folder or choose another --workdir")
+
+
+def require_utf8(folder: Path) -> None:
+    """Raises UserError for a path that is not valid UTF-8, which tensorstore and tokenizers need."""
+    path = os.path.abspath(folder)
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the path {path} is not valid UTF-8: rename the folder, or choose another") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

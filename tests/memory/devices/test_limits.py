@@ -25,7 +25,7 @@ def _root(tmp_path, files):
 
 def test_free_memory_without_a_cgroup_is_what_the_kernel_calls_available(tmp_path):
     root = _root(tmp_path, {})
-    assert host_memory.free_host_bytes(root) == 8 * GIB
+    assert host_memory.free_host_bytes(root) == 8 * GIB and host_memory.cgroup_room(root) is None
     assert host_memory.physical_bytes(root) == 16 * GIB
 
 
@@ -36,7 +36,7 @@ def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(
         "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {GIB}\n",
         "sys/fs/cgroup/job/step/memory.max": "max\n", "sys/fs/cgroup/job/step/memory.current": "17\n",
     })
-    assert host_memory.free_host_bytes(root) == 2 * GIB
+    assert host_memory.free_host_bytes(root) == host_memory.cgroup_room(root) == 2 * GIB
 
 
 def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
@@ -45,6 +45,13 @@ def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
     })
+    assert host_memory.free_host_bytes(root) == GIB
+
+
+def test_the_address_space_of_a_process_is_a_limit_of_its_memory(tmp_path, monkeypatch):
+    root = _root(tmp_path, {"proc/self/status": f"VmPeak:\t 9 kB\nVmSize:\t {3 * GIB // 1024} kB\n"})
+    assert host_memory.free_host_bytes(root) == 8 * GIB
+    monkeypatch.setattr(host_memory, "address_space_limit", lambda: 4 * GIB)
     assert host_memory.free_host_bytes(root) == GIB
 
 

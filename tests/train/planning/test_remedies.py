@@ -60,6 +60,14 @@ def test_the_cheapest_change_that_fits_is_found_by_compiling(compiled):
     assert f"bytescope fit tiny --budget=1.9GiB --batch-tokens={16 * 32} '--config.data.source=my texts'" in advice
 
 
+def test_nothing_is_compiled_without_host_memory_for_it(compiled, monkeypatch):
+    monkeypatch.setattr(remedies, "free_host_bytes", lambda: 200 * 2**20)
+    program = small_program({"remat.policy": "none"})
+    with pytest.raises(DoesNotFit) as refused:
+        remedies.refuse(report(program), program, COMMAND)
+    assert compiled == [] and any("may be enough" in line for line in refused.value.advice)
+
+
 def test_a_device_that_ran_out_of_memory_is_told_what_is_left(compiled):
     program = small_program({"remat.policy": "full", "batch.micro": 1})
     lines = remedies.advice_without_compiling(report(program, optimizer=GIB), COMMAND)

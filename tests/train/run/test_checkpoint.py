@@ -1,5 +1,7 @@
 """Checkpoints: what was saved comes back, on any mesh; damage is noticed, named and set aside."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from bytescope.train.data.feed import calls
 from bytescope.train.errors import UserError
+from bytescope.train.run import checkpoint
 from bytescope.train.run.checkpoint import Checkpoints, Position, checksums, describe, portable
 from support.toy import fixed_batches, small_program
 
@@ -193,6 +196,47 @@ def test_a_damaged_newest_is_named_and_set_aside(tmp_path, program, damage):
     assert len(warnings) == 1 and "checkpoint 2 is damaged" in warnings[0]
     assert (tmp_path / "damaged" / "2.1").is_dir() and checkpoints.steps() == [1]
     checkpoints.save(bumped(program, 2), Position(2, 16))  # and the step can be written again
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_first_checkpoint_that_cannot_be_read_back_is_an_error(tmp_path, program, monkeypatch):
+    """Under a path with a wildcard Orbax writes no manifest, and says nothing."""
+    folder = tmp_path / "[run1]"
+    checkpoints = open_checkpoints(folder)
+    with pytest.raises(UserError, match="checkpoint 1 in .* cannot be read back .*nothing is saved. Choose another"):
+        checkpoints.save(program.init(), Position(1, 8))
+    assert checkpoints.steps() == [] and (folder / "damaged" / "1.1").is_dir()
+    checkpoints.close()
+    # Of a long one, arrays are opened when the time for values is over.
+    monkeypatch.setattr(checkpoint, "READ_BACK_S", 0.0)
+    checkpoints = open_checkpoints(tmp_path / "run")
+    checkpoints.save(program.init(), Position(1, 8))
+    assert checkpoints.steps() == [1]
+    folder = tmp_path / "run" / "checkpoints" / "1"
+    checkpoint._read_from_disk(folder, math.inf)
+    damage_data(tmp_path / "run", 1)
+    checkpoint._read_from_disk(folder, 0.0)
+    with pytest.raises(ValueError):
+        checkpoint._read_from_disk(folder, math.inf)
+    assert checkpoints.damage(1, program.state) and checkpoints.steps() == [1]
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_directory_that_is_moved_is_noticed_at_the_next_save(tmp_path, program, replaced):
+    checkpoints = open_checkpoints(tmp_path / "run")
+    checkpoints.save(program.init(), Position(1, 8))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    if replaced:
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for write in (lambda: checkpoints.save(program.init(), Position(2, 16)), checkpoints.wait):
+        with pytest.raises(UserError, match="run/checkpoints was deleted or moved during the run: nothing more"):
+            write()
+    assert not list((tmp_path / "run").rglob("2*"))
+    (tmp_path / "run").rename(tmp_path / "new") if replaced else None
+    (tmp_path / "moved").rename(tmp_path / "run")
+    checkpoints.save(program.init(), Position(2, 16))
     checkpoints.close()
     assert checkpoints.steps() == [1, 2]
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,13 @@ def test_a_full_disk_under_a_checkpoint_is_no_lack_of_device_memory():
         assert type(told) is UserError and told.exit_code == 2
         assert str(told).startswith("cannot write the checkpoint /r/checkpoints/6: No space left on device. Make room")
     assert isinstance(explain(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), None, None), DoesNotFit)
+
+
+def test_too_many_open_files_are_no_lack_of_device_memory():
+    text = FULL.replace("No space left on device [os_error_code='28']", "Too many open files [os_error_code='24']")
+    for error in (ValueError(text), OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/r/x")):
+        told = explain(error, None, None)
+        assert type(told) is UserError and "raise the limit with ulimit -n 4096" in str(told)
 
 
 def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,10 @@ from bytescope.memory.formulas.adapters import matrices
 from bytescope.memory.formulas.config import question_of
 from bytescope.train.config import flatten, override
 from bytescope.train.errors import UserError
+from bytescope.train.export.out_folder import refuse_used
+from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
-from bytescope.train.run.workdir import METRICS, Identity, claim, claimed, new_workdir
+from bytescope.train.run.workdir import METRICS, Identity, check_path, claim, claimed, new_workdir
 from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
@@ -188,6 +191,25 @@ def test_a_workdir_that_is_a_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a file: give a folder"), claimed(
             tmp_path / "file", identity(), extend=False):
         pass
+
+
+@pytest.mark.parametrize("name", ["[run1]", "a*", "a?b", "lr=[1e-3", "a\udcff"])
+def test_a_path_whose_checkpoints_nobody_could_read_is_refused(tmp_path, monkeypatch, name):
+    with pytest.raises(UserError, match="rename the folder"):
+        check_path(tmp_path / name / "run")
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / name))  # of the current folder, too
+    with pytest.raises(UserError, match="rename the folder"):
+        check_path(Path("runs"))
+    check_path(tmp_path / "a b" / "ü #%20{run}|~$(1)!'\n")
+
+
+def test_readers_and_writers_of_models_refuse_a_path_that_is_not_utf8(tmp_path):
+    folder = tmp_path / "a\udcff"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for use in (SavedRun.open, lambda path: refuse_used(path, force=True)):
+        with pytest.raises(UserError, match="is not valid UTF-8: rename the folder"):
+            use(folder)
 
 
 def test_new_workdirs_do_not_collide(tmp_path, monkeypatch):
