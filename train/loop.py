@@ -265,7 +265,9 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
     """Raises UserError if the last of the saved steps is damaged. A run that is not finished moves such a checkpoint
     aside and goes on from the one before it; what a finished run loses by that is for the user to decide."""
-    if damage := checkpoints.damage(saved[-1], program.state, program.order):
+    with explained(None, program.mesh.local_devices[0]):
+        damage = checkpoints.damage(saved[-1], program.state, program.order)
+    if damage:
         before = f"goes on from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
         raise UserError(f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
                         f"copy, or move {checkpoints.root / str(saved[-1])} away: then the same command {before}")

@@ -139,8 +139,11 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
     return f"{path} is {saved[path]}, not {wanted[path]}"
 
 
-def _one_line(error: Exception) -> str:
-    """The beginning of an error's message, its type if it has none."""
+def _damage_in(error: Exception) -> str:
+    """The damage of a checkpoint in words, for the error of reading it. A lack of memory or of file descriptors is no
+    damage: its error is raised again."""
+    if "RESOURCE_EXHAUSTED" in str(error):
+        raise error
     return " ".join(str(error).split())[:120] or type(error).__name__
 
 
@@ -275,7 +278,7 @@ class Checkpoints:
                 try:
                     _read_from_disk(self._manager.directory / str(step), READ_BACK_S)
                 except Exception as error:  # whatever Orbax, tensorstore or json raise
-                    damage = _one_line(error)
+                    damage = _damage_in(error)
                 complaints.drop = bool(damage)
         if damage := self._processes.from_first(damage):
             aside = self._processes.from_first(str(self._set_aside(step) if self._processes.first else ""))
@@ -331,7 +334,7 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:  # whatever Orbax, tensorstore or json raise on bad bytes
-                damage = _one_line(error)
+                damage = _damage_in(error)
             complaints.drop = bool(damage)
         if found := list(filter(None, self._processes.gather(damage))):
             return found[0]

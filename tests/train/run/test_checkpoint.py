@@ -241,6 +241,20 @@ def test_a_run_directory_that_is_moved_is_noticed_at_the_next_save(tmp_path, pro
     assert checkpoints.steps() == [1, 2]
 
 
+def test_a_lack_of_memory_is_no_damage(tmp_path, program, monkeypatch):
+    def restore(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(program.init(), Position(1, 8))
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointHandler.restore", restore)
+    for read in (lambda: checkpoints.damage(1, program.state), lambda: checkpoints.restore(program.state, fail)):
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            read()
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+
+
 def test_no_checkpoint_is_none(tmp_path, program):
     checkpoints = open_checkpoints(tmp_path)
     assert checkpoints.restore(program.state, fail) is None
