@@ -35,7 +35,7 @@ def limit_bytes(device: Any) -> int:
       XLA_PYTHON_CLIENT_MEM_FRACTION, else 0.92. XLA itself multiplies the whole card, so a real card may give
       fraction x context (some 460 MiB) more.
     - A described TPU: what libtpu leaves of the HBM; there is no fraction.
-    - The CPU: free host memory, cgroup limits included, divided by the number of local devices, since
+    - The CPU: free host memory, cgroup limits and `ulimit -v` included, divided by the number of local devices, since
       simulated devices share the host. It changes with what else the machine does.
 
     Raises ReportError for a device without statistics that the table of chips does not know.

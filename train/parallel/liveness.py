@@ -45,7 +45,7 @@ class Link:
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
         self._stalls = Stalls(index, stall_timeout, self._tell)
-        self._host, self._beat, self._files_told = socket.gethostname(), 0.0, False
+        self._host, self._beat, self._warned_of_files = socket.gethostname(), 0.0, False
         self._code: int | None = None  # the exit code, once all have to end
         self._deadline = math.inf
         self._reader = threading.Thread(target=self._read, name="link", daemon=True)
@@ -110,8 +110,8 @@ class Link:
                 if index not in silent:  # who reads nothing would block the sender at last
                     peer.send("at", f"{self._stalls.doing} on {self._host}")
         self._stalls.look()
-        if not self._files_told and (line := files_warning()):
-            self._files_told = True
+        if not self._warned_of_files and (line := files_warning()):
+            self._warned_of_files = True
             self._tell(line)
 
     def _vote(self, index: int, value: Any) -> None:
