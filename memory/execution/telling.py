@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices import live
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.execution import failure, measured
 from bytescope.memory.findings.post_mortem import PostMortem
@@ -45,7 +46,10 @@ class Telling:
 
     def predicted(self, report: Report, kinds: int) -> None:
         """What an executable is predicted to take; `kinds`: of arguments that the step is compiled for by now."""
-        limit = f" of {human(report.limit_bytes)}: {report.verdict}" if report.limit_bytes else ""
+        basis = limit_share(report.target, report.limit_bytes)
+        limit = ""
+        if report.limit_bytes:
+            limit = f" of {human(report.limit_bytes)}{f' ({basis})' if basis else ''}: {report.verdict}"
         again = f"; compiled for arguments of {kinds} kinds by now" if kinds > 1 else ""
         self._say(f"{self.name}: predicted {human(report.predicted_bytes)} per device{limit}{again}")
 

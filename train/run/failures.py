@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import sample
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
@@ -28,8 +29,9 @@ Advice = Callable[[], Sequence[str]]
 def too_big(report: Report) -> str:
     """What to say of a step that a device has not the memory for."""
     excess = human(report.predicted_bytes - report.limit_bytes)
-    return (f"the step needs {human(report.predicted_bytes)} per device and {human(report.limit_bytes)} are available: "
-            f"{excess} too much")
+    basis = limit_share(report.target, report.limit_bytes)
+    return (f"the step needs {human(report.predicted_bytes)} per device and {human(report.limit_bytes)} are available"
+            f"{f' ({basis})' if basis else ''}: {excess} too much")
 
 
 def _out_of_memory(report: Report | None, device: Any, advice: Advice) -> DoesNotFit:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import LiveMemory, predicted_against_measured
 from bytescope.memory.records import Report
 from bytescope.memory.text.console import put
@@ -55,8 +56,10 @@ def memory(report: Report) -> Text:
     style = VERDICT_STYLE.get(report.verdict, "")
     full = min(max(round(BAR * share), 1), BAR)
     room = f"{human(limit - predicted)} free" if predicted <= limit else f"{human(predicted - limit)} TOO MUCH"
+    basis = limit_share(report.target, limit)
     return Text.assemble(("█" * full, style), ("░" * (BAR - full), "dim"),
-                         f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}")
+                         f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}",
+                         f"; the limit is {basis}" if basis else "")
 
 
 def speed(report: Report) -> str:

@@ -15,6 +15,7 @@ from bytescope.train.__main__ import parse
 from bytescope.train.command import Command
 from bytescope.train.run import startup, summary
 from bytescope.train.run.display import Display, describe
+from bytescope.train.run.failures import too_big
 from bytescope.train.run.summary import End
 from support.toy import small_program
 
@@ -94,6 +95,13 @@ def test_no_speed_without_rates_and_no_limit_where_none_is_known():
     assert "limit is not known" in str(summary.memory(Report(1, 1, {})))
     exceeds = summary.memory(Report(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
     assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
+
+
+def test_the_share_of_the_gpu_is_printed_with_the_verdict_of_a_run():
+    target = {"platform": "cuda", "limit_bytes": 2 * GIB, "memory_fraction": 0.75}
+    exceeds = dataclasses.replace(REPORT, limit_bytes=2 * GIB, target=target)
+    for text in (str(summary.memory(exceeds)), too_big(exceeds)):
+        assert "75 % of the GPU's memory after CUDA's context" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)
