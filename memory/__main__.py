@@ -85,7 +85,9 @@ def parse(argv: Sequence[str], trainer: Trainer) -> tuple[argparse.Namespace, li
     rest, overrides = list(argv[1:]), []
     if any(argument.lstrip("-").startswith("config.") for argument in rest):
         rest, overrides = trainer.split_overrides(rest)
-    args = parser(command).parse_intermixed_args(rest)  # options may stand between config and target
+    command_parser = parser(command)
+    command_parser.keys_named = trainer.keys_named
+    args = command_parser.parse_intermixed_args(rest)  # options may stand between config and target
     settle_subject(args)
     return args, overrides
 

@@ -50,10 +50,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; config overrides are left in `overrides`."""
     from bytescope.memory.commands.arguments import settle_subject
     from bytescope.train.command import DEFAULT
-    from bytescope.train.config import split_overrides
+    from bytescope.train.config import keys_named, split_overrides
 
     rest, overrides = split_overrides(argv)
-    args = make_parser().parse_args(rest)
+    parser = make_parser()
+    parser.keys_named = keys_named
+    args = parser.parse_args(rest)
     settle_subject(args)
     args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
     return args

@@ -17,6 +17,10 @@ from bytescope.memory.plan.trainer import WEIGHTS
 from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+# Names that other programs, or our own output, use -> the last part of our key.
+SYNONYMS = {"width": "d_model", "hidden_size": "d_model", "n_embd": "d_model", "layers": "n_layers", "heads": "n_heads",
+            "vocabulary": "vocab_size", "context_length": "seq_len", "batch_size": "micro", "lr": "learning_rate",
+            "max_steps": "steps"}
 SHIPPED = Path(base.__file__).parent
 
 
@@ -178,13 +182,20 @@ def _nearest(key: str, valid: dict[str, Any]) -> str:
     return f": {one_of(near[:MOST_NEAR])}" if near else "; bytescope keys lists the keys"
 
 
+def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
+    """The dotted keys of `valid`, by default those of the base config, whose last part is `name` or what SYNONYMS has
+    for it."""
+    name = SYNONYMS.get(name, name)
+    return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
+
+
 def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
-    """The keys that a misspelt one may stand for: its name in another group, then names like it in its group, then
-    names like it anywhere."""
+    """The keys that a misspelt one may stand for: its name, or a synonym, in any group, then names like it in its
+    group, then names like it anywhere."""
     valid = list(valid)
     group, _, name = key.rpartition(".")
     names = {full: full.rpartition(".")[2] for full in valid}
-    moved = [full for full in valid if names[full] == name]
+    moved = keys_named(name, valid)
     beside = [f"{group}.{near}" for near in nearest(name, [names[full] for full in valid
                                                            if full.rpartition(".")[0] == group])]
     if moved or beside:

@@ -6,13 +6,13 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bytescope.memory.config_keys import LORA_RANK
-from bytescope.memory.errors import ReportError, did_you_mean, disk_remedy, remedy_for
+from bytescope.memory.errors import ReportError, did_you_mean, disk_remedy, nearest, one_of, remedy_for
 from bytescope.memory.plan import cache as row_cache
 
 if TYPE_CHECKING:
@@ -29,14 +29,23 @@ NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the exit code of a mistake."""
+    """A parser whose errors are one line, with the exit code of a mistake.
+
+    keys_named: the function that gives the config keys of a name, for commands that take --config.KEY.
+    """
+
+    keys_named: Callable[[str], Sequence[str]] | None = None
 
     def error(self, message: str) -> NoReturn:
-        """Raises ReportError with argparse's message, the flag that was probably meant, and where to look."""
-        flag = _UNKNOWN_FLAG.match(message)
-        known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
-        near = did_you_mean(flag[1], known) if flag else ""
-        raise ReportError(f"{message}{': ' if near else ''}{near}; see {self.prog} --help")
+        """Raises ReportError with argparse's message, the flag or config key that was probably meant, and where to
+        look."""
+        near: Sequence[str] = ()
+        if flag := _UNKNOWN_FLAG.match(message):
+            if self.keys_named and "--config.KEY" in self._option_string_actions:
+                near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
+            known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
+            near = near or nearest(flag[1], known)
+        raise ReportError(f"{message}{': ' if near else ''}{one_of(near)}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """Raises argparse.ArgumentError for a value that is not among the choices of its flag."""

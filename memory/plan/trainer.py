@@ -95,6 +95,9 @@ class Trainer(Protocol):
     def keys(self) -> Sequence[tuple[str, str, str]]:
         """(dotted key, default as the command line takes it, meaning) of every config key, in order."""
 
+    def keys_named(self, name: str) -> Sequence[str]:
+        """The dotted config keys of this name, or of a name that other programs use for them: `steps`, `lr`."""
+
     def policies(self) -> Mapping[str, str]:
         """Remat policy -> what a block keeps under it, in one line."""
 

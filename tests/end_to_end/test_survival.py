@@ -200,7 +200,7 @@ def test_a_resumed_run_may_change_its_layout(place, uninterrupted):
 # Those of the process itself; a hundred others are tried without one (tests/train/test_mistakes.py).
 ERRORS = {
     "no such config": (["--config=lama_8b"], 2, "did you mean llama_8b"),
-    "mesh": (["--config.mesh.data=3"], 2, "does not multiply to the 1 device"),
+    "mesh": (["--config.mesh.data=3"], 2, "mesh.data=3 does not divide 1 device: use 1"),
     "does not fit": (["--config.batch.micro=4000000"], 3, "  fits  --config.batch.micro="),
     "not finite": (
         ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=1"], 4, "no checkpoint yet"),

@@ -26,6 +26,8 @@ OF_WEIGHTS = [
     ("hf:", "is empty"), ("hf:missing", "no folder missing"), ("hf:notes.md", "notes.md is a file"),
     ("hf:.", "no 'config.json'"), ("hf:~nobody-here/x", "no folder ~nobody-here/x"), (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"), ("hf:experts", "experts/config.json: num_local_experts"),
+    ("hf:meta-llama/Llama-3.1-8B", "hf: and init.folder take a local folder; to make one from the Hugging Face Hub: hf "
+     "download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B"),
     ("hf:dynamic", "of the kind 'dynamic'"), ("hf:cut", "config.json is damaged"), ("--config=hf:missing", "no folder")]
 OTHER_DEVICE = ("rates of NVIDIA H200 for", "leave --rates out")
 STEPS = """
@@ -118,7 +120,8 @@ MISTAKES = {
         ("--program=three:get_config h20", "did you mean h200?"),
         ("--program=three:get_config --formulas", "needs a config"),
         ("--program=three:get_config --config.train.steps=3", "no config to change"),
-        ("--prgram=three:get_config", "did you mean --program"), ("--hlo=notes.md h20", "did you mean h200?"),
+        ("--prgram=three:get_config", "did you mean --program"),
+        ("tiny h100 --seq-len=64", "did you mean --config.data.seq_len?"), ("--hlo=notes.md h20", "did you mean h200?"),
         ("--hlo=notes.md --run", "needs a config"), ("--hlo=notes.md --config.train.steps=3", "no config to change")],
     "names": [
         ("", "no config"), ("tyni", "did you mean tiny?"), ("tiny h100 --json=/no/such/folder/x", "no folder"),
@@ -203,8 +206,10 @@ MISTAKES = {
         ("--config=", "is empty"), ("tiny h100", "unrecognized"), ("tiny --workdir=", "--workdir"),
         ("tiny --workdir=~nobody-here/x", "no such user"), ("tiny --profile=x", "--profile=x"),
         ("tiny --profile=5-3", "ends before"), ("tiny --budget=3GiB", "belongs to --fit"),
-        ("tiny --wrokdir=x", "did you mean --workdir?"),
         ("tiny --workdir=a/[run1]", "characters * ? [,"), ("tiny --workdir=a\udcff", "is not valid UTF-8"),
+        ("tiny --wrokdir=x", "did you mean --workdir?"), ("--steps=3", "did you mean --config.train.steps?"),
+        ("tiny --batch-size=3", "did you mean --config.batch.micro?"),
+        ("tiny --config.model.width=3", "did you mean model.d_model?"),
         ("tiny --config.data.format=chats", "did you mean chat?"), ("tiny --config.data.skip_bad=-1", "0 or more"),
         ("tiny --config.data.loss_on=answers", "data.loss_on"),
         ("tiny --config.data.too_long=cat", "did you mean cut?"),
@@ -217,7 +222,8 @@ MISTAKES = {
         ("tiny --config.train.stepz=3", "did you mean train.steps?"),
         ("tiny --config.train.steps=many", "int expected"),
         ("tiny --config.remat.policy=ful", "choose one of none, full"),
-        ("tiny --config.model.attention=cudnn", "not on cpu"), ("tiny --config.mesh.data=3", "does not multiply to"),
+        ("tiny --config.model.attention=cudnn", "not on cpu"),
+        ("tiny --config.mesh.data=3", "mesh.data=3 does not divide"),
         ("tiny --config.data.seq_len=4097", "model.max_seq_len="),
         ("tiny --config.model.vocab_size=100", "model.vocab_size"), ("tiny --config.data.source=/nowhere", "/nowhere"),
         ("tiny --config.data.tokenizer=/nowhere.json", "/nowhere.json"),

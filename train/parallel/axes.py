@@ -1,7 +1,6 @@
 """Sharding as data: the logical axes, the mesh axes that tables map them to, and one row per strategy."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -104,15 +103,29 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
 
     Raises:
-      ValueError: sizes that do not multiply to the number of devices.
+      ValueError: sizes that do not multiply to the number of devices; the message names the size that is wrong.
     """
     shown = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
     free = [axis for axis in AXES if sizes[axis] == -1]
     if len(free) > 1 or any(sizes[axis] < 1 and sizes[axis] != -1 for axis in AXES):
         raise ValueError(f"mesh {shown}: give sizes of 1 or more, and at most one -1")
-    fixed = math.prod(sizes[axis] for axis in AXES if axis not in free)
-    sizes = {axis: len(devices) // fixed if axis in free else sizes[axis] for axis in AXES}
-    if math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"mesh {shown} does not multiply to the {len(devices)} device(s) available: "
-                         "set one of config.mesh.* to -1")
+    left = len(devices)
+    taken: list[str] = []
+    # Sizes that divide the number of devices come first: the other ones are to be named.
+    for axis in sorted(set(AXES) - set(free), key=lambda axis: (len(devices) % sizes[axis] > 0, AXES.index(axis))):
+        size = sizes[axis]
+        if left % size:
+            shared = f"{left} device{'s' if left > 1 else ''}"
+            if taken:
+                shared = f"the {left} of {len(devices)} devices that {' x '.join(taken)} leaves"
+            *others, last = map(str, (n for n in range(1, left + 1) if left % n == 0))
+            choices = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"mesh.{axis}={size} does not divide {shared}: use {choices}")
+        left //= size
+        if size > 1:
+            taken.append(f"mesh.{axis}={size}")
+    if left > 1 and not free:
+        raise ValueError(f"mesh {shown} takes {len(devices) // left} of {len(devices)} devices: set one of these "
+                         "sizes, such as mesh.fsdp, to -1")
+    sizes = {axis: left if axis in free else sizes[axis] for axis in AXES}
     return Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)

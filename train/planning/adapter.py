@@ -138,6 +138,10 @@ class Adapter:
         """See `Trainer.keys`."""
         return configs.describe_keys()
 
+    def keys_named(self, name: str) -> Sequence[str]:
+        """See `Trainer.keys_named`."""
+        return configs.keys_named(name)
+
     def policies(self) -> Mapping[str, str]:
         """See `Trainer.policies`."""
         from bytescope.model.remat.policies import AUTO, POLICIES

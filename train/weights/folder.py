@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from bytescope.train.weights.header import Tensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # of a repository: OWNER/NAME
 LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
 # The format's name of a dtype in 8 bits -> NumPy's.
 FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -175,8 +177,11 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
     if os.path.isfile(root):
         raise UserError(f"{root} is a file: give the folder that holds {config}")
     if not os.path.isdir(root):
-        raise UserError(f"there is no folder {root}: give one that holds {config} and "
-                        f"{SINGLE if config == CONFIG else ADAPTER}")
+        weights, keys = (SINGLE, "hf: and init.folder take") if config == CONFIG else (ADAPTER, "init.adapter takes")
+        if HUB_NAME.fullmatch(str(path)):
+            raise UserError(f"there is no folder {root}: {keys} a local folder; to make one from the Hugging Face Hub: "
+                            f"hf download {path} --local-dir={root.name}")
+        raise UserError(f"there is no folder {root}: give one that holds {config} and {weights}")
     return root
 
 

@@ -265,7 +265,10 @@ def test_colliding_axes_are_refused_with_both_dimensions():
 
 
 @pytest.mark.parametrize(("overrides", "devices", "message"), [
-    ({"mesh.data": 3}, 8, "does not multiply to the 8"), ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
+    ({"mesh.tensor": 3}, 8, r"mesh.tensor=3 does not divide 8 devices: use 1, 2, 4 or 8"),
+    ({"mesh.data": 4, "mesh.tensor": 4}, 8, "does not divide the 2 of 8 devices that mesh.data=4 leaves: use 1 or 2"),
+    ({"mesh.fsdp": 2, "mesh.tensor": 2}, 8, "takes 4 of 8 devices: set one of these sizes, such as mesh.fsdp, to -1"),
+    ({"mesh.data": -1, "mesh.fsdp": -1}, 8, "at most one -1"),
     ({"mesh.fsdp": 5}, 5, "parameter .*d_model=32 is not divisible by fsdp 5"),
     ({"mesh.tensor": 8}, 8, "kv_heads=2 is not divisible by tensor 8"),
     ({"mesh.strategy": "zero4"}, 1, "choose one of ddp, zero1, zero2, zero3"),
