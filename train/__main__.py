@@ -17,8 +17,8 @@ examples:
   bytescope train                              a tiny model, about two minutes
   bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
   bytescope train char --fit --budget=600MiB   the fastest configuration in that
-
-exit codes: 0 done, 2 mistake, 3 does not fit, 4 non-finite loss, 5 process lost"""
+exit codes: 0 done, or saved at the first Ctrl-C; 2 mistake, 3 does not fit,
+4 non-finite loss, 5 process lost, 130 ended by a second Ctrl-C"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
         choose_platform()  # before jax is imported
         with surviving_output():
             return command(argv)
-    except KeyboardInterrupt:
-        print("interrupted: the same command resumes from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
@@ -131,21 +131,25 @@ def _run(args: argparse.Namespace) -> int:
     from bytescope.train.run.failures import disk_explained
     from bytescope.train.run.signals import Stop
 
-    with processes.together(), disk_explained(), Stop(processes.interrupt) as stop:
+    with processes.together(), disk_explained():
         from bytescope.memory.devices.targets import parse as parse_target
         from bytescope.memory.plan.trainer import called
         from bytescope.memory.seconds import rates
         from bytescope.memory.text.console import make_console
         from bytescope.train import loop
         from bytescope.train.command import Command
-        from bytescope.train.run.workdir import new_workdir
+        from bytescope.train.run.workdir import interrupted_note, new_workdir
 
         if args.rates is not None:
             rates.of(parse_target("local"))  # those of another device are refused before anything is compiled
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(called(args.config)))))
-        loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
-                 processes=processes, asked=asked, command=Command.of(args), stop=stop)
-        processes.close()
+        with Stop(lambda: processes.interrupt(interrupted_note(workdir))) as stop:
+            try:
+                loop.run(config, workdir=workdir, extend=args.extend, console=make_console(quiet=not processes.first),
+                         processes=processes, asked=asked, command=Command.of(args), stop=stop)
+            except KeyboardInterrupt:  # before `stop` takes the signals over
+                raise KeyboardInterrupt(interrupted_note(workdir)) from None
+            processes.close()
     return 0
 
 

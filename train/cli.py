@@ -38,7 +38,7 @@ USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [--config.KEY=VALUE ...] [..
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command,
 config or data, 3 does not fit, 4 non-finite loss, 5 a process is missing or
-died, 130 stopped by Ctrl-C"""
+died, 130 ended by Ctrl-C. The first Ctrl-C in train saves and exits 0."""
 
 
 def overview() -> str:

@@ -1,7 +1,7 @@
 """Errors that a user can mend, each with the exit code that every command uses for it.
 
 Exit codes: 0 done, 1 a check that the user asked for failed, 2 a mistake in the command, config or data, 3 does not
-fit, 4 non-finite loss, 5 a process of several is missing or died, 130 stopped by Ctrl-C. A message is one line: the
+fit, 4 non-finite loss, 5 a process of several is missing or died, 130 ended by Ctrl-C. A message is one line: the
 value, then the remedy.
 """
 

@@ -233,7 +233,7 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
     prompts = EvalPrompts(program, data)
     identity = Identity.of(config, program.batch.global_rows, data.fingerprint, fingerprint_of_weights(program),
                            fingerprint_of_adapter(program))
-    with (contextlib.nullcontext(stop) if stop else Stop(processes.interrupt) as stop,
+    with (contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
           claimed(workdir, identity, extend=extend, processes=processes) as notes,
           contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
           processes.together()):  # closing waits for the other processes: they learn of an error before that
@@ -300,15 +300,16 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
         with contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
         display.close()
-        last = checkpoints.steps()[-1]
+        last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, which saves nothing
         text = "" if run.agreed else sample_text(program, data, state.model_params)
         end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.evaluated,
-                          clock.tokens_per_s(), compiled.report, before, sample(device), checkpoints.root / str(last),
-                          workdir / PAGE)
+                          clock.tokens_per_s(), compiled.report, before, sample(device),
+                          checkpoints.root / str(last) if last else None, workdir / PAGE)
         if run.agreed:
-            display.note(f"{run.agreed[0]}: saved step {last}; the same command resumes from there")
+            display.note(f"{run.agreed[0]}: saved step {last}; the command below resumes from there" if last else
+                         f"{run.agreed[0]} before the first update: nothing is saved")
             summary.show(console, end.rows())
-            summary.show_commands(console, {"to resume": command.resume(workdir)})
+            summary.show_commands(console, {"to resume" if last else "to start again": command.resume(workdir)})
             return
         if (waited := clock.waited()) >= TOLD_WAIT:
             display.note(f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "

@@ -276,18 +276,18 @@ class Bar:
 @contextmanager
 def progress(total: int | None, doing: str = "compiling") -> Iterator[Bar]:
     """A progress bar on stderr, where that is a terminal, gone at the end. total: None where it is not known."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    from bytescope.memory.text.console import make_console
+    from bytescope.memory.text.console import LineProgress, make_console
 
     console = make_console(stderr=True)
     columns = (TextColumn(doing), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}", markup=False, table_column=Column(
                    ratio=1, no_wrap=True, overflow="ellipsis")))  # the labels get what the figures leave
     # What goes to stdout stays there, even if only stderr is a terminal.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive,
-                  redirect_stdout=False, expand=True) as bar:
+    with LineProgress(*columns, console=console, transient=True, disable=not console.is_interactive,
+                      redirect_stdout=False, expand=True) as bar:
         yield Bar(bar, total)
 
 

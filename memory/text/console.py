@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from typing import IO, Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress import Progress
 from rich.segment import Segment
 
 DEFAULT_WIDTH, PROMPT_WIDTH = 100, 80
@@ -71,6 +72,28 @@ class SafeConsole(Console):
         self.quiet = True
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+ECHO = len("^C") + 1  # columns: a terminal echoes Ctrl-C behind the bar
+
+
+class LineProgress(Progress):
+    """rich's Progress, narrower than the terminal. A bar of the full width would push the echo of Ctrl-C to the next
+    line, which rich then erases instead of the bar."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yields the table of all tasks."""
+        yield _Narrowed(self.make_tasks_table(self.tasks))
+
+
+class _Narrowed:
+    """A renderable with `ECHO` columns less than there are."""
+
+    def __init__(self, renderable: RenderableType):
+        self.renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.renderable, options.update_width(max(options.max_width - ECHO, 1)))
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:

@@ -127,7 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the command."""
     parser = Parser(prog="bytescope prepare", allow_abbrev=False,
                      epilog="examples:\n  bytescope prepare --source=texts/ --out=shards/\n"
-                     "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/",
+                     "  bytescope prepare --source='a/*.txt' --tokenizer=tokenizer.json --out=b/\n\n"
+                     "exit codes: 0 done, 2 a mistake, 130 stopped by Ctrl-C",
                      formatter_class=argparse.RawDescriptionHelpFormatter,
                      description="Make token shards of text; bytescope train maps them into memory.")
     parser.add_argument("--source", required=True, metavar="PATH",

@@ -32,7 +32,8 @@ examples:
   bytescope export runs/mine exported/ --step=200 --dtype=bfloat16
 
 transformers.AutoModelForCausalLM.from_pretrained("exported/") loads it.
-exit codes: 0 done, 2 a mistake, or nothing that can be exported"""
+exit codes: 0 done, 2 a mistake, or nothing that can be exported, 130 stopped by
+Ctrl-C"""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 

@@ -11,6 +11,7 @@ from bytescope.train.generation.opened import open_engine
 from bytescope.train.generation.request import request
 from bytescope.train.generation.source import Source
 from bytescope.train.generation.text import Prompts, stream
+from bytescope.train.run.signals import INTERRUPTED
 
 
 def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
@@ -23,9 +24,12 @@ def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
     while True:
         try:
             line = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
             return 0
+        except KeyboardInterrupt:
+            print()
+            return INTERRUPTED
         if not line:
             return 0
         said.append({"role": "user", "content": line})

@@ -26,7 +26,7 @@ Rows of a .jsonl file hold text, tokens or messages; any other file is one text.
 A text longer than --length is scored in windows of it, each from its own
 beginning. Perplexity is exp of the mean of -log p over all tokens but the
 first of each window.
-exit codes: 0 done, 2 a mistake, 3 does not fit"""
+exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
 def make_parser() -> argparse.ArgumentParser:

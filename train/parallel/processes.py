@@ -140,11 +140,11 @@ class Processes:
             traceback.print_exc()
             self._link.fail(1, " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
-    def interrupt(self) -> NoReturn:
-        """Ends all processes at once."""
+    def interrupt(self, note: str) -> NoReturn:
+        """Prints `note` and ends all processes at once."""
         if self._link is None:
-            leave_at_once()
-        self._link.fail(INTERRUPTED, "interrupted")
+            leave_at_once(note)
+        self._link.fail(INTERRUPTED, note)
 
     def close(self) -> None:
         """Waits until all processes are done, then ends the link to them."""

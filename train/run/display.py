@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from bytescope.memory.text.console import safe
+from bytescope.memory.text.console import LineProgress, safe
 from bytescope.memory.text.layout import ignoring
 from bytescope.train.run.summary import clock
 
@@ -75,7 +75,7 @@ class Display:
         self._paced = False  # whether the first row, with the costs of first calls, has set the start of the pace
         self._progress = self._task = None
         if console.is_terminal:
-            self._progress = Progress(
+            self._progress = LineProgress(
                 TextColumn("{task.description}", markup=False), TextColumn("{task.completed}/{task.total}"),
                 BarColumn(bar_width=None), TaskProgressColumn(), _Left(self), console=console, transient=True,
                 expand=True, refresh_per_second=4)

@@ -104,7 +104,8 @@ class End:
             loss = f"held-out loss {value:.4f}{after} (perplexity {math.exp(min(value, 700.0)):.4g} per token), "
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
         title = "done" if self.last >= self.steps else "stopped"
-        return [(title, f"{loss}updates {self.first} to {self.last} of {self.steps} in {clock(self.seconds)}{rate}"),
+        updates = f"updates {self.first} to {self.last}" if self.last >= self.first else "no update"
+        return [(title, f"{loss}{updates} of {self.steps} in {clock(self.seconds)}{rate}"),
                 ("memory", predicted_against_measured(self.report, self.live, self.before)),
                 ("checkpoint", str(self.checkpoint or "none")),
                 ("page", str(self.page or ""))]

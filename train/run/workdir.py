@@ -64,6 +64,14 @@ def require_utf8(folder: Path) -> None:
         raise UserError(f"the path {path} is not valid UTF-8: rename the folder, or choose another") from error
 
 
+def interrupted_note(workdir: Path) -> str:
+    """The last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that there is none."""
+    steps = [int(path.name) for path in (workdir / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    if not steps:
+        return "interrupted before the first checkpoint: nothing is saved"
+    return f"interrupted: bytescope train with --workdir={workdir} resumes from step {max(steps)}"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes `text` so that the file has either the old content or the new, even after a power failure.
 

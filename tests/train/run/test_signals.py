@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.run.signals import STOPPING, Stop, Surviving
+from bytescope.train.run.signals import STOPPING, Stop, Surviving, leave_at_once
 
 pytestmark = pytest.mark.quick
 
@@ -82,8 +83,26 @@ def test_two_signals_are_one_line_and_130(signals, tmp_path):
         child.send_signal(signal.Signals[signals[0]])
         assert child.stdout.readline() == f"['{signals[0]}']\n"  # two that wait together are one
         child.send_signal(signal.Signals[signals[1]])
-        assert child.stderr.read() == "interrupted: the same command resumes from the last checkpoint\n"
+        assert child.stderr.read() == "interrupted\n"
     assert child.returncode == 130
+
+
+def test_ending_at_once_erases_the_bar_of_a_terminal(monkeypatch):
+    written, codes = [], []
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("os.write", lambda descriptor, text: written.append((descriptor, text)))
+    monkeypatch.setattr("os._exit", codes.append)
+    leave_at_once("saved: \udcff")
+    assert written == [(1, b"\r\x1b[2K\x1b[?25h"), (2, b"saved: \\udcff\n")] and codes == [130]
+
+
+def test_an_interrupt_before_the_first_update_promises_nothing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bytescope.train.loop.run", interrupted)
+    assert cli.main(["train", f"--workdir={tmp_path}", "--config.train.cache_dir=none"]) == 130
+    assert capsys.readouterr().err == "interrupted before the first checkpoint: nothing is saved\n"
 
 
 def test_a_closed_terminal_is_survived(tmp_path):

@@ -131,7 +131,7 @@ def test_rows_scroll_above_the_bar(width):
     assert "evaluating 20/40" in out and "[/b] a note\n" in out and "…" not in out
     bars = [line for line in out.replace("\r", "\n").split("\n") if "━" in line]
     plain = [line[line.rindex("\x1b[2K") + 4:] if "\x1b[2K" in line else line for line in bars]
-    assert plain and max(map(cell_len, plain)) <= width
+    assert plain and max(map(cell_len, plain)) <= width - len("^C")  # which a terminal echoes on the bar's line
 
 
 def test_no_color(monkeypatch):
@@ -172,6 +172,7 @@ def test_a_run_that_was_stopped_says_when_it_was_evaluated():
     rows = end(last=15, evaluated=(12, 2.5))
     assert rows["stopped"].startswith("held-out loss 2.5000 after update 12 (perplexity")
     assert "updates 11 to 15 of 20" in rows["stopped"]
+    assert end(last=10, evaluated=None, tokens_per_s=0.0)["stopped"] == "no update of 20 in 1:02:03"
 
 
 def test_the_time_left_is_that_of_the_pace_after_the_first_row(monkeypatch):

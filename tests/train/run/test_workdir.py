@@ -19,7 +19,7 @@ from bytescope.train.errors import UserError
 from bytescope.train.export.out_folder import refuse_used
 from bytescope.train.export.saved_run import SavedRun
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
-from bytescope.train.run.workdir import METRICS, Identity, check_path, claim, claimed, new_workdir
+from bytescope.train.run.workdir import METRICS, Identity, check_path, claim, claimed, interrupted_note, new_workdir
 from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
@@ -88,6 +88,16 @@ def test_a_run_that_never_began_may_become_another(tmp_path):
     (tmp_path / "run" / "checkpoints" / "1").mkdir()
     with pytest.raises(UserError, match="holds another run"):
         claim(tmp_path / "run", identity(), extend=False)
+
+
+def test_an_interrupted_run_promises_no_checkpoint_that_is_not_there(tmp_path):
+    nothing = "interrupted before the first checkpoint: nothing is saved"
+    assert interrupted_note(tmp_path / "new") == nothing
+    (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert interrupted_note(tmp_path) == nothing
+    for step in (20, 100):
+        (tmp_path / "checkpoints" / str(step)).mkdir()
+    assert interrupted_note(tmp_path) == f"interrupted: bytescope train with --workdir={tmp_path} resumes from step 100"
 
 
 def test_more_steps_need_extend(tmp_path):
