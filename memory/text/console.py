@@ -74,7 +74,7 @@ class SafeConsole(Console):
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
-ECHO = len("^C") + 1  # columns: a terminal echoes Ctrl-C behind the bar
+ECHO = len("^C^C") + 1  # columns: a terminal echoes Ctrl-C behind the bar, and a second one, too
 
 
 class LineProgress(Progress):
