@@ -276,7 +276,9 @@ def _train() -> ConfigDict:
     train.stall_timeout = 120.0  # seconds without a step until a slow process is named (if silent, a quarter); 0: never
     train.deterministic = False  # bit-identical reruns on GPUs too, at a cost in speed
     train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
-    train.sample_prompt = "def "  # text that the sample begins with; of one longer than data.seq_len its end is read
+    # text that the sample begins with, of chats a user's message; of one longer than data.seq_len its end is read;
+    # empty: "def ", of chats and pairs a held-out prompt
+    train.sample_prompt = ""
     train.sample_temperature = 0.8  # sampling temperature; 0: the likeliest token each time
     train.eval_prompts = ""  # JSON lines with text that every evaluation answers, into answers.jsonl; empty: none
     train.tensorboard = True  # write TensorBoard event files

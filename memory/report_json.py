@@ -86,6 +86,11 @@ def read_item(record: type, value: Any) -> Any:
     return record(**fields)
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error in one line of at most 120 characters."""
-    return " ".join(str(error).split())[:120]
+def one_line(error: BaseException | str, most: int = 120) -> str:
+    """The message of an error in one line of at most `most` characters; a longer one ends behind a word, with "..."."""
+    text = " ".join(str(error).split())
+    if len(text) <= most:
+        return text
+    kept = text[:most - len("...")]
+    words = kept.rpartition(" ")[0]
+    return f"{words if len(words) > most // 2 else kept}..."  # unless a single word is that long

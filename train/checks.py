@@ -1,9 +1,11 @@
 """What a config may contain: values of tables, least values, and what has to fit together."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from bytescope.model.remat.policies import AUTO, GRANULARITIES, ON_HOST, POLICIE
 from bytescope.train.batch import BatchAlgebra
 from bytescope.train.config import flatten
 from bytescope.train.data import settings
+from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.losses import LOSSES
 from bytescope.train.optimizer.host_offload import has_host_memory
 from bytescope.train.optimizer.loss_scale import GREATEST
@@ -35,6 +38,9 @@ from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.modes import ACCUMULATION
 from bytescope.train.step.routing import BALANCE_LAYERS
+
+if TYPE_CHECKING:  # it brings grain along
+    from bytescope.train.data.source import Data
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
 CHOICES = {
@@ -81,6 +87,9 @@ _LONE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are not
 # float32 there.
 LARGEST, LARGEST_TOKENS = 2**31 - 1, 2**63 - 1
 TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
+# Passes over the data from which on more are warned about: repeated tokens lose most of their value within about 16
+# passes (Muennighoff et al. 2023, arXiv 2305.16264).
+MANY_PASSES = 16
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
@@ -158,14 +167,35 @@ def remat_plan(config: ConfigDict, fp8: bool) -> RematPlan:
                      fp8=fp8, experts=config.model.experts > 0)
 
 
-def doubtful(config: ConfigDict) -> list[str]:
-    """What a settled config may well not mean, a line each: it runs all the same."""
+def doubtful(config: ConfigDict, platform: str) -> list[str]:
+    """What a settled config may well not mean on devices of `platform`, a line each: it runs all the same."""
     lines, optimizer, steps = [], config.optimizer, config.train.steps
     if optimizer.warmup_steps > steps:
         lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
                      f"comes to {optimizer.learning_rate:g}; lower one or raise the other")
     if not optimizer.learning_rate:
         lines.append("optimizer.learning_rate=0: no parameter will change")
+    if platform == "cpu":
+        lines += [f"offload.{name}=true on a CPU, whose memory is the host's: this frees nothing; set it false"
+                  for name in ("optimizer", "params") if config.offload[name]]
+    return lines
+
+
+def doubtful_data(config: ConfigDict, data: Data, read: int) -> list[str]:
+    """What the data of a run may well not be meant for, a line each: it runs all the same.
+
+    read: sequences that all updates of the run read.
+    """
+    lines, steps, vocabulary = [], config.train.steps, config.model.vocab_size
+    passes = read / len(data.train)
+    if passes > MANY_PASSES:
+        lines.append(f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MANY_PASSES} passes a "
+                     f"model only learns the data by heart: set train.steps={max(int(steps * MANY_PASSES / passes), 1)}"
+                     ", or give more data")
+    if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
+        lines.append(f"data.tokenizer=bytes makes {data.vocab_size} different tokens, and model.vocab_size="
+                     f"{vocabulary}: set data.tokenizer to the model's tokenizer.json, or model.vocab_size="
+                     f"{data.vocab_size}")
     return lines
 
 

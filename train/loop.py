@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bytescope.memory.devices.live import predicted_in_use, sample
 from bytescope.memory.profile.run_directory import PAGE
-from bytescope.train.checks import doubtful
+from bytescope.train.checks import doubtful, doubtful_data
 from bytescope.train.command import UNKNOWN, Command
 from bytescope.train.data.feed import feed, local_rows
 from bytescope.train.data.source import Data, DataConfig, check_vocab, open_data, train_batches
@@ -247,7 +247,9 @@ def run(config: ConfigDict, *, workdir: Path, extend: bool, console: Console, pr
             return
         asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
         startup.show_program(console, program, data.description, verbose=command.verbose)
-        for line in doubtful(config):
+        summary.show(console, [("passes", startup.passes(program, len(data.train)))])
+        read = program.batch.rows_before(config.train.steps)
+        for line in (*doubtful(config, program.mesh.devices.flat[0].platform), *doubtful_data(config, data, read)):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         report = compiled.report

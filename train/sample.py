@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.model.paged.pool import PAGE
 from bytescope.model.placement import Placement
+from bytescope.train.batch import IGNORE
+from bytescope.train.data.examples.content import Chat, Malformed
+from bytescope.train.data.examples.template import Renderer, find_template
 from bytescope.train.data.source import Data
+from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generation.engine import Engine
 from bytescope.train.generation.request import Asked
 from bytescope.train.generation.source import Model
@@ -158,10 +163,34 @@ def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int
     return np.asarray(out)[0, len(prompt): end].tolist()
 
 
+def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
+    """The token ids that the sample at the end of a run begins with.
+
+    Of chats `train.sample_prompt` is a user's message, in the chat template. Where it is empty, text begins with
+    "def ", and examples with the tokens of a held-out example up to its first learned one.
+    """
+    text = config.train.sample_prompt
+    if config.data.format == "text":
+        return data.encode(text or "def ")
+    if not text:
+        row = data.heldout[0]
+        return row["inputs"][:np.argmax(row["targets"] != IGNORE) + 1].tolist()
+    if config.data.format != "chat":
+        return data.encode(text)
+    # What comes before an answer is what the model reads.
+    chat = Chat([{"role": "user", "content": text}, {"role": "assistant", "content": ""}], None)
+    with Renderer(find_template(data.tokenizer, config.data.chat_template)) as renderer:
+        (rendered,) = renderer.render([chat], before=True, up_to=False)
+    if isinstance(rendered, Malformed):  # the end of a run is no place to refuse it
+        return data.encode(text)
+    tokenizer = data.tokenizer.parsing() if isinstance(data.tokenizer, JsonTokenizer) else data.tokenizer
+    return tokenizer.encode(rendered.before[-1]).tolist()
+
+
 def sample_text(program: Program, data: Data, params: Any) -> str:
     """Text that the model generates, with the prompt before it; "" where `train.sample_tokens` is 0."""
     config = program.config.train
     if not config.sample_tokens:
         return ""
-    prompt = data.encode(config.sample_prompt)
+    prompt = sample_prompt(program.config, data)
     return data.decode(prompt + generate(program, params, prompt, config.sample_tokens, config.sample_temperature))

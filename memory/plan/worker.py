@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import report_json
+
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
     from bytescope.memory.records import Report
@@ -151,9 +153,8 @@ def measure(program: Any, compiled: Any) -> dict[str, float | None]:
 
 def one_line(error: BaseException, most: int = 300) -> str:
     """An error as a row's status: one line of at most `most` characters, with its type unless a user can mend it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    named = text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}"
-    return named if len(named) <= most else named[:most - 1] + "…"
+    text = str(error) or type(error).__name__
+    return report_json.one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", most)
 
 
 def _forget() -> None:

@@ -18,6 +18,7 @@ from bytescope.memory.errors import (
     remedy_for,
 )
 from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.report_json import one_line
 from bytescope.memory.seconds import rates
 
 pytestmark = pytest.mark.quick
@@ -54,6 +55,14 @@ def test_errors_are_one_line_as_they_are(text, shown):
     found = in_one_line(text)
     assert found == shown or (shown is None and len(found) < 200 and found.endswith("xx is long"))
     assert found.encode().decode() == found
+
+
+def test_a_long_message_is_cut_behind_a_word():
+    words = "the template refuses a conversation " * 9
+    assert one_line(words[:118]) == words[:118].strip()
+    cut = one_line(ValueError(words))
+    assert len(cut) <= 120 and cut.endswith("...") and words.startswith(cut[:-3] + " ")
+    assert one_line("x" * 200, 60) == "x" * 57 + "..."
 
 
 class Unprintable(ReportError):

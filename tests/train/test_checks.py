@@ -1,11 +1,14 @@
 """Values that no run can want are refused at the start, in a line with the value and what is valid."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from bytescope.model import ModelConfig
 from bytescope.train.__main__ import parse
 from bytescope.train.batch import BatchAlgebra
-from bytescope.train.checks import DECAYS, POSITIVE, check_values, doubtful
+from bytescope.train.checks import DECAYS, POSITIVE, check_values, doubtful, doubtful_data
+from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import find
 from support.toy import small_config
@@ -58,7 +61,23 @@ def test_a_schedule_counts_in_int32(text):
 
 
 def test_what_is_doubtful_is_said_and_runs():
-    assert doubtful(small_config()) == []
-    line, = doubtful(small_config({"optimizer.warmup_steps": 21}))
+    assert doubtful(small_config(), "cpu") == []
+    line, = doubtful(small_config({"optimizer.warmup_steps": 21}), "cpu")
     assert "warmup_steps=21" in line and "train.steps=20" in line
-    assert "no parameter" in doubtful(small_config({"optimizer.learning_rate": 0}))[0]
+    assert "no parameter" in doubtful(small_config({"optimizer.learning_rate": 0}), "cpu")[0]
+    config = small_config({"offload.optimizer": True})
+    assert doubtful(config, "gpu") == [] and "frees nothing" in doubtful(config, "cpu")[0]
+
+
+def test_data_that_hardly_fit_the_run_are_said_and_run():
+    def lines(rows, read, tokenizer=None, **keys):
+        tokenizer = tokenizer or ByteTokenizer()
+        data = SimpleNamespace(train=range(rows), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+        return doubtful_data(small_config({"model.vocab_size": 256, "train.steps": 1000, **keys}), data, read)
+
+    assert lines(500, 8000) == [] and lines(9000, 8000) == []
+    (line,) = lines(14, 8000)  # 8 sequences an update
+    assert line.startswith("train.steps=1000 reads each sequence 571 times") and "train.steps=28," in line
+    (line,) = lines(9000, 8000, **{"model.vocab_size": 50_304})
+    assert "data.tokenizer=bytes makes 256 different tokens, and model.vocab_size=50304: set data.tokenizer" in line
+    assert lines(9000, 8000, IdTokenizer(64), **{"model.vocab_size": 50_304}) == []

@@ -1,13 +1,26 @@
 """Text in training: the tokens of whole passes, on any mesh, and answers at every evaluation."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.sample import Sampler, by_whole_passes, generate, over_pages, read_part, sample_bytes
-from support.toy import small_program
+from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.source import open_data
+from bytescope.train.data.tokenizer import ByteTokenizer
+from bytescope.train.sample import (
+    Sampler,
+    by_whole_passes,
+    generate,
+    over_pages,
+    read_part,
+    sample_bytes,
+    sample_prompt,
+)
+from support.toy import small_config, small_program
 
 SMALL = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": 2,
          "model.d_head": 8}
@@ -51,17 +64,42 @@ def test_bytes_of_a_sample():
     assert not over_pages(staged) and sample_bytes(staged) > 0
 
 
+@pytest.mark.quick
+def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
+    """Of a held-out conversation all before its first answer, or the user's message that the config has."""
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"what is {n}"},
+                                                     {"role": "assistant", "content": f"it is {n}"}]}) + "\n"
+                            for n in range(40)))
+    for keys, prompt in (({}, r"what is \d+"), ({"train.sample_prompt": "and you"}, "and you")):
+        config = small_config({"data.source": str(path), "data.format": "chat", "data.seq_len": 128,
+                               "data.tokenizer": "bytes", **keys})
+        data = open_data(DataConfig(**config.data))
+        text = data.decode(sample_prompt(config, data))
+        assert re.fullmatch(rf"<\|im_start\|>user\n{prompt}<\|im_end\|>\n<\|im_start\|>assistant\n", text), text
+    text = SimpleNamespace(encode=lambda text: ByteTokenizer().encode(text).tolist())
+    assert sample_prompt(small_config(), text) == list(b"def ")
+
+
 def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"text": "def "}\n{"text": "import"}\n')
     settings = {**SMALL, "model.n_layers": 1, "data.seq_len": 32, "batch.micro": 8, "train.eval_every": 2,
                 "train.eval_sequences": 4,
                 "train.checkpoint_every": 2, "train.sample_tokens": 6, "train.tensorboard": False,
-                "train.cache_dir": "none", "train.eval_prompts": "prompts.jsonl"}
+                "train.cache_dir": "cache", "train.eval_prompts": "prompts.jsonl"}
     command = ["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]
     assert cli.main([*command, "--config.train.steps=2"]) == 0
     assert cli.main([*command, "--config.train.steps=4", "--extend"]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
     assert [(row["step"], row["row"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
     assert [row["prompt"] for row in rows[:2]] == ["def ", "import"] and all(row["text"] for row in rows)
-    assert "sample:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "sample:" in out and re.search(r"passes +[\d,]+ sequences to train on, 4 updates read ", out)
+
+    # Ctrl-C between the compile and the first update: nothing is saved, and nothing says so.
+    monkeypatch.setattr("bytescope.train.run.signals.Stop.watch", lambda stop: stop.names.append("SIGINT"))
+    assert cli.main([*command, "--workdir=stopped"]) == 0
+    out = capsys.readouterr().out
+    assert "SIGINT before the first update: nothing is saved" in out and "no update of" in out
+    assert re.search("checkpoint +none", out) and "saved step" not in out and "to start again" in out

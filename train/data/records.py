@@ -64,17 +64,26 @@ class Malformed(ValueError):
 
 @dataclass
 class Skipped:
-    """Counts the records that are left out as malformed, of which `allowed` may be."""
+    """Counts the records that are left out as malformed, of which `allowed` may be. first: the place of the first one,
+    and what is wrong with it."""
 
     allowed: int
     count: int = 0
+    first: str = ""
 
-    def add(self, place: str, why: object) -> None:
+    def add(self, place: str, why: str | Malformed) -> None:
         """Leaves one out. Raises UserError if it is one too many."""
         self.count += 1
+        self.first = self.first or f"{place}: {why}"
         if self.count > self.allowed:
             already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
-            raise UserError(f"{place}: {one_line(why)}{already}; mend it, or allow some with data.skip_bad=N")
+            raise UserError(f"{place}: {why}{already}; fix it, or allow some with data.skip_bad=N")
+
+    def refuse_nothing_left(self, title: str, left: int) -> None:
+        """Raises UserError if records of the source `title` were left out and `left`, the number of others, is 0."""
+        if self.count and not left:
+            raise UserError(f"{title}: all {self.count:,} records are malformed, the first in {self.first}; fix them, "
+                            "or set data.format and data.field to what they hold")
 
 
 def is_record_file(path: Path) -> bool:
@@ -152,7 +161,8 @@ def _lines(path: Path, fields: Sequence[str], skipped: Skipped) -> Iterator[tupl
                     if not isinstance(values, dict):
                         raise Malformed("the line is not an object such as {\"text\": ...}")
                 except (ValueError, RecursionError) as error:
-                    skipped.add(place, error if isinstance(error, Malformed) else f"not a line of JSON ({error})")
+                    known = isinstance(error, Malformed)
+                    skipped.add(place, error if known else f"not a line of JSON ({one_line(error)})")
                     continue
                 yield place, values
     except (OSError, EOFError, zlib.error) as error:

@@ -137,7 +137,7 @@ def open_data(config: DataConfig) -> Data:
         digest.update(part.identity(arrays))
         windows.append(TokenSource(arrays, config.seq_len, vocab_size, keep_tail=held_out))
     train, heldout = windows
-    _refuse_too_little(config, train, heldout, parts[0].copies)
+    _refuse_too_little(config, train, heldout, "; ".join(left_out(parts[0].malformed, parts[0].copies)))
     description = _describe(config, parts, train, heldout, tokenizer)
     return Data(train, heldout, vocab_size, digest.hexdigest(), description, tokenizer)
 
@@ -228,11 +228,11 @@ def _choose_tokenizer(config: DataConfig, sources: Sequence[Text | RecordTexts |
     return tokenizer
 
 
-def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource, copies: int) -> None:
+def _refuse_too_little(config: DataConfig, train: TokenSource, heldout: TokenSource, notes: str) -> None:
     if not len(train):
-        besides = f" besides {copies:,} copies of what is held out" if copies else ""
-        raise UserError(f"data.source={config.source!r} holds {train.tokens:,} tokens to train on{besides}, a window "
-                        f"needs data.seq_len + 1 = {config.seq_len + 1:,}: give more text or lower data.seq_len")
+        raise UserError(f"data.source={config.source!r} holds {train.tokens:,} tokens to train on"
+                        f"{f' ({notes})' if notes else ''}, a window needs data.seq_len + 1 = {config.seq_len + 1:,}: "
+                        "give more text or lower data.seq_len")
     if not len(heldout):
         raise UserError(f"data.source={config.source!r} leaves {heldout.tokens:,} tokens to hold out, fewer "
                         "than 2: give more data, or set data.eval_source")

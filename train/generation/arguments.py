@@ -13,6 +13,10 @@ from bytescope.memory.generation.arguments import add_devices, add_dtype, add_po
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 
+# The temperature of the sample at the end of a run, too. Models that were trained for minutes repeat their most likely
+# token.
+MAX_TOKENS, TEMPERATURE = 256, 0.8
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Which weights, on how many devices, beside how large a pool."""
@@ -28,14 +32,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 for the likeliest "
-                        "token (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw of the K likeliest tokens alone")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest with this probability "
-                        "together")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those that are this often as likely "
-                        "as the likeliest")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"maximum new tokens per answer (default "
+                        f"{MAX_TOKENS}, or what the model has room for behind the prompt)")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="T", help="of sampling (default "
+                        f"{TEMPERATURE}); 0 takes the most likely token, with which small models repeat themselves")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens, and "
+                        "from those as likely as the last of them, as transformers does")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens, "
+                        "whose probabilities together come to P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the top "
+                        "probability")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; row N of a file has seed + "
                         "N unless it says another")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer where it says "

@@ -91,8 +91,8 @@ def _one(args: argparse.Namespace, source: Source, tokens: tuple[int, ...]) -> i
     from bytescope.train.generation.text import stream
     from bytescope.train.run.signals import INTERRUPTED
 
-    asked = request(args, tokens, source.ends)
-    engine = open_engine(args, source, len(tokens) + args.max_tokens, 1, args.temperature > 0)
+    asked = request(args, tokens, source)
+    engine = open_engine(args, source, len(tokens) + asked.most, 1, args.temperature > 0)
     began = time.perf_counter()
     one = engine.submit(asked)
     try:
@@ -120,7 +120,7 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(f"{where}: seed={seed!r}: give a whole number from 0 to 2**32 - 1")
         prompt = next((found[name] for name in ("text", "messages", "tokens") if name in found), None)
-        asked = request(args, prompts.of_row(found, where), source.ends, seed)
+        asked = request(args, prompts.of_row(found, where), source, seed)
         rows.append(Row(number, prompt, asked, tuple(args.stop)))
     with ExitStack() as stack:
         out = stack.enter_context(Answers(args.out, rows)) if args.out else None
@@ -132,7 +132,7 @@ def _file(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         needed = len(longest.asked.tokens) + longest.asked.most
         if needed > source.length:
             raise UserError(f"{args.prompts} row {longest.number}: {len(longest.asked.tokens)} tokens and "
-                            f"--max-tokens={args.max_tokens} are more than the model's {source.length} positions: "
+                            f"--max-tokens={longest.asked.most} are more than the model's {source.length} positions: "
                             "shorten one of them")
         engine = open_engine(args, source, needed, len(left), args.temperature > 0)
         return _answer(engine, source, left, len(rows), out)

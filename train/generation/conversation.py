@@ -35,7 +35,7 @@ def converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
         said.append({"role": "user", "content": line})
         try:
             tokens = prompts.of_messages(said, "--chat") if args.chat else prompts.of_text(line)
-            one = engine.submit(request(args, tokens, source.ends))
+            one = engine.submit(request(args, tokens, source))
         except UserError as error:  # too long: the next may be shorter
             print(f"error: {error}", file=sys.stderr)
             said.pop()

@@ -1,8 +1,16 @@
 """A request for tokens, and what became of it."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bytescope.train.generation.arguments import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from bytescope.train.generation.source import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Running:
             self.ended = "length"
 
 
-def request(args: argparse.Namespace, tokens: tuple[int, ...], ends: frozenset[int], seed: int | None = None) -> Asked:
-    """What the flags of a command ask for a prompt; `ends`: tokens that end a text."""
-    return Asked(tokens, args.max_tokens, frozenset() if args.ignore_end else ends, args.temperature, args.top_k,
+def request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Asked:
+    """What the flags of a command ask of `source` for a prompt."""
+    most = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
+    return Asked(tokens, most, frozenset() if args.ignore_end else source.ends, args.temperature, args.top_k,
                  args.top_p, args.min_p, args.seed if seed is None else seed)

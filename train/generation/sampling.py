@@ -37,8 +37,9 @@ def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
     scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
     order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
     sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
-    rank_1V = jnp.arange(scaled_BV.shape[-1])[None]
-    kept_BV = (draws.top_k_B[:, None] == 0) | (rank_1V < draws.top_k_B[:, None])
+    # Tokens as likely as the k-th stay, too.
+    last_B1 = jnp.clip(draws.top_k_B, 1, scaled_BV.shape[-1])[:, None] - 1
+    kept_BV = (draws.top_k_B[:, None] == 0) | (sorted_BV >= jnp.take_along_axis(sorted_BV, last_B1, axis=-1))
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, least), axis=-1)
     # A token stays while those before it do not come to top_p yet.
     kept_BV &= (jnp.cumsum(probs_BV, axis=-1) - probs_BV < draws.top_p_B[:, None]) | (draws.top_p_B[:, None] >= 1)

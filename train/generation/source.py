@@ -18,7 +18,7 @@ from bytescope.configs import base as trainer
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.experts.kernels import choose_moe_kernel
 from bytescope.model.transformer import logical_axes
-from bytescope.train.data.tokenizer import Tokenizer, load_tokenizer
+from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from bytescope.train.errors import UserError
 from bytescope.train.export.peft import Merged
 from bytescope.train.export.saved_run import SavedRun
@@ -100,9 +100,11 @@ def open_source(path: Path, step: int | None = None) -> Source:
     window = describe(raw, str(path / CONFIG), ()).window
     ends = folder.config.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    tokenizer = None
+    tokenizer: Tokenizer | None = None
     if os.path.isfile(path / "tokenizer.json"):
         tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
+    elif config.data.tokenizer == ByteTokenizer.name:  # of a vocabulary of 256, which train reads as bytes, too
+        tokenizer = ByteTokenizer()
     if packed:
         def read(model: Model, tell: Tell) -> Any:
             return load_packed(packed, model.shapes, tell)

@@ -137,7 +137,8 @@ class Prompts:
 
     def _tokenizer(self) -> Tokenizer:
         if self.source.tokenizer is None:
-            raise UserError(f"{self.source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
+            raise UserError(f"{self.source.title} has no tokenizer: give token ids, in rows such as "
+                            '{"tokens": [1, 2]} of a .jsonl file')
         return self.source.tokenizer
 
 

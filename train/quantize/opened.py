@@ -51,10 +51,11 @@ def open_work(args: argparse.Namespace, tell: Tell) -> Opened:
     origin = open_origin(args.source, args.step, args.group)
     device, method = jax.local_devices()[0], METHODS[args.method]
     calibration, held_out = windows_of(args, origin.source)
-    sizes = Sizes(rows_of(len(calibration), len(held_out)), args.length, args.group)
+    length = calibration.shape[1]
+    sizes = Sizes(rows_of(len(calibration), len(held_out)), length, args.group)
     programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
     settings = {"weights": origin.fingerprint, "group": args.group, "format": args.format, "method": args.method,
-                "dtype": args.dtype or "default", "length": args.length, "windows": len(calibration),
+                "dtype": args.dtype or "default", "length": length, "windows": len(calibration),
                 "text": _digest(calibration, held_out)}
     peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
     limit = limit_here(args, device)
@@ -124,7 +125,8 @@ def measured(args: argparse.Namespace, opened: Opened, outcome: Outcome) -> Resu
     origin: Origin = opened.work.origin
     calibration, held_out = opened.tokens
     facts = (f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
-             f"calibrated on {calibration:,} tokens of {args.calibrate.name}, perplexity on {held_out:,} held-out ones "
+             f"calibrated on {calibration:,} tokens of {args.calibrate.name} in windows of "
+             f"{opened.work.programs.sizes.length:,}, perplexity on {held_out:,} held-out ones "
              f"of {(args.held_out or args.calibrate).name}")
     components = bytes_by_component(opened.work.output.tensors, origin)
     return Result(origin.source.title, str(args.out), facts, opened.memory, components, outcome.before, outcome.after,

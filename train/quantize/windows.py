@@ -19,12 +19,12 @@ ROWS = 4  # windows in one call of a program at most
 def windows_of(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np.ndarray]:
     """(calibration, held-out) windows, int32 [windows, length]; numbers of both are multiples of `rows_of` them.
 
+    length: `--length`, at most the positions of the model.
+
     Raises:
       UserError: a file cannot be read, or is too short.
     """
-    length = args.length
-    if length > source.length:
-        raise UserError(f"--length={length}: the model takes {source.length} positions; give at most that")
+    length = min(args.length, source.length)
     found = _cut(source, args.calibrate, "--calibrate", length)
     if args.held_out:
         held_out = _cut(source, args.held_out, "--held-out", length)

@@ -103,6 +103,18 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     summary.show(console, rows)
 
 
+def passes(program: Program, sequences: int) -> str:
+    """How often the updates of the whole run read each of the training data's `sequences`, in words."""
+    steps = program.config.train.steps
+    share = program.batch.rows_before(steps) / sequences
+    if share < 1:
+        read = f"read {100 * share:.2g} % of them"
+    else:
+        read = f"read each {share:,.{0 if share >= 10 else 1}f} times"
+    return (f"{sequences:,} sequence{'s' if sequences > 1 else ''} to train on, {steps:,} update"
+            f"{'s' if steps > 1 else ''} {read}")
+
+
 def _trained(program: Program) -> str:
     """How many of the parameters are trained, and how, where some are frozen."""
     if all(name.endswith(ROUTER_BIAS) for name in program.frozen):  # those an update moves, without a gradient

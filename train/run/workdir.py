@@ -13,6 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
+from bytescope.memory.report_json import one_line
 from bytescope.train.config import flatten
 from bytescope.train.errors import UserError
 from bytescope.train.parallel.processes import ALONE, Processes
@@ -213,7 +214,7 @@ def recorded(path: Path) -> Identity:
     except KeyError as error:
         raise _damaged(path, f"no key {error}") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:120]) from error
+        raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet had no other value than today's default.
     return dataclasses.replace(old, config={**Identity.of(base.get_config(), 0, "").config, **old.config})
 

@@ -109,7 +109,7 @@ def test_identical_files_fall_on_one_side(tmp_path):
     data = open_data(config(source=str(tmp_path / "plain"), seq_len=1))
     assert data.description.endswith("1 copy of what is held out left out")
     write(tmp_path / "same", {f"{i}.txt": "text" for i in range(9)})
-    with pytest.raises(UserError, match=r"holds 0 tokens to train on besides \d copies of what is held out"):
+    with pytest.raises(UserError, match=r"holds 0 tokens to train on \(\d copies of what is held out left out\)"):
         open_data(config(source=str(tmp_path / "same")))
 
 
@@ -127,7 +127,7 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     bad = ['{"text": "cut', "[1, 2]", '{"txt": "x"}', '{"text": 3}', '{"text": "\\ud800"}', "\xff"]
     content = "\n".join([*good[:3], *bad, *good[3:]]).encode("latin-1")
     path = write(tmp_path, {"a.jsonl": content}) / "a.jsonl"
-    with pytest.raises(UserError, match=r"a.jsonl line 4: not a line of JSON \(Unterminated string.*mend it, or allow"):
+    with pytest.raises(UserError, match=r"a.jsonl line 4: not a line of JSON \(Unterminated string.*fix it, or allow"):
         open_data(config(source=str(path)))
     with pytest.raises(UserError, match=r"a.jsonl line 9: not a line of JSON .*\(5 before it were left out\)"):
         open_data(config(source=str(path), skip_bad=5))
@@ -138,6 +138,17 @@ def test_malformed_lines_are_named_and_some_may_be_skipped(tmp_path, capsys):
     assert main([f"--source={path}", f"--out={tmp_path / 'no'}"]) == 2
     assert main([f"--source={path}", f"--out={tmp_path / 'no'}", "--skip-bad=-1"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize(("form", "record", "why"), [
+    ("text", {"body": "x"}, "the field 'text'"), ("chat", {"text": "x"}, 'no list of "messages"'),
+    ("pairs", {"text": "x"}, '"prompt" is missing')])
+def test_where_all_records_are_malformed_that_is_what_is_said(tmp_path, form, record, why):
+    path = write(tmp_path, {"a.jsonl": (json.dumps(record) + "\n") * 60}) / "a.jsonl"
+    message = rf"all 60 records are malformed, the first in .*line 1: {why}.*; fix them"
+    with pytest.raises(UserError, match=message) as found:
+        open_data(config(source=str(path), format=form, skip_bad=60))
+    assert "seq_len" not in str(found.value)
 
 
 @pytest.mark.parametrize("line, why", [

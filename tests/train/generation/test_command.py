@@ -41,7 +41,7 @@ def generate(capsys, *words):
 def test_a_prompt_is_answered_as_transformers_answers_it(folder, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    code, out, _ = generate(capsys, folder, "--prompt=the model is", *SHORT)
+    code, out, _ = generate(capsys, folder, "--prompt=the model is", "--temperature=0", *SHORT)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer("the model is", return_tensors="pt", add_special_tokens=False).input_ids
     theirs = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
@@ -128,6 +128,14 @@ def test_a_run_without_a_prompt_file_reads_what_is_piped(folder, capsys, monkeyp
     assert piped == generate(capsys, folder, "--prompt=the model is", *SHORT)
 
 
+def test_without_flags_an_answer_is_sampled_and_fits_the_model(folder, capsys):
+    """Greedy text of a model that was trained for minutes is one token again and again."""
+    command = [folder, "--prompt=the model is", "--ignore-end"]
+    code, out, err = generate(capsys, *command)
+    assert code == 0, err
+    assert generate(capsys, *command, "--temperature=0.8", "--max-tokens=122") == (0, out, "")
+
+
 def test_a_conversation(folder, capsys, monkeypatch):
     lines = iter(["the model", "x" * 500, "is"])
 
@@ -141,6 +149,16 @@ def test_a_conversation(folder, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", line)
     code, out, err = generate(capsys, folder, "--chat", "--length=128", *SHORT)
     assert code == 0 and len(out.splitlines()) >= 2 and "shorten one of them" in err
+
+
+def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr("bytescope.train.generation.conversation.open_engine", lambda *_: None)
+    assert generate(capsys, folder)[0] == 130
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [
@@ -169,6 +187,10 @@ def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch
     command = ["--prompt=def train(", "--max-tokens=20", "--ignore-end"]
     ours = generate(capsys, "run", *command)
     assert ours[0] == 0 and len(ours[1]) > 5 and ours == generate(capsys, "folder", *command)
+    for path in (tmp_path / "folder").glob("tokenizer*"):  # of a vocabulary of 256: bytes, as in training
+        path.unlink()
+    assert ours == generate(capsys, "folder", *command)
+    assert cli.main(["score", "folder", "--text=def"]) == 0 and "'e'" in capsys.readouterr().out
 
 
 def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch):

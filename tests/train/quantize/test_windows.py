@@ -43,5 +43,8 @@ def test_a_text_of_its_own_is_held_out_whole(tmp_path):
 def test_what_is_too_short_is_refused(tmp_path):
     with pytest.raises(UserError, match="has 1 windows of 8 tokens, and 2 are needed"):
         windows_of(asked(tmp_path / "text.jsonl", 1), SOURCE)
-    with pytest.raises(UserError, match="takes 64 positions"):
-        windows_of(asked(tmp_path / "text.jsonl", 9, length=65), SOURCE)
+
+
+def test_windows_are_no_longer_than_the_model_takes(tmp_path):
+    found, held = windows_of(asked(tmp_path / "text.jsonl", 40, length=512), SOURCE)
+    assert found.shape[1] == held.shape[1] == 64

@@ -66,6 +66,8 @@ def test_a_program_is_told_in_a_few_lines(width):
                   "8 x cpu, mesh data 2 x fsdp 4, zero3", "fp32 precision, remat dots_no_batch, attention naive"):
         assert whole in text
     assert max(map(cell_len, lines)) <= width and len(lines) <= 7 and "some texts" not in text
+    assert startup.passes(program, 896) == "896 sequences to train on, 20 updates read each 2.9 times"
+    assert startup.passes(program, 5120) == "5,120 sequences to train on, 20 updates read 50 % of them"
     every = said(lambda console: startup.show_program(console, program, "[/b] texts", verbose=True), width)
     assert "[/b] texts" in " ".join(every) and "embedding" in " ".join(every)
 

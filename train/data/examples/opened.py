@@ -33,11 +33,12 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
     copies = int(trained.sum() - kept.sum())
     parts = [_source(found, chosen, config, tokenizer)
              for found, chosen in ((sets[0], np.flatnonzero(kept)), (sets[-1], held_out))]
+    notes = "; ".join(left_out(sum(found.malformed for found in sets), copies))
     for part, what in zip(parts, ("train on", "hold out"), strict=True):
         if not len(part):
             raise UserError(f"data.source={config.source!r} holds no example to {what} with a learned token"
-                            f"{f' ({copies:,} are copies of what is held out)' if copies else ''}: give more, raise "
-                            "data.seq_len if answers come late, or set data.eval_source")
+                            f"{f' ({notes})' if notes else ''}: give more, raise data.seq_len if answers come late, or "
+                            "set data.eval_source")
     return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
 
 

@@ -78,6 +78,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
                 tokens.append(ids)
                 learned.append(targets)
                 rows.append((mark(content.key()), named))
+    skipped.refuse_nothing_left(files.title, len(rows) + counts["dropped"] + counts["unlearned"])
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     return ExampleSet(
         np.concatenate([np.array([], dtype), *tokens]), np.concatenate([np.array([], bool), *learned]),

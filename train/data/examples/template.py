@@ -179,7 +179,7 @@ class Renderer:
             raise UserError(f"the chat template of {self.template.title} {answer['stopped']}, far more than published "
                             "templates do: give another with data.chat_template=FILE")
         if "error" in answer:
-            raise Malformed(" ".join(answer["error"].split())[:120])
+            raise Malformed(one_line(answer["error"]))
         return answer
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from bytescope.train.data.corpus import find
 from bytescope.train.data.examples import reader
+from bytescope.train.data.examples.reader import REMEDY
 from bytescope.train.data.source import open_data
 from bytescope.train.data.tokenizer import JsonTokenizer, load_tokenizer
 from bytescope.train.errors import UserError
@@ -139,6 +140,7 @@ def test_what_cannot_be_told_is_named_with_the_remedy(tmp_path, template, why):
         shown(tmp_path, TALKS[1:2], tokenizer)
     assert "\n" not in str(error.value)
     if "refuses" not in why:
+        assert REMEDY in str(error.value)  # whole
         assert shown(tmp_path, TALKS[1:2], tokenizer, loss_on="all")[1].train.examples == 1
 
 
@@ -279,7 +281,7 @@ def test_copies_fall_on_one_side_and_the_line_says_what_there_is(tmp_path):
                      r"vocabulary \d+; chat template of tokenizer_config.json$", data[0].description)
     assert data[0].train.filled > 0.85 > data[1].train.filled
     assert data[0].fingerprint != data[1].fingerprint
-    with pytest.raises(UserError, match="holds no example to train on .*1 are copies of what is held out"):
+    with pytest.raises(UserError, match="holds no example to train on .*1 copy of what is held out left out"):
         shown(tmp_path, [chat("held", "out")], tokenizer)
     with pytest.raises(UserError, match="holds no records, which data.format=chat reads: give .jsonl"):
         open_data(config(source="stdlib", format="chat"))
