@@ -133,7 +133,7 @@ def test_without_flags_an_answer_is_sampled_and_fits_the_model(folder, capsys):
     command = [folder, "--prompt=the model is", "--ignore-end"]
     code, out, err = generate(capsys, *command)
     assert code == 0, err
-    assert generate(capsys, *command, "--temperature=0.8", "--max-tokens=122") == (0, out, "")
+    assert generate(capsys, *command, "--temperature=0.8", "--max-tokens=121") == (0, out, "")
 
 
 def test_a_conversation(folder, capsys, monkeypatch):

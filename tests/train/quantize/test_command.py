@@ -208,7 +208,6 @@ def test_the_plan_is_what_the_work_says(made, capsys):
     (["awq", "out", *SHORT], "is quantized already"),
     (["wide", "awq", *SHORT], "awq is not empty"),
     (["wide", "wide", *SHORT, "--force"], "the folder that is quantized"),
-    (["wide", "out", *SHORT, "--length=999"], "the model takes 64 positions"),
     (["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"], "has 1 windows of 64 tokens, and 2"),
     (["gpt2", "out", *SHORT], "gpt2 has its weights in other tensors"),
     (["wide", "out", *SHORT, "--limit=10KiB"], "on the device: give"), (["wide", "h999"], "h999"),
