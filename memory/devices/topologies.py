@@ -12,6 +12,7 @@ from bytescope.memory.devices.chips import CUDA_13_FROM, Chip, target_config
 from bytescope.memory.devices.compiler_log import kept_back
 from bytescope.memory.devices.platform import accelerator
 from bytescope.memory.errors import ReportError
+from bytescope.memory.report_json import one_line
 
 # The CUDA plugins of jax that can compile for a described GPU, and the CUDA version each describes.
 CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
@@ -98,7 +99,7 @@ def _topology(target: str, platform: str, *, name: str | None = None, **options:
             return topologies.get_topology_desc(name or target, platform=platform, **options).devices
         except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and kinds of their own
             refused = error
-    reason = " ".join(str(refused).split())[:160]
+    reason = one_line(refused, 160)
     extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
     raise ReportError(f"target {target}: the {platform} compiler refused it ({reason}); "
                       f"pip install -U 'bytescope[{extra}]'") from refused

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.plan import cache as row_cache
+from bytescope.memory.report_json import one_line
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -108,7 +109,7 @@ class Worker:
         self._errors.seek(max(0, self._errors.tell() - 4000))
         last = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return " ".join(["the worker died", f"({how}):", *last])[:300]
+        return one_line(" ".join(["the worker died", f"({how}):", *last]), 300)
 
 
 # Called with the labels of the jobs under way and the number of finished ones.

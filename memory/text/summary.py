@@ -55,4 +55,4 @@ def _short(name: str) -> str:
 
 
 def _cut(message: str) -> str:
-    return message if len(message) <= _MESSAGE else f"{message[:_MESSAGE - 1].rstrip()}…"
+    return message if len(message) <= _MESSAGE else f"{message[:_MESSAGE - 1].rpartition(' ')[0]}…"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.records import Report
+from bytescope.memory.report_json import one_line
 from bytescope.train.errors import UserError
 from bytescope.train.recording.tensorboard import summary
 from bytescope.train.run.workdir import write_atomically
@@ -129,4 +130,4 @@ def _teardown() -> None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__
+    return one_line(error, 160) or type(error).__name__
