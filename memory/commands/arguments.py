@@ -282,7 +282,7 @@ def progress(total: int | None, doing: str = "compiling") -> Iterator[Bar]:
     from bytescope.memory.text.console import LineProgress, make_console
 
     console = make_console(stderr=True)
-    columns = (TextColumn(doing), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+    columns = (TextColumn(doing), BarColumn(bar_width=15), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}", markup=False, table_column=Column(
                    ratio=1, no_wrap=True, overflow="ellipsis")))  # the labels get what the figures leave
     # What goes to stdout stays there, even if only stderr is a terminal.
