@@ -87,10 +87,10 @@ _LONE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are not
 # float32 there.
 LARGEST, LARGEST_TOKENS = 2**31 - 1, 2**63 - 1
 TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
+LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 # Passes over the data from which on more are warned about: repeated tokens lose most of their value within about 16
 # passes (Muennighoff et al. 2023, arXiv 2305.16264).
 MANY_PASSES = 16
-LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
 def _value(config: ConfigDict, key: str) -> Any:
