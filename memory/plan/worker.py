@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory import report_json
+from bytescope.memory.errors import message_of
 
 if TYPE_CHECKING:
     from bytescope.memory.plan.trainer import Trainer
@@ -153,7 +154,7 @@ def measure(program: Any, compiled: Any) -> dict[str, float | None]:
 
 def one_line(error: BaseException, most: int = 300) -> str:
     """An error as a row's status: one line of at most `most` characters, with its type unless a user can mend it."""
-    text = str(error) or type(error).__name__
+    text = message_of(error) or type(error).__name__
     return report_json.one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", most)
 
 

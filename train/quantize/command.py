@@ -55,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
                         "comparison (default awq)")
     parser.add_argument("--samples", type=int, default=64, metavar="N", help="maximum number of sequences to calibrate "
                         "on (default 64)")
-    parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence to calibrate on; the "
-                        "model's maximum where that is less (default 512)")
+    parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence to calibrate on, or "
+                        "the model's maximum where that is less (default 512)")
     add_dtype(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
     parser.add_argument("--limit", metavar="SIZE", help="bytes of the device to use, such as 20GiB (default: all that "
