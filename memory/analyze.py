@@ -83,10 +83,7 @@ def report_of(compilation: Compilation, *, target: Target | None = None, config:
     """
     roles = checked_roles(roles)
     known = Names(names, named_places(compilation.jaxpr) if compilation.jaxpr is not None else None)
-    if compilation.module:
-        program = hlo_buffers.read_module(compilation.module, compilation.assignment)
-    else:
-        program = hlo_buffers.read(compilation.proto)
+    program = compilation.program
     # A proto with allocations says all there is to say, trace or not; a Compiled's leaves the trace out.
     derived = not program.traces and not (program.allocations and (compilation.proto or _needs_no_trace(program)))
     source = derive(program.module) if derived else program

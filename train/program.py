@@ -34,6 +34,7 @@ from bytescope.train.optimizer.trainable import stored_frozen
 from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.assemble import make_pipeline, notes_on
+from bytescope.train.pipeline.checks import check_collectives
 from bytescope.train.step.modes import ACCUMULATION, eval_step, fused_step
 from bytescope.train.step.parts import StepParts
 from bytescope.train.step.state import TrainState, zero_tally
@@ -131,7 +132,8 @@ class Program(Choices):
         exact: compile again what the persistent cache has, since a cached executable keeps no heap trace.
 
         Raises:
-          ValueError: an offload policy that moves nothing. ReportError: an array that is too large for XLA.
+          ValueError: an offload policy that moves nothing; a collective that some stages would wait in forever.
+          ReportError: an array that is too large for XLA.
         """
         with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)
@@ -139,7 +141,10 @@ class Program(Choices):
             compilation = compile_lowered(traced.lower(), exact=exact, options=self.compiler_options)
         self._check_offload(compilation)
         notes = (*compilation.notes, *notes_on(self, self.state))
-        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
+        compilation = dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
+        if self.schedule:
+            check_collectives(compilation, self.mesh)
+        return compilation
 
     def _check_offload(self, compilation: Compilation) -> None:
         """Raises ValueError for an offload policy that moves nothing; on a CPU, whose memory is the host's, it may."""

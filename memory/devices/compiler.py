@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.compile_cache import Entry
@@ -24,6 +25,9 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.jaxprs import bodies, opened
 from bytescope.memory.records import XlaStats
 from bytescope.memory.report_json import one_line
+
+if TYPE_CHECKING:
+    from bytescope.memory.hlo.buffers import Program
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin",
              "jax-rocm7-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -72,6 +76,17 @@ class Compilation:
     local: bool = False
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The module and its buffers, read once.
+
+        Raises:
+          ReportError: a damaged proto.
+        """
+        from bytescope.memory.hlo import buffers
+
+        return buffers.read_module(self.module, self.assignment) if self.module else buffers.read(self.proto)
 
 
 def check_sizes(jaxpr: Any) -> None:

@@ -112,12 +112,12 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
         return ()
     differ = set()
     for group in groups:
-        coordinates = [_coordinates(device, sizes) for device in group]
-        differ |= {i for i in range(len(sizes)) if len({each[i] for each in coordinates}) > 1}
+        places = [coordinates(device, sizes) for device in group]
+        differ |= {i for i in range(len(sizes)) if len({place[i] for place in places}) > 1}
     return tuple(name for i, (name, _) in enumerate(axes) if i in differ)
 
 
-def _coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Where a device lies along each axis, the last axis over neighbours."""
     out = []
     for size in reversed(sizes):
@@ -218,7 +218,7 @@ def _mesh_axes(data: bytes, span: Span) -> Groups:
             chosen.append((index, before, size))
     members: dict[tuple[int, ...], list[int]] = {}
     for position, id in enumerate(ids):
-        place = list(_coordinates(position, sizes))
+        place = list(coordinates(position, sizes))
         for index, before, size in chosen:
             if index >= len(sizes):
                 raise wire.WireError(f"a replica group along axis {index} of a mesh of {len(sizes)} axes")

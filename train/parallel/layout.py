@@ -218,7 +218,14 @@ class Layout(Placement):
 
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
         """The gradient of a parameter as it is kept until the update: in the dtype `reduce`, sharded as ZeRO has it."""
-        return self.total(self.reduced(d_w), axes)
+        d_w = self.reduced(d_w)
+        if self.manual == ("stage",) and not any("tensor" in self.mesh_axes(axis) for axis in axes):
+            # The product of a parameter that tensor ranks replicate, such as a router. Asked for a shard of it at once,
+            # XLA's partitioner computes a part on each tensor rank, and sends the parts to the devices that keep them
+            # by a permute, for which the CPU waits for all stages. Asked for the whole first, it sums and slices; its
+            # GPU compiler makes that one reduce-scatter.
+            d_w = self._constrain(d_w, self.spec(axes))
+        return self.total(d_w, axes)
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
         """`function` applied to the shard of each array that a device holds (`Placement.own`), by `jax.shard_map`."""

@@ -1,7 +1,11 @@
 """What a pipeline cannot be combined with, each in a line."""
 
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.hlo import divergence
+from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.pipeline.schedule import Schedule
 from bytescope.memory.pipeline.schedules import make_schedule
 from bytescope.model import ModelConfig, RematPlan
@@ -55,3 +59,25 @@ def check_pipeline(config: ConfigDict, layout: Layout, model: ModelConfig, remat
         raise ValueError(f"{asked} with {model.padded_vocab} rows of the token table, which the stages share: set "
                          f"model.vocab_multiple={stages * layout.mesh.shape['tensor']}")
     return schedule, Stages.of(model, schedule)
+
+
+def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
+    """Checks that no collective of a compiled step waits for devices of a stage that skips it.
+
+    Raises:
+      ValueError: the first collective that does, with the remedy.
+    """
+    module, devices = compilation.program.module, mesh.devices.flat
+    axes, layouts = hlo_mesh.of_compiled(compilation.compiled)
+    skipped = next(divergence.skipped_collectives(
+        module, axes, hlo_mesh.match(module, layouts), devices[0].platform,
+        [device.process_index for device in devices]), None)
+    if skipped is None:
+        return
+    spanned = [axis for axis in hlo_mesh.spanned(skipped.links, axes) if axis != "stage"]
+    remedies = [f"mesh.{axis}=1" for axis in (*spanned, "stage")]
+    shape = module.shape(skipped.instruction)
+    raise ValueError(
+        f"the step would hang: {skipped.instruction.opcode} {shape.dtype}{list(shape.dims)} of {skipped.op_name} waits "
+        f"for {len(skipped.waits)} devices, and some of them skip it, since their stage runs the loop around it a "
+        f"different number of times; set {' or '.join(remedies)}")

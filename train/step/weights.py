@@ -53,8 +53,12 @@ class Weights:
 
     def gradients(self, grads: Any) -> Any:
         """Gradients of one micro-batch as they are kept: their dtype and sharding."""
-        keep = self.layout.gradient  # those of parameters in host memory are there already, with the same sharding
-        return self._map(lambda grad, axes: grad if is_hosted(grad) else keep(grad, axes), grads)
+        def keep(grad, axes):
+            if is_hosted(grad):  # it is there already, with the same sharding
+                return grad
+            return self.layout.total(self.layout.reduced(grad), axes)
+
+        return self._map(keep, grads)
 
     def totals(self, grads: Any) -> Any:
         """Sums of these over micro-batches, sharded likewise; their dtype stays."""

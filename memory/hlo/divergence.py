@@ -1,0 +1,361 @@
+"""Finds collectives that some of their devices skip: a program with one waits forever.
+
+Devices that take different branches, or run a loop a different number of times, must not share a collective inside
+it. `skipped_collectives` derives, for the condition of each loop and branch around a collective, which devices are
+sure to compute the same value, and compares that with the devices that the collective waits for.
+
+Which devices a collective waits for (openxla/xla, 2026, the sources of jaxlib 0.10):
+
+* All but permutes: the devices of its replica group.
+* A permute on the CPU: all devices. `xla/backends/cpu/runtime/collective_thunk.cc` makes a rendezvous of the devices
+  that `replica_groups` names, and a permute names none, so its rendezvous is one of all devices.
+* A permute on a GPU: the devices that its pairs connect, which NCCL sends between, and all devices of the same
+  process. The clique of a permute has all devices (`CollectivePermuteThunk::GetP2PConfig`), and the first call
+  on a clique is a rendezvous of those in this process (`CollectiveThunk::FirstCallRendezvous`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.dataflow import COLLECTIVES
+from bytescope.memory.hlo.mesh import Axes, Groups, Layout, coordinates, groups_key, groups_of
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import Index
+
+Node = tuple[int, Index]
+# A longer constant is no table of what each device does.
+_MAX_TABLE = 65536
+
+
+@dataclasses.dataclass(frozen=True)
+class SkippedCollective:
+    """A collective inside `control`, a loop or a branch, that some of its devices skip.
+
+    links: groups of devices that exchange data. waits: devices that one device waits for. op_name: JAX's name of it.
+    """
+
+    instruction: Instruction
+    control: Instruction
+    op_name: str
+    links: Groups
+    waits: tuple[int, ...]
+
+
+def skipped_collectives(module: Module, axes: Axes, parameters: Mapping[int, Layout], platform: str,
+                        processes: Sequence[int]) -> Iterator[SkippedCollective]:
+    """Yields collectives that some of the devices that they wait for may skip.
+
+    Args:
+      axes, parameters: the mesh, and how entry parameters lie on it, by number (`mesh.match`).
+      platform: of the devices. processes: the process of each device.
+    """
+    agreement = _Agreement(module, axes, parameters)
+    controls: dict[int, list[Instruction]] = {}
+    waits: dict[tuple, tuple[Groups, Groups]] = {}
+    for computation in module.computations.values():
+        for id in computation.instructions:
+            instruction = module.instructions[id]
+            kind = instruction.opcode.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            key = (kind, groups_key(module.data, instruction.span))
+            if key not in waits:
+                links = groups_of(module.data, instruction.span, module.devices)
+                waits[key] = links, _waits(kind, links, platform, processes)
+            links, groups = waits[key]
+            for control in _controls(module, agreement.callers, computation.id, controls):
+                labels = agreement.of_condition(control)
+                apart = next((group for group in groups if len(set(labels[group].tolist())) > 1), None)
+                if apart is not None:
+                    op_name = module.metadata(instruction).op_name
+                    yield SkippedCollective(instruction, control, op_name, links, tuple(apart))
+                    break
+
+
+def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) -> Groups:
+    """Groups of devices that wait for each other in a collective, see the text of this module."""
+    if kind != "collective-permute":
+        return links
+    if platform == "cpu":
+        return [list(range(len(processes)))]
+    together = links + [[other for other, owner in enumerate(processes) if owner == process]
+                        for process in dict.fromkeys(processes)]
+    root = list(range(len(processes)))
+
+    def find(device: int) -> int:
+        while root[device] != device:
+            device = root[device]
+        return device
+
+    for group in together:
+        for device in group[1:]:
+            root[find(device)] = find(group[0])
+    merged: dict[int, list[int]] = {}
+    for device in range(len(processes)):
+        merged.setdefault(find(device), []).append(device)
+    return list(merged.values())
+
+
+def _controls(module: Module, callers: Mapping[int, list[Instruction]], computation: int,
+              known: dict[int, list[Instruction]]) -> list[Instruction]:
+    """The loops and branches around a computation."""
+    if computation not in known:
+        known[computation] = []  # a module has no recursion; a damaged one ends here
+        found: dict[int, Instruction] = {}
+        for caller in callers.get(computation, ()):
+            if caller.opcode in ("while", "conditional"):
+                found[caller.id] = caller
+            found |= {outer.id: outer for outer in _controls(module, callers, caller.computation, known)}
+        known[computation] = list(found.values())
+    return known[computation]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Value:
+    """What is known of a value: devices with equal `labels` [devices] hold equal values.
+
+    exact: whether the labels are the value itself, an integer. table: the elements of a constant list of integers.
+    """
+
+    labels: np.ndarray
+    exact: bool = False
+    table: np.ndarray | None = None
+
+    @functools.cached_property
+    def uniform(self) -> bool:
+        """Whether all devices hold the same value."""
+        return bool((self.labels == self.labels[0]).all())
+
+    def same(self, other: _Value | None) -> bool:
+        """Whether both say the same."""
+        return other is not None and self.exact == other.exact and self.table is other.table and bool(
+            (self.labels == other.labels).all())
+
+
+def _join(values: Sequence[_Value]) -> _Value:
+    """What is known of something that depends on all of the values, however it does."""
+    apart = [value.labels for value in values if not value.uniform]
+    if not apart:
+        return _Value(np.zeros(len(values[0].labels), np.int64))
+    if len(apart) == 1:
+        return _Value(_numbered(apart[0]))
+    return _Value(np.unique(np.stack(apart), axis=1, return_inverse=True)[1].reshape(-1))
+
+
+def _numbered(labels: np.ndarray) -> np.ndarray:
+    return np.unique(labels, return_inverse=True)[1].reshape(-1)
+
+
+def _either(values: Sequence[_Value]) -> _Value:
+    """What is known of something that is one of the values, the same one on all devices."""
+    first = values[0]
+    return first if all(value is first or value.same(first) for value in values) else _join(values)
+
+
+def _shift(function: Callable) -> Callable:
+    return lambda value, by: np.where((by >= 0) & (by < 63), function(value, np.clip(by, 0, 62)), 0)
+
+
+# Integer arithmetic on the number of a device; operands are not negative (`_Agreement._arithmetic`).
+_ARITHMETIC: Mapping[str, Callable] = {
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or,
+    "divide": lambda a, b: a // np.maximum(b, 1), "remainder": lambda a, b: a % np.maximum(b, 1),
+    "minimum": np.minimum, "maximum": np.maximum, "clamp": lambda low, a, high: np.clip(a, low, high),
+    "shift-right-logical": _shift(np.right_shift), "shift-right-arithmetic": _shift(np.right_shift),
+    "shift-left": _shift(np.left_shift)}
+# Operations that change no integer.
+_PASSING = frozenset(("bitcast", "copy", "copy-start", "copy-done", "reshape", "convert", "broadcast", "transpose",
+                      "opt-barrier", "optimization-barrier", "domain", "add-dependency"))
+
+
+class _Agreement:
+    """Which devices are sure to hold equal values, for the values that conditions of loops and branches depend on.
+
+    A fixed point over these values: each begins without a value, and is computed again when one it depends on changes.
+    """
+
+    def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, Layout]):
+        self._module, self._axes, self._parameters = module, axes, parameters
+        self.callers: dict[int, list[Instruction]] = {}
+        for instruction in module.instructions.values():
+            for computation in instruction.called:
+                self.callers.setdefault(computation, []).append(instruction)
+        self._values: dict[Node, _Value] = {}
+        self._users: dict[Node, set[Node]] = {}
+        self._pending: list[Node] = []
+        self._current: Node | None = None
+        self._uniform = _Value(np.zeros(module.devices, np.int64))
+        self._distinct = _Value(np.arange(module.devices))
+
+    def of_condition(self, control: Instruction) -> np.ndarray:
+        """Labels [devices] of the condition of a loop or a branch: devices with equal ones do the same."""
+        condition = self._condition(control)
+        if condition is None:
+            return self._uniform.labels
+        node = (condition.id, ())
+        if node not in self._users:
+            self._users[node] = set()
+            self._pending.append(node)
+        while self._pending:
+            self._current = current = self._pending.pop()
+            before, value = self._values.get(current), self._compute(*current)
+            if value is None:
+                continue
+            if before is not None and not value.same(before):
+                value = _either((before, value))
+            if not value.same(before):
+                self._values[current] = value
+                self._pending += self._users[current]
+        return self._values.get(node, self._uniform).labels
+
+    def _condition(self, control: Instruction) -> Instruction | None:
+        if control.opcode == "while":
+            return self._module.root(control.called[1]) if len(control.called) > 1 else None
+        return self._module.operand(control, 0)
+
+    def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
+        """What is known of a value so far, None before anything is; it is computed later, and its reader after it."""
+        if instruction is None:
+            return self._uniform
+        node = (instruction.id, index)
+        if node not in self._users:
+            self._users[node] = set()
+            self._pending.append(node)
+        if self._current is not None:
+            self._users[node].add(self._current)
+        return self._values.get(node)
+
+    def _compute(self, id: int, index: Index) -> _Value | None:
+        module, instruction = self._module, self._module.instructions[id]
+        opcode = instruction.opcode
+        if opcode == "get-tuple-element":
+            return self._get(module.operand(instruction, 0), (instruction.tuple_index, *index))
+        if opcode == "tuple" and index:
+            return self._get(module.operand(instruction, index[0]), index[1:])
+        if opcode == "constant":
+            return self._constant(instruction)
+        if opcode in ("partition-id", "replica-id"):
+            return _Value(np.arange(module.devices), exact=True)
+        if opcode in ("infeed", "recv", "recv-done", "outfeed"):
+            return self._distinct
+        if opcode == "parameter":
+            return self._parameter(instruction, index)
+        if opcode == "while":
+            return self._loop(instruction, index)
+        if opcode == "conditional":
+            results = [self._get(module.root(branch), index) for branch in instruction.called]
+            known = [value for value in (*results, self._get(module.operand(instruction, 0))) if value]
+            return _join(known) if known else None
+        if opcode in ("fusion", "call"):
+            return self._get(module.root(instruction.called[0]), index) if instruction.called else self._uniform
+        kind = opcode.removesuffix("-start")
+        if opcode.endswith("-done") and instruction.operands:
+            return self._get(module.operand(instruction, 0), () if kind != "async-done" else (1, *index))
+        if opcode == "async-start":
+            return self._get(module.root(instruction.called[0]), index[1:]) if instruction.called else self._uniform
+        operands = [self._get(module.instructions.get(operand)) for operand in instruction.operands]
+        if any(value is None for value in operands):
+            return None
+        if kind in COLLECTIVES:
+            if index and index[0] < len(operands) and kind == opcode:
+                operands = [operands[index[0]]]
+            return self._collective(kind, instruction, _join(operands or [self._uniform]))
+        return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
+
+    def _loop(self, loop: Instruction, index: Index) -> _Value | None:
+        """A value that a loop carries: the first, or one of a turn; how many turns there are decides which."""
+        first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
+        if index and root is not None and self._is_carried_unchanged(root, index[0]):
+            return self._get(first, index)
+        turns = [value for value in (self._get(first, index), self._get(root, index)) if value]
+        if not turns:
+            return None
+        value, condition = _either(turns), self._get(self._condition(loop))
+        return value if condition is None or condition.uniform else _join((value, condition))
+
+    def _is_carried_unchanged(self, root: Instruction, at: int) -> bool:
+        """Whether a loop's body hands element `at` of its parameter on."""
+        value = self._module.operand(root, at) if root.opcode == "tuple" else None
+        while value is not None and value.opcode in ("copy", "bitcast"):
+            value = self._module.operand(value, 0)
+        if value is None or value.opcode != "get-tuple-element" or value.tuple_index != at:
+            return False
+        source = self._module.operand(value, 0)
+        return source is not None and source.opcode == "parameter"
+
+    def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
+        """What callers pass; of an entry parameter what its sharding says, and of one without that all devices count
+        as equal."""
+        module, callers = self._module, self.callers.get(parameter.computation, ())
+        if not callers:
+            layout = self._parameters.get(parameter.parameter)
+            if layout is None or not layout.axes:
+                return self._uniform
+            sizes = [size for _, size in self._axes]
+            along = [at for at, (name, _) in enumerate(self._axes) if name in layout.axes]
+            places = [[coordinates(device, sizes)[at] for at in along] for device in range(module.devices)]
+            return _Value(np.unique(np.array(places), axis=0, return_inverse=True)[1].reshape(-1))
+        passed = []
+        for caller in callers:
+            if caller.opcode == "while":
+                passed.append(self._get(caller, index))
+            elif caller.opcode == "conditional":
+                passed.append(self._get(module.operand(caller, caller.called.index(parameter.computation) + 1), index))
+            elif caller.opcode in ("fusion", "call", "async-start"):
+                passed.append(self._get(module.operand(caller, parameter.parameter), index))
+            else:  # of a reduction, a sort: pairs of elements
+                passed += [self._get(module.instructions.get(operand)) for operand in caller.operands]
+        known = [value for value in passed if value]
+        return _either(known) if known else None
+
+    def _constant(self, constant: Instruction) -> _Value:
+        """A literal: field 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
+        shape = self._module.shape(constant)
+        if "int" not in shape.dtype or len(shape.dims) > 1 or shape.elements > _MAX_TABLE:
+            return self._uniform
+        numbers: list[int] = []
+        for field, value in wire.fields(self._module.data, constant.span):
+            if field == 8:
+                for part, item in wire.fields(self._module.data, wire.message(value)):
+                    if part in (4, 5, 6, 7):
+                        numbers += map(wire.signed, wire.numbers(self._module.data, item))
+        if not numbers or len(numbers) != max(shape.elements, 1) or max(map(abs, numbers)) > 2**62:
+            return self._uniform
+        if shape.dims and shape.dims != (1,):
+            return _Value(self._uniform.labels, table=np.array(numbers))
+        return _Value(np.full(self._module.devices, numbers[0]), exact=True)
+
+    def _arithmetic(self, instruction: Instruction, operands: Sequence[_Value]) -> _Value | None:
+        """The exact result of an operation on exact integers; None where there is none."""
+        opcode = instruction.opcode
+        if opcode in _PASSING and len(operands) == 1:
+            return operands[0]
+        if opcode == "dynamic-slice" and len(operands) == 2 and operands[0].table is not None and operands[1].exact:
+            table = operands[0].table
+            if self._module.shape(instruction).dims == (1,):
+                return _Value(table[np.clip(operands[1].labels, 0, len(table) - 1)], exact=True)
+        function = _ARITHMETIC.get(opcode)
+        if function is None or not all(value.exact and (value.labels >= 0).all() for value in operands):
+            return None
+        return _Value(function(*(value.labels for value in operands)), exact=True)
+
+    def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
+        """Devices of a group get the same sum or list, or each a part of it; those of a permute what its source has."""
+        groups = groups_of(self._module.data, instruction.span, self._module.devices)
+        keys: list[object] = [None] * self._module.devices
+        for group in groups:
+            if kind == "collective-permute":
+                keys[group[1]] = int(operand.labels[group[0]])
+                continue
+            members = tuple(operand.labels[group].tolist())
+            whole = kind in ("all-reduce", "all-gather", "collective-broadcast")
+            for place, device in enumerate(group):
+                keys[device] = members if whole else (members, place)
+        numbers: dict[object, int] = {}
+        return _Value(np.array([numbers.setdefault(key, len(numbers)) for key in keys]))
