@@ -68,7 +68,7 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
       ValueError: the first collective that does, with the remedy.
     """
     module, devices = compilation.program.module, mesh.devices.flat
-    axes, layouts = hlo_mesh.of_compiled(compilation.compiled)
+    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.of_compiled(compilation.compiled)
     skipped = next(divergence.skipped_collectives(
         module, axes, hlo_mesh.match(module, layouts), devices[0].platform,
         [device.process_index for device in devices]), None)

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.batch import IGNORE
 from bytescope.train.data.feed import put
+from bytescope.train.parallel.axes import AXES, make_mesh
+from bytescope.train.pipeline.checks import check_collectives
 from bytescope.train.pipeline.rows import reordered
 from bytescope.train.run.checkpoint import Checkpoints, Position
 from bytescope.train.run.startup import start_state
@@ -28,6 +31,11 @@ def pipelined(stages, ranks=1, **overrides):
     """A program of `stages` x `ranks` devices and the sequences of one device."""
     mesh = {"mesh.stage": stages, "mesh.fsdp": ranks, "batch.micro": 4 // ranks}
     return small_program({**DEEP, **mesh, **overrides}, stages * ranks * overrides.get("mesh.tensor", 1))
+
+
+def checked_losses(program):
+    """Losses of three updates with the executable of a run: one that would hang is refused when it is compiled."""
+    return run_losses(program, steps=3, step=program.compile_for_report().compiled)
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +57,43 @@ def plain():
     (2, 1, {"pipeline.schedule": "v"}), (4, 1, {"pipeline.schedule": "v", "mesh.tensor": 2})], ids=str)
 def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, plain):
     """Eight micro-batches: one a stage, two, and four."""
-    np.testing.assert_allclose(run_losses(pipelined(stages, ranks, **overrides), steps=3), plain(), rtol=1e-6)
+    np.testing.assert_allclose(checked_losses(pipelined(stages, ranks, **overrides)), plain(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("stages", "arithmetic", "overrides"), [
-    (2, {"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
-    (2, {"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
-    (2, {"model.tie_embeddings": True, "model.position": "learned"},
-     {"remat.policy": "dots", "mesh.strategy": "zero1"}),
-    (2, MIXTURE, {"mesh.expert": 2, "batch.micro": 2, "pipeline.schedule": "v"})], ids=str)
-def test_dropout_uneven_layers_and_experts_have_the_losses_of_one_device(stages, arithmetic, overrides, plain):
-    ranks = {"mesh.fsdp": 1} if "mesh.expert" in overrides else {"mesh.fsdp": 2, "batch.micro": 2}
-    program = small_program({**DEEP, **arithmetic, "mesh.stage": stages, **ranks, **overrides}, 4)
-    np.testing.assert_allclose(run_losses(program, steps=3), plain(**arithmetic), rtol=1e-6)
+@pytest.mark.parametrize(("arithmetic", "overrides"), [
+    ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
+    ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
+    ({"model.tie_embeddings": True, "model.position": "learned"}, {"remat.policy": "dots", "mesh.strategy": "zero1"}),
+    (MIXTURE, {"mesh.fsdp": 1, "mesh.expert": 2, "pipeline.schedule": "v"}),
+    (MIXTURE, {"mesh.tensor": 2}),
+    (MIXTURE, {"mesh.fsdp": 1, "mesh.expert": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True}),
+    ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2})], ids=str)
+def test_dropout_uneven_layers_experts_and_adapters_have_the_losses_of_one_device(arithmetic, overrides, plain):
+    """Two stages of two data-parallel ranks, some of them of two tensor-parallel ranks each: the gradients of routers
+    and adapters, which the latter replicate, must not move between them where the other stage does not take part."""
+    mesh = {"mesh.stage": 2, "mesh.fsdp": 2, "batch.micro": 2}
+    program = small_program({**DEEP, **arithmetic, **mesh, **overrides}, 4 * overrides.get("mesh.tensor", 1))
+    np.testing.assert_allclose(checked_losses(program), plain(**arithmetic), rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices):
+    """On the CPU a permute waits for all devices, those of a stage that runs its loop no turn, too."""
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"stage": 2, "tensor": 2}, devices[:4])
+
+    def step(x):
+        def send(_, x):
+            return jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)])
+
+        return jax.lax.fori_loop(0, 1 - jax.lax.axis_index("stage"), send, x)
+
+    spec = jax.sharding.PartitionSpec("stage", "tensor")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compilation = compile_lowered(jax.jit(mapped).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)))
+    with pytest.raises(ValueError) as caught:
+        check_collectives(compilation, mesh)
+    assert str(caught.value).startswith("the step would hang: collective-permute float32[1, 1] of jit(step)/")
+    assert str(caught.value).endswith("set mesh.tensor=1 or mesh.stage=1") and "\n" not in str(caught.value)
 
 
 def test_gradients_and_twenty_losses_equal_those_of_one_device():
