@@ -64,9 +64,9 @@ def test_every_schedule_has_the_losses_of_one_device(stages, ranks, overrides, p
     ({"model.dropout": 0.1}, {"remat.policy": "minimal", **INTERLEAVED}),
     ({"model.n_layers": 7}, {"pipeline.schedule": "v", "remat.policy": "none"}),
     ({"model.tie_embeddings": True, "model.position": "learned"}, {"remat.policy": "dots", "mesh.strategy": "zero1"}),
-    (MIXTURE, {"mesh.fsdp": 1, "mesh.expert": 2, "pipeline.schedule": "v"}),
     (MIXTURE, {"mesh.tensor": 2}),
-    (MIXTURE, {"mesh.fsdp": 1, "mesh.expert": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True}),
+    (MIXTURE, {"mesh.fsdp": 1, "mesh.expert": 2, "mesh.tensor": 2, "mesh.sequence_parallel": True,
+               "pipeline.schedule": "v"}),
     ({"model.n_layers": 4, "batch.accumulation": 2, "lora.rank": 4}, {"mesh.tensor": 2})], ids=str)
 def test_dropout_uneven_layers_experts_and_adapters_have_the_losses_of_one_device(arithmetic, overrides, plain):
     """Two stages of two data-parallel ranks, some of them of two tensor-parallel ranks each: the gradients of routers
