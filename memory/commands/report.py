@@ -113,7 +113,7 @@ def _of_config(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], t
     program = trainer.program(args.config, overrides, target)
     try:
         compilation = program.compile_for_report(exact=True)
-    except ValueError as error:  # an offload that moves nothing: the message says what to change
+    except ValueError as error:  # the message says what to change in the config
         if hasattr(error, "exit_code"):
             raise
         raise ReportError(" ".join(str(error).split())) from error

@@ -7,11 +7,12 @@ sure to compute the same value, and compares that with the devices that the coll
 Which devices a collective waits for (openxla/xla, 2026, the sources of jaxlib 0.10):
 
 * All but permutes: the devices of its replica group.
-* A permute on the CPU: all devices. `xla/backends/cpu/runtime/collective_thunk.cc` makes a rendezvous of the devices
-  that `replica_groups` names, and a permute names none, so its rendezvous is one of all devices.
+* A permute on the CPU: all devices. The rendezvous of a collective has the devices that its replica groups name
+  (`CollectiveThunk::GetRendezvousKey`); a permute names none, and then it has all devices.
 * A permute on a GPU: the devices that its pairs connect, which NCCL sends between, and all devices of the same
   process. The clique of a permute has all devices (`CollectivePermuteThunk::GetP2PConfig`), and the first call
-  on a clique is a rendezvous of those in this process (`CollectiveThunk::FirstCallRendezvous`).
+  on a clique is a rendezvous of those in this process (`CollectiveThunk::FirstCallRendezvous`, pull request 38932).
+  Not yet checked on hardware.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def skipped_collectives(module: Module, axes: Axes, parameters: Mapping[int, Lay
 
 
 def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) -> Groups:
-    """Groups of devices that wait for each other in a collective, see the text of this module."""
+    """Groups of devices that wait for each other in a collective, by the rules in the docstring of this module."""
     if kind != "collective-permute":
         return links
     if platform == "cpu":
@@ -107,12 +108,12 @@ def _controls(module: Module, callers: Mapping[int, list[Instruction]], computat
     """The loops and branches around a computation."""
     if computation not in known:
         known[computation] = []  # a module has no recursion; a damaged one ends here
-        found: dict[int, Instruction] = {}
+        around: dict[int, Instruction] = {}
         for caller in callers.get(computation, ()):
             if caller.opcode in ("while", "conditional"):
-                found[caller.id] = caller
-            found |= {outer.id: outer for outer in _controls(module, callers, caller.computation, known)}
-        known[computation] = list(found.values())
+                around[caller.id] = caller
+            around |= {outer.id: outer for outer in _controls(module, callers, caller.computation, known)}
+        known[computation] = list(around.values())
     return known[computation]
 
 

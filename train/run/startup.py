@@ -166,7 +166,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     printed.
 
     Raises:
-      ValueError: an offload policy that moves nothing.
+      ValueError: what `Program.compile_for_report` refuses.
     """
     began = time.perf_counter()
     with console.status("compiling the step"):
@@ -198,7 +198,7 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
     """The compiled step, its report in the run directory, once it is known to fit.
 
     Raises:
-      DoesNotFit: it does not, with advice. UserError: an offload policy that moves nothing.
+      DoesNotFit: it does not, with advice. UserError: what `Program.compile_for_report` refuses.
     """
     def advice() -> list[str]:
         return remedies.advice_without_compiling(remedies.before_the_report(program), command)
@@ -208,7 +208,7 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
             compiled = compile_step(program, console, command)
     except UserError:
         raise
-    except ValueError as error:  # an offload policy that moves nothing
+    except ValueError as error:  # of `Program.compile_for_report`
         raise UserError(str(error)) from error
     page = write_report(compiled.report, workdir) if processes.first else workdir
     summary.show(console, [("report", str(page))])

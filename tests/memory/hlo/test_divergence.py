@@ -71,8 +71,9 @@ def skipped(compilation, platform, processes):
     """The names of loops and branches that some devices skip, -> the number of devices that wait in one."""
     module = compilation.program.module
     axes, layouts = hlo_mesh.of_compiled(compilation.compiled)
-    found = divergence.skipped_collectives(module, axes, hlo_mesh.match(module, layouts), platform, processes)
-    return {each.op_name.split("/while/")[0].split("/cond/")[0].rpartition("/")[2]: len(each.waits) for each in found}
+    collectives = divergence.skipped_collectives(module, axes, hlo_mesh.match(module, layouts), platform, processes)
+    names = {each.op_name.split("/while/")[0].split("/cond/")[0].rpartition("/")[2]: each for each in collectives}
+    return {name: len(each.waits) for name, each in names.items()}
 
 
 STAGES = dict.fromkeys(("stages_in_a_stage", "stages_by_an_argument", "stages_by_a_table", "stages_in_a_branch"), 2)
