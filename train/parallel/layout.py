@@ -219,7 +219,8 @@ class Layout(Placement):
     def gradient(self, d_w: jax.Array, axes: Axes) -> jax.Array:
         """The gradient of a parameter as it is kept until the update: in the dtype `reduce`, sharded as ZeRO has it."""
         d_w = self.reduced(d_w)
-        if self.manual == ("stage",) and not any("tensor" in self.mesh_axes(axis) for axis in axes):
+        replicated = self._size(("tensor",)) > 1 and not any("tensor" in self.mesh_axes(axis) for axis in axes)
+        if replicated and self.manual == ("stage",):
             # The product of a parameter that tensor ranks replicate, such as a router. Asked for a shard of it at once,
             # XLA's partitioner computes a part on each tensor rank, and sends the parts to the devices that keep them
             # by a permute, for which the CPU waits for all stages. Asked for the whole first, it sums and slices; its
