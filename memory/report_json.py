@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bytescope.memory.errors import message_of
-
 # No count of bytes, FLOPs or elements is larger; Python's own integers have no end.
 LARGEST = 2**80
 
@@ -90,7 +88,7 @@ def read_item(record: type, value: Any) -> Any:
 
 def one_line(error: BaseException | str, most: int = 120) -> str:
     """The message of an error in one line of at most `most` characters; a longer one ends behind a word, with "..."."""
-    text = " ".join((error if isinstance(error, str) else message_of(error)).split())
+    text = " ".join(str(error).split())
     if len(text) <= most:
         return text
     kept = text[:most - len("...")]
