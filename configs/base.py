@@ -46,7 +46,7 @@ def _model() -> ConfigDict:
     model.post_norms = False  # what attention and MLP add to the residual stream is normed too, as in Gemma 2
     model.embed_scale = 1.0  # factor of the token embedding, rounded to the compute dtype; Gemma: sqrt(d_model)
     model.rope_theta = 10_000.0  # base of the rotary frequencies
-    # (): none; (factor,): linear; (factor, low_freq, high_freq, original_positions): Llama 3.1;
+    # (): no scaling; (factor,): linear; (factor, low_freq, high_freq, original_positions): Llama 3.1;
     # (factor, beta_fast, beta_slow, original_positions, attention_factor): YaRN
     model.rope_scaling = ()
     model.rope_local_theta = 0.0  # Gemma 3: base of local layers, without rope_scaling; 0: rope_theta in all layers
@@ -107,8 +107,8 @@ def _loss() -> ConfigDict:
     loss = ConfigDict()
     loss.kind = "chunked"  # full | chunked; chunked never holds the whole logits array
     loss.balance = 0.01  # coefficient of the experts' load-balance loss (Switch, arXiv 2101.03961)
-    # separate: the mean of each layer's balance loss | pooled: one loss, of loads and scores averaged over the layers
-    # of a micro-batch, as transformers computes it and hf:FOLDER sets
+    # separate: one balance loss per layer, then the mean | pooled: one loss from loads and scores averaged over the
+    # layers of a micro-batch, as in transformers; hf:FOLDER sets it
     loss.balance_layers = "separate"
     loss.router_z = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)
     loss.chunk = 2048  # tokens per data-parallel rank whose logits exist at once
@@ -273,11 +273,11 @@ def _train() -> ConfigDict:
     train.eval_sequences = 0  # held-out sequences per evaluation; 0: all
     train.checkpoint_every = 250  # updates between checkpoints
     train.keep = 3  # newest checkpoints kept; the one with the best held-out loss is kept besides
-    train.stall_timeout = 120.0  # seconds without a step until a slow process is named (if silent, a quarter); 0: never
+    train.stall_timeout = 120.0  # seconds without a step until a straggler is named (if silent, a quarter); 0: never
     train.deterministic = False  # bit-identical reruns on GPUs too, at a cost in speed
     train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
-    # text that the sample begins with, of chats a user's message; of one longer than data.seq_len its end is read;
-    # empty: "def ", of chats and pairs a held-out prompt
+    # the text that the sample begins with; for chats, a user's message; if it is longer than data.seq_len, its end is
+    # read; if it is empty, "def ", or for chats and pairs a held-out prompt
     train.sample_prompt = ""
     train.sample_temperature = 0.8  # sampling temperature; 0: the likeliest token each time
     train.eval_prompts = ""  # JSON lines with text that every evaluation answers, into answers.jsonl; empty: none

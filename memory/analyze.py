@@ -130,10 +130,10 @@ def _with_formulas(report: Report, program: PlacedProgram, roles: Mapping[int, s
 
 def _work(report: Report, program: PlacedProgram, counted: flops.FlopCount | None,
           target: Target | None) -> Mapping[str, Any]:
-    """The work of a program for the roofline; {} if it was not traced, because a module does not give the FLOPs of
-    foreign kernels.
+    """Returns the work of a program for the roofline; {} if the program was not traced, because a module does not give
+    the FLOPs of foreign kernels.
 
-    FLOPs are those of the scheduled kernels. Without a schedule each device counts as computing an equal share.
+    Counts the FLOPs of the scheduled kernels. Without a schedule, each device is assumed to compute an equal share.
     """
     if counted is None:
         return {}

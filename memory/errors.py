@@ -112,7 +112,7 @@ def a_kind(value: Any) -> str:
 
 
 def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
-    """Raises OSError for a device, which may have no end, and for a pipe, which may have no writer, unless `pipes`."""
+    """Raises OSError for a device, which may be endless, and, unless `pipes`, for a pipe, which may have no writer."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
@@ -120,17 +120,18 @@ def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
 
 
 def disk_remedy(error: OSError) -> str:
-    """The beginning of the remedy if a file cannot be written, such as "make room, or "; "" if only another helps."""
+    """Returns the beginning of the remedy if a file cannot be written, such as "make room, or "; "" if only another
+    file helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room, or "
     return "make that writable, or " if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
 
 
 def message_of(error: BaseException) -> str:
-    """str(error), or what a traceback shows in its place if that fails."""
+    """Returns str(error); if that raises, the placeholder that a traceback shows."""
     try:
         return str(error)
-    except BaseException:  # whatever the __str__ of somebody's class raises
+    except BaseException:  # a user's __str__ may raise anything
         return "<exception str() failed>"
 
 

@@ -30,14 +30,14 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
 
     Raises:
       GuardError: an AssertionError: it does not fit; the message names what the peak is made of.
-      ReportError: there is neither a size nor a limit, the size is not valid, or it is among the arguments of a step.
+      ReportError: neither a size nor a limit is known, the size is not valid, or it is among the arguments of a step.
     """
     __tracebackhide__ = True  # pytest's: the test is where a reader has to look
     if len(args) == 1 and size is None and not takes_arguments(program):
         (size,), args = args, ()
     if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
         raise ReportError(f"{args[-1]!r} as an argument of the step: give it by its name, size={args[-1]!r}")
-    limit = None if size is None else parse_bytes(size)  # a mistake shows before anything is compiled
+    limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
     report = program if isinstance(program, Report) else analyze(program, *args, **options)
     limit = report.limit_bytes if limit is None else limit
     if limit is None:

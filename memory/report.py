@@ -56,7 +56,7 @@ class Report(records.Report):
         return summary.plain(self)
 
     def __str__(self) -> str:
-        """What `print` shows: the summary with whole findings and their remedies, of at most 80 columns."""
+        """Returns the summary with uncut findings and their remedies, in at most 80 columns."""
         from bytescope.memory.text import summary
 
         return summary.plain(self, remedies=True)

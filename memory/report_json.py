@@ -87,10 +87,11 @@ def read_item(record: type, value: Any) -> Any:
 
 
 def one_line(error: BaseException | str, most: int = 120) -> str:
-    """The message of an error in one line of at most `most` characters; a longer one ends behind a word, with "..."."""
+    """Returns an error's message as one line of at most `most` characters; a longer one is cut after a word, and ends
+    with "..."."""
     text = " ".join(str(error).split())
     if len(text) <= most:
         return text
     kept = text[:most - len("...")]
     words = kept.rpartition(" ")[0]
-    return f"{words if len(words) > most // 2 else kept}..."  # unless a single word is that long
+    return f"{words if len(words) > most // 2 else kept}..."  # cuts inside a word only if it is that long

@@ -36,11 +36,11 @@ def column_unit(least: float, share: float = 0.1) -> tuple[str, int]:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a size as people write it: "512 MB", "72GiB", or a number of bytes from 1 MiB on.
+    """Returns the bytes of a size as people write it: "512 MB", "72GiB", or a number of bytes, 1 MiB or more.
 
     Raises:
       ReportError: anything else, with the value and how to write it. A smaller number without a unit is refused, since
-          it is most likely in another unit: 72 of 72GiB.
+          it most likely lacks its unit: 72 for 72GiB.
     """
     unit = ""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
@@ -51,17 +51,17 @@ def parse_bytes(size: int | str) -> int:
             raise ReportError(f"{size!r} is not a valid size: write it as 72GiB, 512MB or a number of bytes")
         unit = match[2].lower()
         scaled = float(match[1]) * _SCALES[unit]
-        if not scaled < MOST:  # nor infinite
+        if not scaled < MOST:  # true for infinity too
             raise ReportError(f"{size[:40]!r} is not a valid size: no memory has {MOST // TIB:,} TiB")
         count = int(scaled)
     if not unit and 0 < count < MIB:
-        told = str(size).strip()
-        raise ReportError(f"{told} without a unit is {count:,} bytes: write {told}GiB or {told}MiB, or {told}B for "
-                          "bytes")
+        number = str(size).strip()
+        raise ReportError(f"{number} without a unit is {count:,} bytes: write {number}GiB or {number}MiB, or "
+                          f"{number}B for bytes")
     return count
 
 
 def reads_as_size(text: str) -> bool:
-    """Whether text can only be meant as a size above 0, one that lacks its unit too."""
+    """Returns whether text can only mean a size above 0, with or without its unit."""
     match = _SIZE.match(text)
     return bool(match and match[2].lower() in _SCALES and float(match[1]) > 0)

@@ -55,7 +55,7 @@ def load(name: str) -> UserProgram:
     where, function = split(name)
     arguments, sys.argv = sys.argv, [where]  # ours are not those that a script of the user's may read
     try:
-        with one_line_errors(name):  # an attribute may run the user's code, too
+        with one_line_errors(name):  # reading an attribute may run the user's code too
             module = _module(where)
             return _made(name, _called(name, _function(module, function)), module)
     finally:
@@ -64,8 +64,8 @@ def load(name: str) -> UserProgram:
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turns whatever the user's code raises into a ReportError that begins with `what`: SystemExit too, and any other
-    class but KeyboardInterrupt, which is Ctrl-C."""
+    """Turns every exception of the user's code, SystemExit included, into a ReportError that begins with `what`; lets
+    KeyboardInterrupt (Ctrl-C) pass."""
     try:
         yield
     except ReportError:

@@ -23,8 +23,8 @@ from bytescope.model.segments import Packed
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` what is added is normed too.
 
-    `routed`: experts, and those that every token goes to as one MLP (`shared`), in the place of the MLP. `pooled`: as
-    of `Experts`.
+    `routed`: whether experts take the place of the MLP, with the experts that every token goes to as one MLP
+    (`shared`). `pooled`: see `Experts`.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, routed: bool = False,
@@ -143,7 +143,7 @@ class Block(nnx.Module):
                  packed: Packed | None = None) -> tuple[jax.Array, Load | None]:
         """(the block's output [B, L, D] for the residual stream `x_BLD`, what its router did, None without experts).
 
-        `key_B`: dropout keys, None for no dropout; `packed`: the examples and the padding of rows.
+        `key_B`: dropout keys, None for no dropout. `packed`: examples and padding of the rows.
         """
         return self._feed(self._attend(x_BLD, key_B, packed), key_B, packed and packed.real_BL)
 

@@ -35,7 +35,7 @@ class ModelConfig:
     mlp: str
     position: str
     rope_theta: float
-    # A row of rotary.rope_frequencies; () for none.
+    # The `scaling` of rotary.rope_frequencies; () for no scaling.
     rope_scaling: tuple[float, ...]
     rope_local_theta: float
     global_every: int

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> jax.Array:
     """Angle per position of each pair, [d_head / 2] float32 (Su et al. 2021, arXiv 2104.09864).
 
-    `scaling` is one of three. (factor,) slows all pairs alike, so that positions are interpolated (Chen et al. 2023,
-    arXiv 2306.15595). (factor, low, high, original) is Llama 3.1's: wavelengths above original/low are stretched by
-    `factor`, below original/high they are kept, and those between are blended (Grattafiori et al. 2024, arXiv
-    2407.21783). (factor, fast, slow, original, amplitude) is YaRN's (Peng et al. 2023, arXiv 2309.00071, section 3.2):
+    `scaling` has one of three forms. (factor,): all pairs are slowed by `factor`, which interpolates positions (Chen et
+    al. 2023, arXiv 2306.15595). (factor, low, high, original), Llama 3.1: wavelengths above original/low are stretched
+    by `factor`, wavelengths below original/high are kept, and the others are blended (Grattafiori et al. 2024, arXiv
+    2407.21783). (factor, fast, slow, original, amplitude), YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2):
     pairs with more than `fast` rotations within the original length keep their frequency, pairs with fewer than `slow`
-    are slowed by `factor`, and between them the share grows linearly with the pair's number. `amplitude` is an
-    argument of `rotate`.
+    are slowed by `factor`, and the others are blended linearly by the pair's number. `amplitude` is not read here; it
+    is an argument of `rotate`.
     """
     frequency = theta ** -(jnp.arange(0, d_head, 2, dtype=jnp.float32) / d_head)
     if not scaling:
@@ -39,7 +39,7 @@ def rope_frequencies(d_head: int, theta: float, scaling: tuple[float, ...]) -> j
 def rotate(x_BLHK: jax.Array, positions: jax.Array, frequency: jax.Array, amplitude: float = 1.0) -> jax.Array:
     """Rotary positions in float32, halves paired (x[i], x[i + K/2]); the result in `x`'s dtype.
 
-    positions: int32 [L], or [B, L] where rows differ. amplitude: factor of the result (YaRN's attention factor).
+    positions: int32 [L], or [B, L] if rows differ. amplitude: factor of the result (YaRN's attention factor).
     """
     positions = positions.astype(jnp.float32)
     positions = positions[None, :, None, None] if positions.ndim == 1 else positions[:, :, None, None]

@@ -1,4 +1,4 @@
-"""What every block reads of the rows of a batch: the examples of packed rows, and which positions are padding."""
+"""The examples of packed rows and the padding of rows, which every block reads."""
 
 import dataclasses
 from functools import partial
@@ -13,16 +13,16 @@ from bytescope.model.placement import HERE, Placement
 @partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL", "real_BL"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The examples of packed rows and the padding of rows, as every block reads them.
+    """The examples of packed rows and the padding of rows, which every block reads.
 
     Fields:
-      ids_BL: int32, the example of each position of the row: 1, 2, ... in order, 0 for the padding at its end. In the
-        order of the row, and under a ring whole on every device that shares it: 4 bytes a token. None for rows of one
+      ids_BL: int32, the example of each position: 1, 2, ... in order, 0 for padding at the end of the row. In the order
+        of the row; with a ring, every device of the ring has the whole row: 4 bytes per token. None for rows of one
         example each.
-      positions_BL: int32, the position of each token in its example. In the order of the tokens, which is `zigzag`'s
-        under a ring. None for rows of one example each.
+      positions_BL: int32, the position of each token in its example. In the order of the tokens, with a ring `zigzag`
+        order. None for rows of one example each.
       real_BL: bool, True for a token and False for padding, in the order of the tokens. Only routers of experts read
-        it. None where every position counts as a token.
+        it. None if every position counts as a token.
     """
 
     ids_BL: jax.Array | None
@@ -32,8 +32,8 @@ class Packed:
     @classmethod
     def of(cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None,
            place: Placement = HERE) -> "Packed | None":
-        """From segment ids in the order of the row and a mask of tokens in the order of the tokens; None if both are
-        None."""
+        """Makes it from segment ids in the order of the row and a mask of tokens in the order of the tokens; returns
+        None if both are None."""
         if real_BL is not None:
             real_BL = place(real_BL, ("batch", "length"))
         if segments_BL is None:
@@ -49,7 +49,7 @@ class Packed:
 
 
 def token_positions(packed: Packed | None, length: int, place: Placement) -> jax.Array:
-    """int32, the position of each token in its example: [B, L] of packed rows, else [L]."""
+    """Returns the position of each token in its example, int32: [B, L] for packed rows, else [L]."""
     if packed is None or packed.positions_BL is None:
         return place.positions(length)
     return packed.positions_BL

@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
           segments_BL: of packed rows the example of each position, int32: 1, 2, ... in order, 0 for padding at the end.
             Attention and positions then stay within examples. In the order of the row, also where a ring of devices
             shares it and the tokens are in that of `zigzag`.
-          real_BL: bool, False for padding, which goes to no expert and counts in no load; in the order of the tokens.
+          real_BL: bool, False for padding, which goes to no expert and is not in the load; in the order of the tokens.
             None: every position is a token.
 
         Raises:
@@ -124,8 +124,8 @@ class Transformer(nnx.Module):
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
     def packed(self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None) -> Packed | None:
-        """What `begin` and the blocks read of packed or padded rows; None of rows that are one text each. Arguments as
-        of `hidden_and_load`."""
+        """Returns the data of packed or padded rows that `begin` and the blocks read; None for rows of one text each.
+        Arguments as for `hidden_and_load`."""
         return Packed.of(segments_BL, real_BL, self.place)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:

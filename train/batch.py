@@ -11,10 +11,10 @@ IGNORE = -1  # a target position that carries no loss
 
 
 def batch_names(config: ConfigDict) -> tuple[str, ...]:
-    """The arrays of a batch, int32 [..., B, L] each.
+    """Returns the names of a batch's arrays, each int32 [..., B, L].
 
-    `segments`: where rows are packed with several examples, 1, 2, ... in order, 0 for the padding at the end. `mask`:
-    where rows have one example each and the model has experts, 1 for a token and 0 for padding.
+    `segments`, if rows are packed with several examples: 1, 2, ... in order, 0 for padding at the end. `mask`, if rows
+    have one example each and the model has experts: 1 for a token, 0 for padding.
     """
     if config.data.format == "text":
         return "inputs", "targets"

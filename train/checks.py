@@ -39,7 +39,7 @@ from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.modes import ACCUMULATION
 from bytescope.train.step.routing import BALANCE_LAYERS
 
-if TYPE_CHECKING:  # it brings grain along
+if TYPE_CHECKING:  # the module imports grain
     from bytescope.train.data.source import Data
 
 # Every key that names a row of a table: a typo fails here, with the valid names.
@@ -88,7 +88,7 @@ _LONE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are not
 LARGEST, LARGEST_TOKENS = 2**31 - 1, 2**63 - 1
 TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
-# Passes over the data from which on more are warned about: repeated tokens lose most of their value within about 16
+# Maximum number of passes over the data without a warning: repeated tokens lose most of their value within about 16
 # passes (Muennighoff et al. 2023, arXiv 2305.16264).
 MANY_PASSES = 16
 
@@ -115,9 +115,9 @@ def check_values(config: ConfigDict) -> None:
         if (value := _value(config, key)) < least:
             raise ValueError(f"{key}={value}: give {least} or more")
     vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
-    if vocab > (most := LARGEST // multiple * multiple):
+    if vocab > (max_vocab := LARGEST // multiple * multiple):
         raise ValueError(f"model.vocab_size={vocab}, rounded up to a multiple of model.vocab_multiple={multiple}: give "
-                         f"at most {most}")
+                         f"at most {max_vocab}")
     for key in POSITIVE:
         if (value := _value(config, key)) <= 0:
             raise ValueError(f"{key}={value}: give a number above 0")
@@ -168,7 +168,7 @@ def remat_plan(config: ConfigDict, fp8: bool) -> RematPlan:
 
 
 def doubtful(config: ConfigDict, platform: str) -> list[str]:
-    """What a settled config may well not mean on devices of `platform`, a line each: it runs all the same."""
+    """Returns a warning line for each setting that is allowed but probably not meant on devices of `platform`."""
     lines, optimizer, steps = [], config.optimizer, config.train.steps
     if optimizer.warmup_steps > steps:
         lines.append(f"optimizer.warmup_steps={optimizer.warmup_steps} of train.steps={steps}: the learning rate never "
@@ -182,16 +182,16 @@ def doubtful(config: ConfigDict, platform: str) -> list[str]:
 
 
 def doubtful_data(config: ConfigDict, data: Data, read: int) -> list[str]:
-    """What the data of a run may well not be meant for, a line each: it runs all the same.
+    """Returns a warning line for each setting that is allowed but probably not meant for this data.
 
-    read: sequences that all updates of the run read.
+    read: number of sequences that all updates of the run read.
     """
     lines, steps, vocabulary = [], config.train.steps, config.model.vocab_size
     passes = read / len(data.train)
     if passes > MANY_PASSES:
         lines.append(f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MANY_PASSES} passes a "
-                     f"model only learns the data by heart: set train.steps={max(int(steps * MANY_PASSES / passes), 1)}"
-                     ", or give more data")
+                     f"model only memorizes the data: set train.steps={max(int(steps * MANY_PASSES / passes), 1)}, or "
+                     "give more data")
     if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
         lines.append(f"data.tokenizer=bytes makes {data.vocab_size} different tokens, and model.vocab_size="
                      f"{vocabulary}: set data.tokenizer to the model's tokenizer.json, or model.vocab_size="

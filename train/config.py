@@ -17,7 +17,7 @@ from bytescope.memory.plan.trainer import WEIGHTS
 from bytescope.train.errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-# Names that other programs, or our own output, use -> the last part of our key.
+# Names in other programs or in our output -> the last part of our key.
 SYNONYMS = {"width": "d_model", "hidden_size": "d_model", "n_embd": "d_model", "layers": "n_layers", "heads": "n_heads",
             "vocabulary": "vocab_size", "context_length": "seq_len", "batch_size": "micro", "lr": "learning_rate",
             "max_steps": "steps"}
@@ -156,7 +156,7 @@ def _made_by(path: Path) -> ConfigDict:
         raise
     # A user's file may do anything: sys.exit() in it is no success of ours, nor KeyboardInterrupt a Ctrl-C.
     except BaseException as error:
-        raise UserError(f"{path}: {type(error).__name__}: {message_of(error)}: mend the file") from error
+        raise UserError(f"{path}: {type(error).__name__}: {message_of(error)}: fix the file") from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path}: get_config() returns {type(config).__name__}, not an ml_collections.ConfigDict")
     return config
@@ -183,15 +183,15 @@ def _nearest(key: str, valid: dict[str, Any]) -> str:
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
-    """The dotted keys of `valid`, by default those of the base config, whose last part is `name` or what SYNONYMS has
-    for it."""
+    """Returns the dotted keys of `valid`, by default of the base config, whose last part is `name` or its row in
+    SYNONYMS."""
     name = SYNONYMS.get(name, name)
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
 
 
 def _near_keys(key: str, valid: Iterable[str]) -> list[str]:
-    """The keys that a misspelt one may stand for: its name, or a synonym, in any group, then names like it in its
-    group, then names like it anywhere."""
+    """Returns keys that a misspelt key may mean: the same name or a synonym in any group, then similar names in its
+    group, then similar names anywhere."""
     valid = list(valid)
     group, _, name = key.rpartition(".")
     names = {full: full.rpartition(".")[2] for full in valid}

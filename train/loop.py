@@ -265,12 +265,12 @@ def _finished(config: ConfigDict, workdir: Path, saved: list[int]) -> bool:
 
 
 def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
-    """Raises UserError if the last of the saved steps is damaged. A run that is not finished moves such a checkpoint
-    aside and goes on from the one before it; what a finished run loses by that is for the user to decide."""
+    """Raises UserError if the last checkpoint is damaged. An unfinished run moves a damaged checkpoint aside and
+    continues from the one before it; for a finished run the user decides whether to lose these updates."""
     with explained(None, program.mesh.local_devices[0]):
         damage = checkpoints.damage(saved[-1], program.state, program.order)
     if damage:
-        before = f"goes on from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
+        before = f"continues from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
         raise UserError(f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
                         f"copy, or move {checkpoints.root / str(saved[-1])} away: then the same command {before}")
 
@@ -302,7 +302,7 @@ def _train_and_sample(program: Program, data: Data, checkpoints: Checkpoints, co
         with contextlib.closing(Clock(checkpoints.saving)) as clock:
             state = train(run, state, position, clock)
         display.close()
-        last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, which saves nothing
+        last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, nothing is saved
         text = "" if run.agreed else sample_text(program, data, state.model_params)
         end = summary.End(position.step + 1, last, config.steps, time.monotonic() - began, run.evaluated,
                           clock.tokens_per_s(), compiled.report, before, sample(device),

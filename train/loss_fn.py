@@ -38,8 +38,8 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
 
 
 def token_mask(batch: dict[str, jax.Array], config: ConfigDict, layout: Layout) -> jax.Array | None:
-    """bool [..., B, L], False for padding, in the order in which devices hold the tokens. None without experts, which
-    alone read it, and for rows of text, which have no padding."""
+    """Returns a bool mask [..., B, L], False for padding, in the order in which devices hold the tokens. None without
+    experts, because only experts read it, and for rows of text, which have no padding."""
     marks = batch.get("segments", batch.get("mask"))
     if not config.model.experts or marks is None:
         return None
@@ -53,7 +53,7 @@ def make_loss(config: ConfigDict, graph: nnx.GraphDef, layout: Layout, precision
     What is differentiated is the cross-entropy, a float32 sum over counted tokens in nats, with experts plus their
     auxiliary losses. load: what their routers did (model/experts/layer.py), None without experts.
 
-    `batch`: arrays as `batch_names` has them, int32 [B, L]; `dropout_key_B`: None for no dropout;
+    `batch`: the arrays that `batch_names` names, int32 [B, L]; `dropout_key_B`: None for no dropout;
     `frozen`: the parameters that are not among `params`. `micro` and the names `frozen`: as above.
     """
     cross_entropy = make_cross_entropy(config, layout, precision, micro, frozen)

@@ -132,8 +132,8 @@ class Program(Choices):
         exact: compile again what the persistent cache has, since a cached executable keeps no heap trace.
 
         Raises:
-          ValueError: an offload policy that moves nothing; a collective that some stages would wait in forever.
-          ReportError: an array that is too large for XLA.
+          ValueError: an offload policy moves nothing, or some stages would wait forever in a collective.
+          ReportError: an array is too large for XLA.
         """
         with xla_remat_pass(self.config.remat.xla_pass), self._for_kernels():
             traced = self.step.trace(self.state, self.batch_shapes)

@@ -164,10 +164,10 @@ def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int
 
 
 def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
-    """The token ids that the sample at the end of a run begins with.
+    """Returns the token ids that the sample at the end of a run begins with.
 
-    Of chats `train.sample_prompt` is a user's message, in the chat template. Where it is empty, text begins with
-    "def ", and examples with the tokens of a held-out example up to its first learned one.
+    For chats `train.sample_prompt` is a user's message in the chat template. If it is empty, text begins with "def ",
+    and examples begin with a held-out example up to its first unmasked target.
     """
     text = config.train.sample_prompt
     if config.data.format == "text":
@@ -177,11 +177,11 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
         return row["inputs"][:np.argmax(row["targets"] != IGNORE) + 1].tolist()
     if config.data.format != "chat":
         return data.encode(text)
-    # What comes before an answer is what the model reads.
+    # The model reads the rendered text before the answer.
     chat = Chat([{"role": "user", "content": text}, {"role": "assistant", "content": ""}], None)
     with Renderer(find_template(data.tokenizer, config.data.chat_template)) as renderer:
         (rendered,) = renderer.render([chat], before=True, up_to=False)
-    if isinstance(rendered, Malformed):  # the end of a run is no place to refuse it
+    if isinstance(rendered, Malformed):  # not refused, because the run is already trained
         return data.encode(text)
     tokenizer = data.tokenizer.parsing() if isinstance(data.tokenizer, JsonTokenizer) else data.tokenizer
     return tokenizer.encode(rendered.before[-1]).tolist()

@@ -29,16 +29,16 @@ NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the exit code of a mistake.
+    """A parser whose errors are one line and exit with 2.
 
-    keys_named: the function that gives the config keys of a name, for commands that take --config.KEY.
+    keys_named: returns the config keys that have a name, for commands that take --config.KEY.
     """
 
     keys_named: Callable[[str], Sequence[str]] | None = None
 
     def error(self, message: str) -> NoReturn:
-        """Raises ReportError with argparse's message, the flag or config key that was probably meant, and where to
-        look."""
+        """Raises ReportError with argparse's message, the flag or config key that was probably meant, and the help
+        command."""
         near: Sequence[str] = ()
         if flag := _UNKNOWN_FLAG.match(message):
             if self.keys_named and "--config.KEY" in self._option_string_actions:
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class OldFlag(argparse.Action):
-    """The previous spelling of a flag: it is not in the help, and prints what it is called now."""
+    """The previous spelling of a flag: it is not in the help, and prints the present spelling."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
         super().__init__(option_strings, dest, renamed.nargs, default=argparse.SUPPRESS, type=renamed.type,
@@ -63,14 +63,14 @@ class OldFlag(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
-        """Does what the flag does under its present name."""
+        """Prints the present name of the flag, then runs its action."""
         print(f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
               "name", file=sys.stderr)
         self.renamed(parser, namespace, values, option_string)
 
 
 def keep_old_flag(parser: argparse.ArgumentParser, old: str, now: str) -> None:
-    """Lets `parser` take the flag `now` under its previous spelling `old`, too, for one version."""
+    """Makes `parser` accept the flag `now` under its previous spelling `old` too, for one version."""
     parser.add_argument(old, action=OldFlag, renamed=parser._option_string_actions[now])
 
 

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora(parser, "; then the most that each rank fits is found")
     parser.add_argument("--max-compiles", metavar="N", type=int, help="compile at most N programs; those in the cache "
                         "do not count")
-    parser.add_argument("--max-seconds", metavar="SECONDS", type=float, help="start no compile after so many seconds")
+    parser.add_argument("--max-seconds", metavar="SECONDS", type=float, help="seconds after which no compile starts")
     keep_old_flag(parser, "--timeout", "--max-seconds")
     parser.add_argument("--measure", action="store_true", help=f"run the {MOST_MEASURED} fastest on this machine, "
                         "and choose by what was measured")

@@ -63,7 +63,7 @@ def of_report(report: Report) -> list[str]:
 
 
 def _limit(report: Report) -> str:
-    """The limit, and the share of a GPU's memory that it is; "" where there is none."""
+    """Returns " of LIMIT", with the limit as a share of the GPU's memory if it is one; "" without a limit."""
     share = limit_share(report.target, report.limit_bytes)
     return f" of {human(report.limit_bytes)}{f' ({share})' if share else ''}" if report.limit_bytes else ""
 

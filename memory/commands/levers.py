@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_subject(parser, "set a config key in every stage; stages that would change it are left out")
-    parser.add_argument("--savings", metavar="S,S", help="the savings in order, each on top of all before it (default: "
+    parser.add_argument("--savings", metavar="S,S", help="savings in order, each added to all before it (default: "
                         f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.BEYOND)})")
     keep_old_flag(parser, "--stages", "--savings")
     add_compiling(parser, "the stages")

@@ -184,7 +184,7 @@ def _of_program(args: argparse.Namespace) -> Report:
     options = dict(found.options)
     own = {key: options.pop(key, None) for key in user_program.OWN_OPTIONS}
     target = args.target if args.target != "local" else own["target"]
-    with user_program.one_line_errors(f"{found.name}: the step cannot be compiled"):  # it is traced here first
+    with user_program.one_line_errors(f"{found.name}: the step cannot be compiled"):  # the first trace
         compilation, judged = compiled_for(found.program, found.args, own["kwargs"], target=target, options=options)
     report = with_seconds(report_of(compilation, target=judged, config=own["config"], roles=own["roles"] or (),
                                      names=own["names"] or ()), measure=True)

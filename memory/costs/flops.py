@@ -39,8 +39,8 @@ class FlopCount:
         by: (phase, dtype) -> FLOPs, which add up to `total`; no part of equality. Phases are forward, recompute,
             backward and optimizer; dtypes those of `Target.peak_flops`. A float32 product that may be rounded to
             less is "tf32", one that may not "fp32" (see `_narrowed`).
-        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, also in `by`; no part of equality. XLA
-            cannot partition a foreign kernel, so each device of the program computes all of them.
+        replicated: phase -> FLOPs of Pallas kernels outside of any `shard_map`, also in `by`; not compared by ==. XLA
+            cannot partition a foreign kernel, so each device of the program computes all of these FLOPs.
     """
 
     total: int = 0
@@ -255,7 +255,7 @@ def _shard_map(equation: Any, stack: str) -> FlopCount:
 
 
 def _custom_partitioning(equation: Any, stack: str) -> FlopCount:
-    """A function that says itself how it is partitioned, whatever kernels are in it."""
+    """Counts a function that defines its own partitioning: none of its kernels is replicated."""
     return dataclasses.replace(_call(equation, stack), replicated={})
 
 

@@ -1,6 +1,6 @@
 """The work of a compiled step for the roofline: FLOPs, bytes and messages of one device and one call, by phase.
 
-FLOPs and bytes are those of the kernels that the compiler scheduled for one device: a replicated product counts in full
+Counts the FLOPs and bytes of the kernels that the compiler scheduled for one device: a replicated product counts fully
 on every device, and the masked part of causal attention does not count. `memory.costs.roofline` lists the keys.
 """
 

@@ -47,8 +47,8 @@ RETRIES = (
           "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False, as the run "
           "may have to be: jax.jit(step, compiler_options={\"xla_gpu_enable_triton_gemm\": False})"),
 )
-MAX_BYTES = 2**63 - 1  # XLA counts the bytes of an array in int64; beyond, the CPU's compiler aborts the process
-# What XLA says where a size that it computes itself overflows.
+MAX_BYTES = 2**63 - 1  # XLA counts the bytes of an array in int64; for more, the CPU's compiler aborts the process
+# XLA's error messages if a size that it computes itself overflows.
 OVERFLOWS = ("overflow in static extent product", "Invalid dimension size")
 
 
@@ -79,10 +79,10 @@ class Compilation:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The module and its buffers, read once.
+        """Returns the module and its buffers, read once.
 
         Raises:
-          ReportError: a damaged proto.
+          ReportError: the proto is damaged.
         """
         from bytescope.memory.hlo import buffers
 
@@ -206,9 +206,10 @@ def _made(lowered: Any, options: Mapping[str, Any], exact: bool) -> _Made:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any]) -> _Made:
-    """One compile, or two where XLA fails at what a flag avoids; without a proto where it wrote none with buffers.
+    """Compiles once, or twice if XLA fails in a way that a flag avoids; the result has no proto if XLA wrote none with
+    buffers.
 
-    Raises ReportError where XLA's own numbers overflow.
+    Raises ReportError if sizes that XLA computes overflow.
     """
     try:
         return _compile_once(lowered, options)

@@ -21,7 +21,7 @@ _MAY_BE_LOGGED = re.compile(rb"[IWEF\d]")
 # Seconds to wait for the last lines; a process that the compiler left running may hold the pipe open.
 _PATIENCE = 2.0
 
-REDIRECTING = threading.Lock()  # held by whoever has redirected file descriptor 2
+REDIRECTING = threading.Lock()  # held while file descriptor 2 is redirected
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How much memory the host has, and how much of it is available to this process: /proc, cgroups and `ulimit -v`."""
+"""Reads the host's memory and the part that is available to this process from /proc, cgroups and `ulimit -v`."""
 
 import os
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ _CGROUP_FILES = {
 
 
 def free_host_bytes(root: str = "/") -> int:
-    """Bytes of host memory still available to this process: the minimum of the free memory, each cgroup's room and the
-    room under `ulimit -v`.
+    """Returns the bytes of host memory still available to this process: the minimum of the free memory, the room in
+    each cgroup and the room under `ulimit -v`.
 
     `root` is the file system to read, for tests. Falls back to the physical memory where /proc is missing.
     """
@@ -31,12 +31,12 @@ def free_host_bytes(root: str = "/") -> int:
 
 
 def cgroup_room(root: str = "/") -> int | None:
-    """Bytes left under the memory limits of this process' cgroups; None without a limit."""
+    """Returns the bytes left under the memory limits of this process' cgroups; None without a limit."""
     return min(_cgroup_rooms(root), default=None)
 
 
 def address_space_limit() -> int | None:
-    """Bytes of address space that this process may map (`ulimit -v`); None without a limit."""
+    """Returns the bytes of address space that this process may map (`ulimit -v`); None without a limit."""
     if resource is None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -53,9 +53,9 @@ def described_limit(platform: str, memory: int, reserved: int) -> int:
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
-    """The share of a GPU's memory that a limit is, in words: "92 % of the GPU's memory after CUDA's context".
+    """Returns a limit as a share of the GPU's memory, in words: "92 % of the GPU's memory after CUDA's context".
 
-    "" for a limit that is no share: a size that somebody chose, a TPU's, and the free memory of a host.
+    Returns "" if the limit is not a share of a GPU's memory: a chosen size, a TPU's limit, or the host's free memory.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`. limit: bytes that a program is judged against.

@@ -1,9 +1,9 @@
 """Which jax platform this process should use, decided before jax starts its backends.
 
 jax with the CUDA plugin installed logs a traceback about cuPTI on a machine without an NVIDIA
-driver, unless the platform is named beforehand. So this module must not import jax, and
-`choose_platform()` belongs in the first lines of a command. A program of the user chooses its
-platform itself: for it this module only hides that traceback.
+driver, unless the platform is named beforehand. So this module must not import jax, and a command
+calls `choose_platform()` in its first lines. A user's program chooses its own platform: for that
+program this module only hides the traceback.
 """
 
 import logging
@@ -62,12 +62,12 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
-    """Whether a message of jax is anything but the traceback of its CUDA plugin on a machine without a driver."""
+    """Returns False for the traceback that jax's CUDA plugin logs on a machine without a driver, else True."""
     error = record.exc_info[1] if record.exc_info else None
     return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
 
 
-# When this module is imported, since jax logs it when the program's first array starts the backends.
+# At import, because jax logs the traceback when the program's first array starts the backends.
 logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_missing_driver)
 
 

@@ -99,10 +99,10 @@ class _ByJaxpr:
 
 
 def are_partial_sums(activation: Activation, shape: Shape, sizes: Mapping[str, int]) -> bool:
-    """Whether an array is a stack of shards that a second kernel adds up, because XLA has split the contracted
-    dimension of a product.
+    """Returns whether an array is a stack of partial sums that a second kernel adds up, because XLA has split the
+    contracted dimension of a product.
 
-    A replicated activation may have the same shape; partial sums are wider, float32 for bfloat16.
+    A replicated activation may have the same shape, but partial sums have a larger dtype: float32 for bfloat16.
     """
     parts = math.prod(sizes[axis] for axes in activation.labels.values() for axis in axes)
     same = shape.dims == activation.dims and shape.dtype == activation.dtype

@@ -33,7 +33,7 @@ HELD = (*WEIGHTS, "cache")
 
 
 def nothing_sharded(report: Report, program: PlacedProgram) -> Found | None:
-    """A step that runs on one of the target's devices, or whose arguments and results every device holds whole."""
+    """Finds a step that runs on one of the target's devices, or whose arguments and results are replicated on all."""
     module, target = program.module, report.target
     devices = int(target.get("n_devices") or 1)
     if module.devices == 1 and devices > 1 and target.get("name") != "local":
@@ -54,8 +54,8 @@ def nothing_sharded(report: Report, program: PlacedProgram) -> Found | None:
 
 
 def _computes_alike(program: PlacedProgram) -> bool:
-    """Whether every device holds all arguments and results whole. Devices that exchange nothing then compute the
-    same."""
+    """Returns whether every device holds all arguments and results whole. Without collectives all devices then compute
+    the same."""
     module = program.module
     for number, parameter in module.parameters.items():
         known = program.replicated
@@ -88,8 +88,8 @@ def replicated_batch(report: Report, program: PlacedProgram) -> Found | None:
 def replicated_activations(report: Report, program: PlacedProgram) -> Found | None:
     """Activations that are not sharded over the axes that shard the batch."""
     found = list(replicated_arrays(program, batch(report, program)))
-    # A step that trains loses by it even where no device gathers weights: each product is then computed by all devices
-    # in part and summed. A step that only infers may do so on purpose, because it moves no weights.
+    # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
+    # each product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
     if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
         data = _data_axes(report, program) if found else frozenset()
         found = [array for array in found if not data.isdisjoint(array.axes)]
@@ -98,7 +98,7 @@ def replicated_activations(report: Report, program: PlacedProgram) -> Found | No
     names = {array.name for array in found}
     size = sum(b.bytes for b in report.buffers if b.at_peak and b.memory == "device" and b.name in names)
     largest = max(array.bytes for array in found)
-    size = max(size, largest)  # a scan's arrays may be gone by the peak, which is in the backward pass
+    size = max(size, largest)  # a scan's arrays may be freed before the peak, in the backward pass
     first = next(array for array in found if array.bytes >= NOTABLE * largest)  # not a mean that every norm sums up
     if size <= SMALL * report.peak_bytes:
         return None

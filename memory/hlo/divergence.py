@@ -1,18 +1,18 @@
-"""Finds collectives that some of their devices skip: a program with one waits forever.
+"""Finds collectives that some of their devices skip: a program with such a collective hangs.
 
-Devices that take different branches, or run a loop a different number of times, must not share a collective inside
-it. `skipped_collectives` derives, for the condition of each loop and branch around a collective, which devices are
-sure to compute the same value, and compares that with the devices that the collective waits for.
+If devices take different branches of a conditional, or run a loop a different number of times, a collective inside it
+must not wait for all of them. For each loop and branch around a collective, `skipped_collectives` derives which
+devices are certain to compute the same condition, and compares them with the devices that the collective waits for.
 
-Which devices a collective waits for (openxla/xla, 2026, the sources of jaxlib 0.10):
+A collective waits for these devices (openxla/xla, 2026, the sources of jaxlib 0.10):
 
 * All but permutes: the devices of its replica group.
-* A permute on the CPU: all devices. The rendezvous of a collective has the devices that its replica groups name
-  (`CollectiveThunk::GetRendezvousKey`); a permute names none, and then it has all devices.
-* A permute on a GPU: the devices that its pairs connect, which NCCL sends between, and all devices of the same
-  process. The clique of a permute has all devices (`CollectivePermuteThunk::GetP2PConfig`), and the first call
-  on a clique is a rendezvous of those in this process (`CollectiveThunk::FirstCallRendezvous`, pull request 38932).
-  Not yet checked on hardware.
+* A permute on the CPU: all devices. The rendezvous of a collective has the devices in its replica groups
+  (`CollectiveThunk::GetRendezvousKey`); a permute has no replica groups, so its rendezvous has all devices.
+* A permute on a GPU: the devices that its source-target pairs connect, and all devices of the same process. The clique
+  of a permute has all devices (`CollectivePermuteThunk::GetP2PConfig`), and the first call on a clique is a rendezvous
+  of its devices in this process (`CollectiveThunk::FirstCallRendezvous`, pull request 38932). Not yet checked on
+  hardware.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import Index
 
 Node = tuple[int, Index]
-# A longer constant is no table of what each device does.
+# Maximum number of elements of a constant that is read as a table with an entry per device.
 _MAX_TABLE = 65536
 
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCollective:
-    """A collective inside `control`, a loop or a branch, that some of its devices skip.
+    """A collective inside `control`, a loop or a conditional, that some of its devices skip.
 
-    links: groups of devices that exchange data. waits: devices that one device waits for. op_name: JAX's name of it.
+    links: groups of devices that exchange data. waits: devices that wait for each other, some of which skip the
+    collective. op_name: the collective's name in JAX.
     """
 
     instruction: Instruction
@@ -50,11 +51,11 @@ class SkippedCollective:
 
 def skipped_collectives(module: Module, axes: Axes, parameters: Mapping[int, Layout], platform: str,
                         processes: Sequence[int]) -> Iterator[SkippedCollective]:
-    """Yields collectives that some of the devices that they wait for may skip.
+    """Yields each collective that may be skipped by some of the devices that it waits for.
 
     Args:
-      axes, parameters: the mesh, and how entry parameters lie on it, by number (`mesh.match`).
-      platform: of the devices. processes: the process of each device.
+      axes, parameters: the mesh, and the layout of each entry parameter on it, by parameter number (`mesh.match`).
+      platform: the devices' platform, such as "cpu". processes: the process index of each device.
     """
     agreement = _Agreement(module, axes, parameters)
     controls: dict[int, list[Instruction]] = {}
@@ -80,7 +81,7 @@ def skipped_collectives(module: Module, axes: Axes, parameters: Mapping[int, Lay
 
 
 def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) -> Groups:
-    """Groups of devices that wait for each other in a collective, by the rules in the docstring of this module."""
+    """Returns groups of devices that wait for each other in a collective, by the rules in this module's docstring."""
     if kind != "collective-permute":
         return links
     if platform == "cpu":
@@ -105,9 +106,9 @@ def _waits(kind: str, links: Groups, platform: str, processes: Sequence[int]) ->
 
 def _controls(module: Module, callers: Mapping[int, list[Instruction]], computation: int,
               known: dict[int, list[Instruction]]) -> list[Instruction]:
-    """The loops and branches around a computation."""
+    """Returns the loops and conditionals around a computation."""
     if computation not in known:
-        known[computation] = []  # a module has no recursion; a damaged one ends here
+        known[computation] = []  # ends the recursion if a damaged module calls itself
         around: dict[int, Instruction] = {}
         for caller in callers.get(computation, ()):
             if caller.opcode in ("while", "conditional"):
@@ -119,7 +120,7 @@ def _controls(module: Module, callers: Mapping[int, list[Instruction]], computat
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value:
-    """What is known of a value: devices with equal `labels` [devices] hold equal values.
+    """Knowledge about one value of the program: devices with equal `labels` [devices] hold equal values.
 
     exact: whether the labels are the value itself, an integer. table: the elements of a constant list of integers.
     """
@@ -130,17 +131,17 @@ class _Value:
 
     @functools.cached_property
     def uniform(self) -> bool:
-        """Whether all devices hold the same value."""
+        """Returns whether all devices hold the same value."""
         return bool((self.labels == self.labels[0]).all())
 
     def same(self, other: _Value | None) -> bool:
-        """Whether both say the same."""
+        """Returns whether all fields are equal."""
         return other is not None and self.exact == other.exact and self.table is other.table and bool(
             (self.labels == other.labels).all())
 
 
 def _join(values: Sequence[_Value]) -> _Value:
-    """What is known of something that depends on all of the values, however it does."""
+    """Returns what is known about the result of any function of these values."""
     apart = [value.labels for value in values if not value.uniform]
     if not apart:
         return _Value(np.zeros(len(values[0].labels), np.int64))
@@ -154,7 +155,7 @@ def _numbered(labels: np.ndarray) -> np.ndarray:
 
 
 def _either(values: Sequence[_Value]) -> _Value:
-    """What is known of something that is one of the values, the same one on all devices."""
+    """Returns what is known about a value that is one of `values`, the same one on all devices."""
     first = values[0]
     return first if all(value is first or value.same(first) for value in values) else _join(values)
 
@@ -163,22 +164,22 @@ def _shift(function: Callable) -> Callable:
     return lambda value, by: np.where((by >= 0) & (by < 63), function(value, np.clip(by, 0, 62)), 0)
 
 
-# Integer arithmetic on the number of a device; operands are not negative (`_Agreement._arithmetic`).
+# Integer arithmetic on device numbers; operands are not negative (`_Agreement._arithmetic`).
 _ARITHMETIC: Mapping[str, Callable] = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or,
     "divide": lambda a, b: a // np.maximum(b, 1), "remainder": lambda a, b: a % np.maximum(b, 1),
     "minimum": np.minimum, "maximum": np.maximum, "clamp": lambda low, a, high: np.clip(a, low, high),
     "shift-right-logical": _shift(np.right_shift), "shift-right-arithmetic": _shift(np.right_shift),
     "shift-left": _shift(np.left_shift)}
-# Operations that change no integer.
+# Operations that return an integer unchanged.
 _PASSING = frozenset(("bitcast", "copy", "copy-start", "copy-done", "reshape", "convert", "broadcast", "transpose",
                       "opt-barrier", "optimization-barrier", "domain", "add-dependency"))
 
 
 class _Agreement:
-    """Which devices are sure to hold equal values, for the values that conditions of loops and branches depend on.
+    """Derives which devices are certain to hold equal values, for all values that loop and branch conditions depend on.
 
-    A fixed point over these values: each begins without a value, and is computed again when one it depends on changes.
+    Iterates to a fixed point: each value begins as unknown, and is recomputed when a value that it depends on changes.
     """
 
     def __init__(self, module: Module, axes: Axes, parameters: Mapping[int, Layout]):
@@ -195,7 +196,8 @@ class _Agreement:
         self._distinct = _Value(np.arange(module.devices))
 
     def of_condition(self, control: Instruction) -> np.ndarray:
-        """Labels [devices] of the condition of a loop or a branch: devices with equal ones do the same."""
+        """Returns labels [devices] for the condition of a loop or a conditional: devices with equal labels run the same
+        number of iterations, or take the same branch."""
         condition = self._condition(control)
         if condition is None:
             return self._uniform.labels
@@ -221,7 +223,8 @@ class _Agreement:
         return self._module.operand(control, 0)
 
     def _get(self, instruction: Instruction | None, index: Index = ()) -> _Value | None:
-        """What is known of a value so far, None before anything is; it is computed later, and its reader after it."""
+        """Returns what is known about a value so far, None if nothing; schedules the value if it is new, and registers
+        the value that is being computed as its reader."""
         if instruction is None:
             return self._uniform
         node = (instruction.id, index)
@@ -270,7 +273,8 @@ class _Agreement:
         return self._arithmetic(instruction, operands) or _join(operands or [self._uniform])
 
     def _loop(self, loop: Instruction, index: Index) -> _Value | None:
-        """A value that a loop carries: the first, or one of a turn; how many turns there are decides which."""
+        """Returns what is known about a value that a loop carries: it is the initial value or the value after some
+        iteration, and the number of iterations decides which."""
         first, root = self._module.operand(loop, 0), self._module.root(loop.called[0]) if loop.called else None
         if index and root is not None and self._is_carried_unchanged(root, index[0]):
             return self._get(first, index)
@@ -281,7 +285,7 @@ class _Agreement:
         return value if condition is None or condition.uniform else _join((value, condition))
 
     def _is_carried_unchanged(self, root: Instruction, at: int) -> bool:
-        """Whether a loop's body hands element `at` of its parameter on."""
+        """Returns whether a loop's body returns element `at` of its parameter unchanged."""
         value = self._module.operand(root, at) if root.opcode == "tuple" else None
         while value is not None and value.opcode in ("copy", "bitcast"):
             value = self._module.operand(value, 0)
@@ -291,8 +295,8 @@ class _Agreement:
         return source is not None and source.opcode == "parameter"
 
     def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
-        """What callers pass; of an entry parameter what its sharding says, and of one without that all devices count
-        as equal."""
+        """Returns what is known about the values that callers pass. For an entry parameter, devices along its sharded
+        mesh axes differ; without a sharding, all devices count as equal."""
         module, callers = self._module, self.callers.get(parameter.computation, ())
         if not callers:
             layout = self._parameters.get(parameter.parameter)
@@ -310,13 +314,13 @@ class _Agreement:
                 passed.append(self._get(module.operand(caller, caller.called.index(parameter.computation) + 1), index))
             elif caller.opcode in ("fusion", "call", "async-start"):
                 passed.append(self._get(module.operand(caller, parameter.parameter), index))
-            else:  # of a reduction, a sort: pairs of elements
+            else:  # a reduction or a sort passes pairs of elements
                 passed += [self._get(module.instructions.get(operand)) for operand in caller.operands]
         known = [value for value in passed if value]
         return _either(known) if known else None
 
     def _constant(self, constant: Instruction) -> _Value:
-        """A literal: field 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
+        """Reads an integer literal: field 8 {s32s 4, s64s 5, u32s 6, u64s 7}."""
         shape = self._module.shape(constant)
         if "int" not in shape.dtype or len(shape.dims) > 1 or shape.elements > _MAX_TABLE:
             return self._uniform
@@ -333,7 +337,7 @@ class _Agreement:
         return _Value(np.full(self._module.devices, numbers[0]), exact=True)
 
     def _arithmetic(self, instruction: Instruction, operands: Sequence[_Value]) -> _Value | None:
-        """The exact result of an operation on exact integers; None where there is none."""
+        """Returns the exact result of an operation on exact integers; None if it is not known exactly."""
         opcode = instruction.opcode
         if opcode in _PASSING and len(operands) == 1:
             return operands[0]
@@ -347,7 +351,8 @@ class _Agreement:
         return _Value(function(*(value.labels for value in operands)), exact=True)
 
     def _collective(self, kind: str, instruction: Instruction, operand: _Value) -> _Value:
-        """Devices of a group get the same sum or list, or each a part of it; those of a permute what its source has."""
+        """Returns what is known about a collective's result: devices of a group get the same result or one part each;
+        the target of a permute gets its source's value."""
         groups = groups_of(self._module.data, instruction.span, self._module.devices)
         keys: list[object] = [None] * self._module.devices
         for group in groups:

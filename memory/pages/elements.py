@@ -205,7 +205,7 @@ def predicted(row: Mapping[str, Any]) -> Cell | str:
 
 
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a page says of its predicted seconds, and once where the rates are from; why a row has none."""
+    """Returns the notes on predicted seconds: the source of each set of rates once, and why rows have no prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
     sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
     return [*(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
@@ -213,7 +213,7 @@ def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
-    """The share of a GPU's memory that the limit is, as a note; [] for a limit that is no share."""
+    """Returns a note with the limit as a share of the GPU's memory; [] if the limit is not such a share."""
     share = limit_share(target, limit)
     return [f"Limit {human(limit)}: {share}."] if share else []
 

@@ -45,8 +45,8 @@ def page(name: str, title: str, data: Any, **content: Any) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """The templates, with `human`, `flags` (the words of a command), `tojson`, `source_hash` and
-    `without_style_attributes` as filters; `static` and `library` put in files as they are."""
+    """Returns the template environment. Filters: `human`, `flags` (splits a command at its flags), `tojson`,
+    `source_hash` and `without_style_attributes`; `static` and `library` insert files unchanged."""
     found = Environment(loader=PackageLoader("bytescope.memory.pages"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True)
     # In the order of the data, which is the order of rows; `tojson` escapes what could end the script element.
@@ -66,20 +66,20 @@ def written(value: Any, **options: Any) -> str:
 
 
 def source_hash(text: str) -> Markup:
-    """The hash of a script or a style element by which a Content-Security-Policy allows it: "'sha256-...'"."""
+    """Returns the hash by which a Content-Security-Policy allows a script or style element: "'sha256-...'"."""
     digest = hashlib.sha256(text.encode()).digest()
     return Markup(f"'sha256-{base64.b64encode(digest).decode()}'")
 
 
-# Attributes of numbers and units, such as style="width:12.5%"; any other is left for the browser to refuse.
+# Style attributes of numbers and units, such as style="width:12.5%"; all others stay, and the browser refuses them.
 _STYLE_ATTRIBUTE = re.compile(r' style="([\w:.% -]+)"')
 
 
 def without_style_attributes(text: Markup) -> tuple[Markup, Markup]:
-    """HTML whose style attributes are references, and the CSS rules that they refer to.
+    """Returns the HTML with its style attributes replaced by references, and the CSS rules for these references.
 
-    A policy without 'unsafe-inline' refuses style attributes. Texts of the data are escaped and hold no quotes, so only
-    the attributes of the templates match.
+    A policy without 'unsafe-inline' refuses style attributes. Text from the data is escaped and contains no quotes, so
+    only attributes of the templates match.
     """
     numbers: dict[str, int] = {}
 

@@ -192,8 +192,8 @@ def less(points: Sequence[Point]) -> dict[str, float | None]:
 
 
 def cheapest(points: Sequence[Point], cost: str) -> Point | None:
-    """Of the points that fit the target, the one of least `cost`, a key of COSTS: of predictions that tie the one that
-    recomputes least, then takes least memory, then has a name; of equals the smallest."""
+    """Returns the point of lowest `cost`, a key of COSTS, that fits the target. If predictions tie, returns the point
+    that recomputes least, then takes least memory, then has a named policy; of equals, the smallest."""
     field = COSTS[cost][0]
     fitting = [point for point in points if point.row.fits is not False and getattr(point.row, field) is not None]
     if cost == "time":

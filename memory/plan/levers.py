@@ -74,7 +74,7 @@ STAGES: Mapping[str, Stage] = {
     "offload": Stage("+ offload", {OFFLOAD_OPTIMIZER: "true"}, "moments in host memory; they cross the host link twice "
                      "per update"),
     "offload_params": Stage("+ offload of params", {OFFLOAD_PARAMS: "true"}, "master parameters in host memory too"),
-    # Not among the default stages; for --savings.
+    # Not default stages; only for --savings.
     "bf16_params": Stage("+ 16-bit params", {PRECISION_PRESET: "bf16_params"}, "no float32 master; updates are "
                          "rounded stochastically"),
     "offload_blocks": Stage("+ offload of block inputs", {REMAT_POLICY: "offload"}, "block inputs go to host memory "

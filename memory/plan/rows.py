@@ -56,7 +56,7 @@ class Row:
         predicted_seconds: per update, all its calls of the step (`memory.seconds.prediction`), and with
             predicted_seconds_low and predicted_seconds_high its spread; predicted_tokens_per_s, over all devices, and
             predicted_mfu: at these seconds. rates: where those of the target's devices are from, in one line.
-        unpredicted: why a row with figures has no predicted seconds; "" otherwise.
+        unpredicted: the reason why a row with figures has no predicted seconds; "" otherwise.
         least_seconds: per update, by the data sheet's peaks (`memory.costs.roofline`): a bound, not a prediction.
         batch, policy: what an update is made of, and what the layers keep for the backward pass, in words.
         limit_bytes: what the device has available; fits: whether the allocated bytes are within it.
@@ -230,14 +230,14 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
 
 
 def thrift(row: Row) -> tuple[float, int, bool]:
-    """What decides between rows that are predicted to be as fast: less recomputation, in whole per cent of the model's
-    FLOPs, then less memory, that of the device and of the host, then a policy with a name."""
+    """Returns the sort key of rows that are predicted to be equally fast: less recomputation, in whole per cent of the
+    model's FLOPs, then less device and host memory together, then a named policy."""
     return (round(row.recompute_flops_fraction or 0.0, 2), (row.allocated_bytes or 0) + (row.host_bytes or 0),
             not names_a_policy(row))
 
 
 def names_a_policy(row: Row) -> bool:
-    """Whether all layers of a row are under one policy that has a name, not under listed names or ranges of layers."""
+    """Returns whether all layers of a row are under one named policy, not under listed names or ranges of layers."""
     layers = row.overrides.get(REMAT_LAYERS) or "()"
     return as_text(layers) == "()" and row.overrides.get(POLICY) != "custom"
 

@@ -96,7 +96,7 @@ class Trainer(Protocol):
         """(dotted key, default as the command line takes it, meaning) of every config key, in order."""
 
     def keys_named(self, name: str) -> Sequence[str]:
-        """The dotted config keys of this name, or of a name that other programs use for them: `steps`, `lr`."""
+        """Returns the dotted config keys that have this name, or that other programs give it: `steps`, `lr`."""
 
     def policies(self) -> Mapping[str, str]:
         """Remat policy -> what a block keeps under it, in one line."""

@@ -147,7 +147,7 @@ class Trials:
         return Search(problem, compile_plans, tell)
 
     def predicted(self, answer: Mapping[str, Any]) -> Prediction:
-        """The seconds of an update of a compiled variant. Raises ReportError where none can be predicted."""
+        """Predicts the seconds of an update of a compiled variant. Raises ReportError if that is not possible."""
         found = prediction.of_answer(answer)
         if found is None:
             why = (prediction.missing(bool(answer.get("schedule")), self.target.to_json())

@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def policy(self) -> str:
-        """The policy that all layers are under; "" for names, or several ranges."""
+        """The policy of all layers; "" for listed names or several ranges of layers."""
         return self.ranges[0][0].policy if len(self.ranges) == 1 else ""
 
     def keys(self) -> dict[str, str]:

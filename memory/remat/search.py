@@ -179,9 +179,9 @@ class Search:
                 and tried.compiled.host_bytes <= self.problem.host_budget)
 
     def best(self, budget: float) -> Tried | None:
-        """The best compiled plan that fits, by the compiled program's own cost; among those that cost the same within
-        `TIE`, and no more than the best fixed policy, the one that recomputes least, then the one of fewest bytes,
-        then one that is a policy with a name."""
+        """Returns the best compiled plan that fits, by the compiled program's own cost. Among plans that cost the same
+        within `TIE`, and no more than the best fixed policy, returns the one that recomputes least, then the one of
+        fewest bytes, then a named policy."""
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:
             least, fixed = min(tried.compiled.seconds for tried in fitting), self.best_fixed(budget)

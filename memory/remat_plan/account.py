@@ -18,7 +18,7 @@ from bytescope.memory.units import human
 if TYPE_CHECKING:
     from bytescope.memory.remat_plan.plan import RematPlan
 
-# Titles of the columns of both tables; FIGURES are those with numbers.
+# Column titles of both tables; FIGURES are the columns with numbers.
 KEPT = ("kept by every layer", "all layers", "type", "where")
 POLICIES = ("policy", "allocated", "recomputed", "budget")
 FIGURES = ("all layers", "allocated", "recomputed")
@@ -52,7 +52,7 @@ def render(plan: RematPlan) -> RenderableType:
 
 
 def html(plan: RematPlan) -> str:
-    """The account as a piece of HTML for the output area of a notebook."""
+    """Returns the account as HTML for the output area of a notebook."""
     from bytescope.memory.pages.notebook import piece
     from bytescope.memory.pages.notebook.summary import cut
 
@@ -65,12 +65,10 @@ def html(plan: RematPlan) -> str:
 
 
 def _with_figures(titles: Sequence[str]) -> list[tuple[str, bool]]:
-    """The titles of columns, each with whether the column has figures."""
     return [(title, title in FIGURES) for title in titles]
 
 
 def _head(plan: RematPlan) -> list[str]:
-    """The plan's name, its bytes and its recomputation."""
     return [f"remat plan on {plan.target}", f"{human(plan.allocated_bytes)} allocated of {human(plan.budget_bytes)}",
             f"recomputes {_share(plan.recomputed_flops, plan)}"]
 
@@ -85,7 +83,7 @@ def _nothing_kept(plan: RematPlan) -> str:
 
 
 def _kept(plan: RematPlan) -> list[list[str]]:
-    """The cells of each value that is kept by choice; none if one of jax's own policies is best."""
+    """Returns the cells of each value that is kept by choice; [] if one of jax's own policies is best."""
     rows = []
     for value in () if plan.name else plan.kept:
         several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
@@ -95,7 +93,7 @@ def _kept(plan: RematPlan) -> list[list[str]]:
 
 
 def _policies(plan: RematPlan) -> list[list[str]]:
-    """The cells of this plan and of each of jax's own policies; a policy that failed has only its status."""
+    """Returns the cells of this plan and of each of jax's own policies; a failed policy has only its status."""
     rows = []
     if not plan.name:
         rows.append([THIS_PLAN, human(plan.allocated_bytes), _share(plan.recomputed_flops, plan), "fits"])

@@ -43,7 +43,7 @@ class PolicyFigures:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RematPlan:
-    """What the layers of a model keep for their backward pass; at a prompt and in a notebook it shows its account.
+    """The values that a model's layers keep for their backward pass; shows its account at a prompt and in a notebook.
 
     Fields:
         policy: for `jax.checkpoint`: a RematPolicy, or one of `jax.checkpoint_policies` where that is best.
@@ -89,7 +89,7 @@ class RematPlan:
         return account.account(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the figures, the values that are kept, and jax's own policies beside the plan."""
+        """Returns the HTML for a notebook: the figures, the kept values, and jax's own policies beside the plan."""
         return account.html(self)
 
 

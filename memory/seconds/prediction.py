@@ -130,9 +130,10 @@ def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
 
 
 def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:
-    """Why no seconds can be predicted of a program on a target (its JSON), with the remedy; "" where they can.
+    """Returns why the seconds of a program cannot be predicted, with the remedy; "" if they can.
 
-    known_schedule: whether the compiled schedule was read. measured: whether a CPU's rates would have been measured.
+    known_schedule: whether the compiled schedule was read. target: its JSON. measured: whether the calling command
+    measures the rates of a CPU.
     """
     if rates_of.chosen() is None:
         if target.get("platform") == "cpu":
@@ -141,7 +142,7 @@ def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = Tr
                         "--rates=FILE")
         elif chip_rates.of(str(target.get("kind"))) is None:
             kind = str(target.get("kind") or target.get("name"))
-            return f"no rates of {kind} are known: give --rates=FILE, which bytescope calibrate writes on it"
+            return f"no rates of {kind} are known: give --rates=FILE, written by bytescope calibrate there"
     return "" if known_schedule else "the schedule of this program is not known, or has too many operations"
 
 

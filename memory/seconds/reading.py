@@ -255,7 +255,8 @@ def _cost(steps: Steps) -> int:
 
 
 def _beyond(steps: Steps, flops: FlopCount | None, devices: int) -> dict[str, int]:
-    """Phase -> FLOPs of a device that a jaxpr counts beyond the module's products; of attention it counts all.
+    """Returns phase -> FLOPs per device that the jaxpr counts and the module's products do not; the jaxpr counts all
+    FLOPs of attention.
 
     Every device computes all of a replicated kernel, and an equal share of everything else.
     """

@@ -30,7 +30,7 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them; other leaves are held as they are.
         options: of `jax.jit` (`OPTIONS`), for a plain function.
 
-    Raises ReportError for options of a step that is jitted already, and for `jax.pmap` over more devices than this
+    Raises ReportError for options with a step that is already jitted, and for `jax.pmap` over more devices than this
     process has.
     """
     import jax
@@ -55,13 +55,13 @@ def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         raise
 
 
-# What jax says of jax.pmap over more devices than the process has.
+# jax's error messages for jax.pmap over more devices than the process has.
 _PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the function '_fun'|requires \d+ replicas")
 
 
 def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The length of the axis that `jax.pmap` maps, by the most common first dimension of the arguments; 0 for a step
-    that `jax.pmap` has not wrapped."""
+    """Returns the length of the axis that `jax.pmap` maps, the most common first dimension of the arguments; 0 if the
+    step is not wrapped by `jax.pmap`."""
     import jax
 
     if not getattr(step.lower, "__qualname__", "").startswith("pmap."):

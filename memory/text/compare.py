@@ -138,7 +138,8 @@ def as_fast(others: Sequence[str]) -> str:
 
 def _reasons(rows: Sequence[Row], keys: Sequence[str], reason: Callable[[Row], str],
              style: str) -> list[RenderableType]:
-    """Each reason once, with the row that it stands for and how many more; rows with the reason "" have none."""
+    """Returns a line for each distinct reason, with its first row and the number of other rows; rows whose reason is ""
+    are left out."""
     failed: dict[str, list[Row]] = {}
     for row in rows:
         if reason(row):

@@ -74,7 +74,7 @@ class SafeConsole(Console):
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
-ECHO = len("^C^C") + 1  # columns: a terminal echoes Ctrl-C behind the bar, and a second one, too
+ECHO = len("^C^C") + 1  # columns: a terminal echoes each of two Ctrl-C behind the bar
 
 
 class LineProgress(Progress):
@@ -82,12 +82,11 @@ class LineProgress(Progress):
     line, which rich then erases instead of the bar."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yields the table of all tasks."""
         yield _Narrowed(self.make_tasks_table(self.tasks))
 
 
 class _Narrowed:
-    """A renderable with `ECHO` columns less than there are."""
+    """A renderable that is `ECHO` columns narrower than the terminal."""
 
     def __init__(self, renderable: RenderableType):
         self.renderable = renderable

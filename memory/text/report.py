@@ -64,8 +64,8 @@ def _head(report: Report, choices: str) -> RenderableType:
 
 
 def peak_line(report: Report) -> RenderableType:
-    """Peak, allocated bytes with their share of the limit, and the verdict, in one line where there is room; below it
-    the share of a GPU's memory that the limit is."""
+    """Returns the peak, the allocated bytes with their share of the limit, and the verdict, in one line if there is
+    room; the next line has the limit as a share of the GPU's memory."""
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.allocated_bytes / limit:.1%})" if limit else ""
     judged = Items((Text.assemble("peak ", (human(report.peak_bytes), "bold")),
@@ -75,7 +75,7 @@ def peak_line(report: Report) -> RenderableType:
 
 
 def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
-    """A line with the share of a GPU's memory that a limit is; [] for a limit that is no share."""
+    """Returns a line with the limit as a share of the GPU's memory; [] if the limit is not such a share."""
     share = limit_share(target, limit)
     return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
 
@@ -262,7 +262,7 @@ def overlapped_by(item: Collective) -> str:
 
 
 def findings(report: Report) -> RenderableType | None:
-    """The first findings with their remedies; None where there are none."""
+    """Returns the first findings with their remedies; None if there are none."""
     if not report.findings:
         return None
     out: list[RenderableType] = []

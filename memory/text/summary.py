@@ -18,19 +18,19 @@ _WAYS = ".show()  .table()  .to_html(path)  .save(path)  .diff(other)"
 
 
 def plain(report: Report, remedies: bool = False) -> str:
-    """The summary as text without colours, of at most 80 columns; without `remedies` of at most 2,000 characters."""
+    """Returns the summary as plain text in at most 80 columns; without `remedies`, at most 2,000 characters."""
     return plain_text(render(report, remedies), min(prompt_width(), _WIDTH))
 
 
 def render(report: Report, remedies: bool = False) -> RenderableType | None:
-    """The summary as rich prints it: what it is of, the figures, the rows at the peak, the first findings.
+    """Returns the summary for rich: the title, the figures, the rows at the peak, the first findings.
 
-    remedies: findings are whole, with their remedies.
+    remedies: whether findings are uncut and have their remedies.
     """
-    found = [findings(report) if remedies else _findings(report),
+    parts = [findings(report) if remedies else _findings(report),
              Prose(_DERIVED) if report.method != "heap_trace" else None]
-    shown = [part for part in found if part is not None]
-    return blocks(_head(report), breakdown(report), Group(*shown) if shown else None, Prose(_WAYS, "dim"))
+    notes = [part for part in parts if part is not None]
+    return blocks(_head(report), breakdown(report), Group(*notes) if notes else None, Prose(_WAYS, "dim"))
 
 
 def _head(report: Report) -> RenderableType:

@@ -150,7 +150,7 @@ def _plan_ragged(expert_TK: jax.Array, shape: Shape, peers: Peers) -> RaggedPlan
     def own(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, me * shape.experts, shape.experts, x.ndim - 1)
 
-    size_N = size_PE[me].at[expert_N].get(mode="fill", fill_value=0)  # 0 for padding, whose expert is none of these
+    size_N = size_PE[me].at[expert_N].get(mode="fill", fill_value=0)  # 0 for padding, which has no expert
     row_N = jnp.where(rank_N < size_N, start_PE[me, expert_N] + rank_N, choices)
     tiles = rows.make_tiles(own(first_E), own(tiles_E), shape)
     return RaggedPlan(

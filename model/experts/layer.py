@@ -24,14 +24,13 @@ from bytescope.model.remat.offload import here
          data_fields=["counts", "dropped", "entropy", "balance", "router_z", "shares"])
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the router of a layer did with the tokens of a micro-batch, padding left out, float32; of several layers
-    stacked.
+    """Router statistics of a micro-batch without its padding, float32; stacked over layers.
 
     counts [E]: choices of each expert, dropped ones included. dropped: choices that found no room. entropy: of the
     experts' shares of a token, in nats, mean over tokens. balance: the load-balance loss, E times the sum over experts
     of their share of the choices times their mean share of the scores (Switch, arXiv 2101.03961, with k choices); 1 in
     balance, at most E. router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906). shares [E]:
-    each expert's mean share of the scores, where the balance loss pools all layers (`pool_balance`), else None.
+    each expert's mean share of the scores, if the balance loss pools all layers (`pool_balance`), else None.
     """
 
     counts: jax.Array
@@ -46,7 +45,7 @@ class Experts(nnx.Module):
     """Routed experts, each a gated MLP or not, a row of MLPS by `config.mlp`: [B, L, D] to [B, L, D].
 
     The rows' way is a row of EXCHANGES, their products a row of KERNELS. The weights of the router multiply the input
-    of the down projection, so that its output is kept for no gradient. `pooled`: loads have `shares`.
+    of the down projection, so that its output is kept for no gradient. `pooled`: whether loads have `shares`.
     """
 
     def __init__(self, config: ModelConfig, precision: Precision, place: Placement, *, pooled: bool = False,
@@ -76,9 +75,9 @@ class Experts(nnx.Module):
             return logits_BLE, choose(logits_BLE, bias_E, self.config)
 
     def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Load]:
-        """(the weighted sum of each token's experts [B, L, D] in the compute dtype, what was routed where).
+        """Returns (the weighted sum of each token's experts [B, L, D] in the compute dtype, the router's load).
 
-        `real_BL`: bool, False for padding, which takes no row of an expert and has zeros as its sum; None: no padding.
+        `real_BL`: bool, False for padding, which goes to no expert and whose sum is 0; None: no padding.
         """
         x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
         logits_BLE, choice = self.route(x_BLD)
@@ -146,7 +145,7 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
         tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)
 
         def mean(x: jax.Array) -> jax.Array:
-            """The mean over tokens, [B, L, ...] -> [...]."""
+            """Averages over tokens without padding, [B, L, ...] -> [...]."""
             if real_BL is None:
                 return x.mean((0, 1))
             mask = real_BL.reshape(B, L, *[1] * (x.ndim - 2))
@@ -162,15 +161,15 @@ def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: ja
 
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:
-    """Each expert's share of the choices of its layer, [..., E]; zeros for a layer that saw no token."""
+    """Returns each expert's share of its layer's choices, [..., E]; zeros if the layer saw no token."""
     return counts_NE / jnp.maximum(counts_NE.sum(-1, keepdims=True), 1.0)
 
 
 def pool_balance(load: Load | None) -> Load | None:
-    """Replaces the balance loss of each layer by the pooled one of all layers, if the load has `shares`.
+    """Replaces the balance loss of each layer by the pooled loss of all layers, if the load has `shares`.
 
-    The pooled loss is E times the sum over experts of their share of the choices times their mean share of the scores,
-    both averaged over the layers. `load_balancing_loss_func` of transformers is k times this value.
+    The pooled loss is E sum_e f_e p_e, where f_e is expert e's share of the choices and p_e its mean share of the
+    scores, both averaged over the layers. `load_balancing_loss_func` of transformers returns k times this value.
     """
     if load is None or load.shares is None:
         return load

@@ -33,7 +33,7 @@ class How:
 
 
 def make_plan(how: How, place: Placement, expert_BLK: jax.Array) -> Any:
-    """The plan of every device, from the int32 experts of each token; padding has `how.experts`, and gets no row."""
+    """Makes every device's plan from the experts of each token, int32; padding has number `how.experts` and no row."""
     exchange = EXCHANGES[how.exchange]
 
     def plan(expert_BLK: jax.Array) -> Any:

@@ -18,8 +18,11 @@ ROUTERS = {"softmax": partial(jax.nn.softmax, axis=-1), "sigmoid": jax.nn.sigmoi
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """expert_BLK: int32, the K experts of each token, E for padding, which has none. weight_BLK: float32, what their
-    outputs are multiplied by. share_BLE: float32, scores that sum to 1 over the experts."""
+    """The K experts of each token.
+
+    expert_BLK: int32 numbers of the experts, E for padding. weight_BLK: float32 factors of the experts' outputs.
+    share_BLE: float32 scores that sum to 1 over the experts.
+    """
 
     expert_BLK: jax.Array
     weight_BLK: jax.Array

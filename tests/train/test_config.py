@@ -75,7 +75,7 @@ def test_files_are_found_by_path_and_by_name(tmp_path):
     ("raise KeyboardInterrupt", "KeyboardInterrupt"), ("import sys; sys.exit(7)", "SystemExit: 7"),
     ("def get_config(size): return size", "TypeError"), ("def get_config(): return get_config()", "RecursionError"),
     ("def get_config(:", "SyntaxError"),
-    ("class Own(BaseException):\n    def __str__(self): raise self\nraise Own", "Own: <exception str.. failed>: mend"),
+    ("class Own(BaseException):\n    def __str__(self): raise self\nraise Own", "Own: <exception str.. failed>: fix"),
     ("def get_config():\n    return {}", "not an ml_collections"),
     (FROM_BASE + "    c.train.stepz = 1\n    return c", "did you mean train.steps"),
     ("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict()", "is missing"),

@@ -47,7 +47,7 @@ class Words:
 
 
 def parsers(own: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Command -> its parser; `own`: the parser of bytescope completion."""
+    """Returns command -> parser. own: the parser of bytescope completion."""
     from bytescope.memory import __main__ as memory_commands
     from bytescope.train import __main__ as train
     from bytescope.train.data import prepare
@@ -63,9 +63,10 @@ def parsers(own: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
 
 
 def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
-    """The words of this version; `commands`: each and what it does; `own`: the parser of bytescope completion.
+    """Returns the completion words of this version. commands: command -> description. own: the parser of bytescope
+    completion.
 
-    It imports jax for the tables of names, and starts no device.
+    Imports jax for the tables of names, but starts no device.
     """
     from bytescope.train import config
 

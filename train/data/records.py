@@ -64,8 +64,10 @@ class Malformed(ValueError):
 
 @dataclass
 class Skipped:
-    """Counts the records that are left out as malformed, of which `allowed` may be. first: the place of the first one,
-    and what is wrong with it."""
+    """Counts the records that are left out as malformed.
+
+    allowed: maximum number of such records. first: the place of the first one and its error.
+    """
 
     allowed: int
     count: int = 0
@@ -80,7 +82,7 @@ class Skipped:
             raise UserError(f"{place}: {why}{already}; fix it, or allow some with data.skip_bad=N")
 
     def refuse_nothing_left(self, title: str, left: int) -> None:
-        """Raises UserError if records of the source `title` were left out and `left`, the number of others, is 0."""
+        """Raises UserError if all records of the source `title` were left out. left: number of remaining records."""
         if self.count and not left:
             raise UserError(f"{title}: all {self.count:,} records are malformed, the first in {self.first}; fix them, "
                             "or set data.format and data.field to what they hold")

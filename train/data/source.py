@@ -159,8 +159,8 @@ def train_batches(data: Data, *, rows: int, row_slices: Sequence[slice] | None =
       position: sequences consumed so far, by all processes together.
 
     Each item is {"inputs", "targets"}, both int32 [rows here, seq_len]; of packed examples also "segments": 1, 2, ...
-    in a row, and 0 for the padding at its end; of rows of one example each "mask": 1 for a token, 0 for padding. Raises
-    ValueError for a negative position or no rows; UserError, from the iterator, for a damaged shard.
+    in a row, and 0 for padding at its end; of rows of one example each also "mask": 1 for a token, 0 for padding.
+    Raises ValueError for a negative position or no rows; UserError, from the iterator, for a damaged shard.
     """
     if position < 0:
         raise ValueError(f"position={position} is negative: count the sequences consumed")

@@ -35,8 +35,8 @@ SEPARATORS = (
 NAME = ("\ufdd4", "\ufdd5")
 # Characters tokenized at a time: enough to keep every core of the tokenizer busy, few enough to stream.
 GROUP_CHARS = 1 << 22
-# A tokenizer.json is a program that came with a download: a regular expression in it may search without end. Encoding
-# may take this long, and this long per character, about a hundred times what published tokenizers need.
+# A downloaded tokenizer.json may contain a regular expression that never ends. Encoding may take SECONDS plus
+# SECONDS_PER_CHARACTER for each character, about a hundred times what published tokenizers need.
 SECONDS, SECONDS_PER_CHARACTER = 60.0, 5e-5
 
 
@@ -204,9 +204,9 @@ class JsonTokenizer:
                 for encoding in encodings]
 
     def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
-        """What a method of the tokenizers package gives for the texts. Raises UserError if it fails, or does not end.
+        """Calls a method of the tokenizers package on the texts. Raises UserError if it fails or takes too long.
 
-        Its Rust code cannot be interrupted, so it runs in a thread, which is left behind if it takes too long.
+        Its Rust code cannot be interrupted, so it runs in a thread, which is abandoned if it takes too long.
         """
         results, errors = [], []
 
@@ -259,7 +259,7 @@ def _refused(what: str) -> Iterator[None]:
 
 @contextmanager
 def _panics_silenced() -> Iterator[None]:
-    """Drops what Rust prints to file descriptor 2 if it panics; if it does not, what was printed there follows."""
+    """Holds back output to file descriptor 2: drops it if Rust panics, else prints it at the end."""
     if not REDIRECTING.acquire(blocking=False):
         yield
         return
@@ -267,7 +267,7 @@ def _panics_silenced() -> Iterator[None]:
         with ExitStack() as opened:
             try:
                 file, screen = opened.enter_context(tempfile.TemporaryFile()), os.dup(2)
-            except OSError:  # no room for the file, or nothing is open at 2
+            except OSError:  # no room for the file, or file descriptor 2 is closed
                 yield
                 return
             os.dup2(file.fileno(), 2)

@@ -161,7 +161,7 @@ def _dtypes(run: SavedRun, folder: Folder | None, dtype: str | None) -> Callable
         if folder is None:
             return own
         found = folder.tensors.get(name) or next(iter(folder.tensors.values()))
-        if found.dtype in FP8:  # what is dequantized is written in the dtype of the others
+        if found.dtype in FP8:  # dequantized tensors are written in the dtype of the other tensors
             return "BF16"
         return found.dtype if found.dtype in NAMES.values() else own
 

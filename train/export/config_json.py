@@ -53,7 +53,7 @@ def _updated(model: Keys, folder: Mapping[str, Any]) -> Raw | None:
     family = FAMILIES.get(folder.get("model_type"))
     if family is None:
         return None
-    raw = {key: value for key, value in folder.items() if key != "quantization_config"}  # it is written unquantized
+    raw = {key: value for key, value in folder.items() if key != "quantization_config"}  # weights are unquantized
     raw["architectures"] = [family.architecture]
     if family.predicts:
         raw["num_nextn_predict_layers"] = 0
@@ -108,7 +108,7 @@ def _same(key: str, model: Keys, value: Any, found: Keys) -> bool:
 
 
 def _scale(model: Keys) -> float:
-    """What the scores are multiplied with: `model.attention_scale`, 0 standing for 1/sqrt(width of a head in them)."""
+    """Returns the factor of the scores: `model.attention_scale`; if that is 0, 1/sqrt(a head's width in the scores)."""
     rotated = model["mla_d_rope"] if model["attention_kind"] == "mla" else 0
     return model["attention_scale"] or (model["d_head"] + rotated) ** -0.5
 
@@ -129,8 +129,8 @@ def _rope(model: Keys) -> Raw:
 
 
 def _rope_of_latents(model: Keys) -> Raw:
-    """DeepSeek-V3: mscale_all_dim has what YaRN multiplies scores with, mscale that times what it multiplies heads
-    with."""
+    """DeepSeek-V3: mscale_all_dim gives YaRN's factor of the scores; mscale gives this factor times YaRN's factor of
+    the heads."""
     raw, scaling = _rope(model), model["rope_scaling"]
     if len(scaling) == 5 and scaling[0] > 1:
         stretch = math.sqrt(_scale(model) / _scale({**model, "attention_scale": 0.0}))
@@ -160,7 +160,7 @@ def _by_step(model: Keys) -> Raw:
 
 
 def _after_the_first(model: Keys) -> Raw:
-    """DeepSeek-V3: the first layers are dense; no layer predicts further ahead."""
+    """DeepSeek-V3: the first layers are dense; no layer predicts further tokens."""
     return {"first_k_dense_replace": model["dense_layers"], "num_nextn_predict_layers": 0}
 
 

@@ -14,8 +14,8 @@ from bytescope.train.run.workdir import require_utf8
 
 
 def refuse_used(out: Path, force: bool) -> None:
-    """Raises UserError where `out` is more than an empty folder, or with `force` than one that holds a model; and for a
-    path that is not valid UTF-8."""
+    """Raises UserError if `out` exists and is neither an empty folder nor, with `force`, a folder with a model; and for
+    a path that is not valid UTF-8."""
     require_utf8(out)
     if not os.path.lexists(out):
         return

@@ -59,7 +59,7 @@ class SavedRun:
         """The checkpoint of `step`, by default the newest one, of the run in `workdir`.
 
         Raises:
-          UserError: there is no run, no such checkpoint, what is there is damaged, or the path is not valid UTF-8.
+          UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
         """
         if not os.path.isfile(workdir / "config.json"):  # False for a name that no file can have
             raise UserError(f"{workdir} holds no run: give the folder that bytescope train wrote, with its config.json")
@@ -99,7 +99,7 @@ class SavedRun:
 
     @property
     def remedy(self) -> str:
-        """What to do if this checkpoint cannot be used, for messages."""
+        """The remedy in error messages if this checkpoint cannot be used."""
         others = [str(step) for step in _steps(self.workdir) if step != self.step]
         return f"choose another with --step={others[-1]}" if others else "there is no other checkpoint"
 

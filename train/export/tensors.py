@@ -152,9 +152,9 @@ def arrays(tensors: list[Tensor], parameters: Parameters, model: ModelConfig
 
 
 def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iterator[np.ndarray]:
-    """The pieces of a tensor, from those of the parameters that share it; `row`: of the first."""
+    """Yields the pieces of a tensor from the pieces of the parameters that share it. row: the first parameter's row."""
     axis, inner = Pattern.of(row.pattern).axis_of(row.parts[row.part]) if row.parts else (0, False)
-    if inner:  # rows of each parameter alternate, by the letter before theirs
+    if inner:  # the parameters' rows alternate along the letter before their own
         for pieces in zip(*columns, strict=True):
             rows = [piece.reshape(-1, sizes[part], piece.shape[-1])
                     for piece, part in zip(pieces, row.parts, strict=True)]
@@ -167,12 +167,12 @@ def _joined(columns: list[Iterator[np.ndarray]], row: Row, sizes: Sizes) -> Iter
 
 
 def _pieces(ours: np.ndarray | Slices, row: Row, sizes: Sizes, tensor: Tensor, count: int) -> Iterator[np.ndarray]:
-    """A parameter as it is on disk, `count` of its rows at a time, without the padding of the vocabulary and in the
-    dtype to write."""
+    """Yields a parameter in its layout on disk, `count` rows at a time, without vocabulary padding, in the dtype to
+    write."""
     pattern, dtype = Pattern.of(row.pattern), READABLE[tensor.dtype]
     outer = pattern.outer
     kept = [sizes[letter] for letter in pattern.ours]
-    if pattern.ours[outer] == pattern.paired:  # its rows are in another order
+    if pattern.ours[outer] == pattern.paired:  # rows on disk are in another order
         count = ours.shape[outer]
     # Each padded row, too, is read: the checksum has it.
     for start in range(0, ours.shape[outer], count):

@@ -108,10 +108,10 @@ class Answers:
         self._file.close()
 
     def add(self, row: Row, answer: Running, text: str | None) -> None:
-        """Appends one answer; it is on its way to the disk when this returns.
+        """Appends one answer and flushes it to the operating system.
 
         Raises:
-          UserError: it cannot be written.
+          UserError: the answer cannot be written.
         """
         line = {"row": row.number, "prompt": row.prompt, "tokens": list(answer.answer), "text": text,
                 "ended": answer.ended, "request": row.digest}
@@ -119,7 +119,7 @@ class Answers:
             self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
             self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # what is buffered cannot be written either
+            with contextlib.suppress(OSError):  # buffered bytes cannot be written either
                 self._file.close()
             raise UserError(f"--out={self.path} cannot be written ({error.strerror}): {disk_remedy(error)}copy it to "
                             "another place; the same command answers the rest") from None

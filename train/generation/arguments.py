@@ -13,8 +13,8 @@ from bytescope.memory.generation.arguments import add_devices, add_dtype, add_po
 from bytescope.memory.units import parse_bytes
 from bytescope.train.errors import UserError
 
-# The temperature of the sample at the end of a run, too. Models that were trained for minutes repeat their most likely
-# token.
+# TEMPERATURE also holds for the sample at the end of a run. At 0, models that were trained for minutes repeat their
+# most likely token.
 MAX_TOKENS, TEMPERATURE = 256, 0.8
 
 
@@ -33,13 +33,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
     parser.add_argument("--max-tokens", type=int, metavar="N", help=f"maximum new tokens per answer (default "
-                        f"{MAX_TOKENS}, or what the model has room for behind the prompt)")
-    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="T", help="of sampling (default "
-                        f"{TEMPERATURE}); 0 takes the most likely token, with which small models repeat themselves")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens, and "
-                        "from those as likely as the last of them, as transformers does")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens, "
-                        "whose probabilities together come to P")
+                        f"{MAX_TOKENS}, or the model's room after the prompt if that is less)")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE, metavar="T", help="sampling "
+                        f"temperature (default {TEMPERATURE}); 0 takes the most likely token, with which small models "
+                        "repeat themselves")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens, "
+                        "including ties with the K-th, as transformers does")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens "
+                        "whose probabilities add up to P")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the top "
                         "probability")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; row N of a file has seed + "

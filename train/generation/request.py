@@ -72,7 +72,7 @@ class Running:
 
 
 def request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Asked:
-    """What the flags of a command ask of `source` for a prompt."""
-    most = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
-    return Asked(tokens, most, frozenset() if args.ignore_end else source.ends, args.temperature, args.top_k,
+    """Returns the request that a command's flags make to `source` for a prompt."""
+    max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
+    return Asked(tokens, max_tokens, frozenset() if args.ignore_end else source.ends, args.temperature, args.top_k,
                  args.top_p, args.min_p, args.seed if seed is None else seed)

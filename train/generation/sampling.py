@@ -37,7 +37,7 @@ def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
     scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
     order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
     sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
-    # Tokens as likely as the k-th stay, too.
+    # Tokens as likely as the k-th stay too.
     last_B1 = jnp.clip(draws.top_k_B, 1, scaled_BV.shape[-1])[:, None] - 1
     kept_BV = (draws.top_k_B[:, None] == 0) | (sorted_BV >= jnp.take_along_axis(sorted_BV, last_B1, axis=-1))
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, least), axis=-1)

@@ -133,7 +133,7 @@ def _show_tokens(source: Source, found: Sequence[Scored]) -> None:
 
 
 def _rows(scored: dict[int, list[Scored]]) -> str:
-    """A row of JSON for each text."""
+    """Returns one line of JSON per text."""
     lines = []
     for number, found in scored.items():
         row = {"row": number, "tokens": [token for one in found for token in one.tokens],

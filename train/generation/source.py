@@ -103,7 +103,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     tokenizer: Tokenizer | None = None
     if os.path.isfile(path / "tokenizer.json"):
         tokenizer = load_tokenizer(str(path), "the tokenizer of the folder", "parse")
-    elif config.data.tokenizer == ByteTokenizer.name:  # of a vocabulary of 256, which train reads as bytes, too
+    elif config.data.tokenizer == ByteTokenizer.name:  # train reads a vocabulary of 256 as bytes too
         tokenizer = ByteTokenizer()
     if packed:
         def read(model: Model, tell: Tell) -> Any:

@@ -103,7 +103,7 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of `sizes` (one per axis of AXES, at most one of them -1) over `devices`.
 
     Raises:
-      ValueError: sizes that do not multiply to the number of devices; the message names the size that is wrong.
+      ValueError: the product of the sizes is not the number of devices; the message names the wrong size.
     """
     shown = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
     free = [axis for axis in AXES if sizes[axis] == -1]
@@ -111,7 +111,7 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
         raise ValueError(f"mesh {shown}: give sizes of 1 or more, and at most one -1")
     left = len(devices)
     taken: list[str] = []
-    # Sizes that divide the number of devices come first: the other ones are to be named.
+    # Sizes that divide the number of devices come first, so that the message names one that does not.
     for axis in sorted(set(AXES) - set(free), key=lambda axis: (len(devices) % sizes[axis] > 0, AXES.index(axis))):
         size = sizes[axis]
         if left % size:

@@ -221,10 +221,10 @@ class Layout(Placement):
         d_w = self.reduced(d_w)
         replicated = self._size(("tensor",)) > 1 and not any("tensor" in self.mesh_axes(axis) for axis in axes)
         if replicated and self.manual == ("stage",):
-            # The product of a parameter that tensor ranks replicate, such as a router. Asked for a shard of it at once,
-            # XLA's partitioner computes a part on each tensor rank, and sends the parts to the devices that keep them
-            # by a permute, for which the CPU waits for all stages. Asked for the whole first, it sums and slices; its
-            # GPU compiler makes that one reduce-scatter.
+            # The gradient of a parameter that tensor ranks replicate, such as a router. If only a shard is requested,
+            # XLA's partitioner computes a part on each tensor rank and sends the parts to their devices by a permute,
+            # for which the CPU waits for all stages. If the whole gradient is requested first, XLA sums and slices;
+            # its GPU compiler turns both into one reduce-scatter.
             d_w = self._constrain(d_w, self.spec(axes))
         return self.total(d_w, axes)
 

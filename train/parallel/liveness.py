@@ -100,8 +100,8 @@ class Link:
             print(f"{self.label}warning: {line}", file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
-        """Tells the others once in a while what this process does, looks whether any of them is stuck, and warns once
-        of open files: Gloo keeps each connection that a stranger made to its port."""
+        """Every BEAT_S seconds, sends the other processes what this process does, and checks whether any process is
+        stuck. Warns once of many open files: Gloo keeps every connection to its port, also from other programs."""
         if (now := time.monotonic()) < self._beat + BEAT_S:
             return
         self._beat, silent = now, self._stalls.silent()

@@ -22,7 +22,7 @@ from bytescope.train.run.signals import INTERRUPTED, leave_at_once
 LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX",
              "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 FLAGS = ("coordinator", "process", "processes")
-LONGEST_S = 10**6  # seconds to wait for other processes, to connect or to go on: eleven days
+LONGEST_S = 10**6  # maximum seconds to wait until other processes connect or continue: eleven days
 NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
 
 
@@ -163,8 +163,8 @@ ALONE = Processes()
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:
     """Joins the processes of the run. Call before jax starts a backend.
 
-    address: what `find` made of `args`. stall_timeout: seconds without a step after which the slow process is named,
-    a silent one after a quarter of it; 0: never. However long a process is stopped, nothing is ended.
+    address: what `find` made of `args`. stall_timeout: seconds without a step after which the straggler is named, a
+    quarter of it if the straggler is silent; 0: never. A stopped process does not end the run, however long it lasts.
 
     Raises:
       UserError: a port that is taken.
@@ -189,9 +189,8 @@ def _start_jax(address: Address, timeout: float) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     if address.index:
         _await_port(address, timeout)
-    # jax's heartbeat would abort all processes when one of them is stopped for its 100 seconds. The link finds all that
-    # the heartbeat finds: a process that died, a machine that is gone (rendezvous.KEEPALIVE); Stalls names one that is
-    # stopped.
+    # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
+    # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
     here = own_address(address.host)  # jax's coordinator asks nobody who he is: it listens where it must
     jax.distributed.initialize(
         str(address), address.count, address.index, initialization_timeout=int(timeout),

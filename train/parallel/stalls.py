@@ -1,7 +1,7 @@
-"""Finds the process that holds the others up, from the messages that each sends every second.
+"""Finds the straggler from the messages that each process sends every second.
 
-A process that is stopped, swapped out or stuck in the kernel sends no messages; one that waits for others goes on
-sending what it waits in. Nothing is ended: the slow process may come back.
+A process that is stopped, swapped out or stuck in the kernel sends no messages; a process that waits for others keeps
+sending where it waits. No process is ended, because the straggler may recover.
 """
 
 import time
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 BEAT_S = 1.0  # seconds between two messages of a process
 SILENT_S = 5.0  # without a message for so long a process counts as silent
-# A silent process is named after this share of the timeout: a long step explains why nothing moves, but no silence.
+# A silent process is named after this share of the timeout: a long step can delay other processes, but does not stop
+# messages.
 SILENT_SHARE = 0.25
 NAMED = 4  # processes that a line names
 
@@ -40,7 +41,7 @@ class Stalls:
         self._heard[index] = (self._clock(), where)
 
     def silent(self, seconds: float = 0.0) -> Mapping[int, str]:
-        """Processes without a message for `seconds`, at least SILENT_S -> what each was last seen doing."""
+        """Returns process -> its last known activity, for processes that sent no message for max(seconds, SILENT_S)."""
         now, limit = self._clock(), max(seconds, SILENT_S)
         return {index: where for index, (at, where) in sorted(self._heard.items()) if now - at > limit}
 

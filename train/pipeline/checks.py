@@ -65,7 +65,7 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
     """Checks that no collective of a compiled step waits for devices of a stage that skips it.
 
     Raises:
-      ValueError: the first collective that does, with the remedy.
+      ValueError: names the first collective that does, with the remedy.
     """
     module, devices = compilation.program.module, mesh.devices.flat
     axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.of_compiled(compilation.compiled)

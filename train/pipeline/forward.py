@@ -25,7 +25,7 @@ class PipelineForward:
 
     def hidden(self, params: Any, tokens_BL: jax.Array, frozen: Any = None,
                segments_BL: jax.Array | None = None, real_BL: jax.Array | None = None) -> jax.Array:
-        """The normed output of the last block, [B, L, D] in the compute dtype. Arguments as of
+        """Returns the normed output of the last block, [B, L, D] in the compute dtype. Arguments as for
         `Transformer.hidden_and_load`."""
         model = nnx.merge(self.graph, joined(params, frozen))
         packed = model.packed(segments_BL, real_BL)
@@ -57,9 +57,9 @@ class PipelineForward:
 
     def loss(self, cross_entropy: Callable[..., jax.Array],
              mask: Callable[[Batch], jax.Array | None]) -> Callable[..., Any]:
-        """As `train.loss_fn.make_loss` has it, for evaluation alone: auxiliary losses and loads are left out.
+        """Returns a loss like `train.loss_fn.make_loss`, only for evaluation: without auxiliary losses and loads.
 
-        `mask`: as of `PipelineGradients`.
+        `mask`: see `PipelineGradients`.
         """
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
             model = nnx.merge(self.graph, joined(params, frozen))

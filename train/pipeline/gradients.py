@@ -178,7 +178,7 @@ class _Run:
         return model.begin(tokens_BL, own.key_B, own.packed)
 
     def _forward(self, carry: dict[str, Any], table: Ticks) -> jax.Array:
-        """The output of each stage [stages, B, L, D]; stash, loads and pool are replaced in the carry."""
+        """Returns the output of each stage [stages, B, L, D]; replaces stash, loads and pool in the carry."""
         entering = when(table.enter >= 0, lambda x: self._begin(self.rest, jnp.maximum(table.enter, 0)),
                         jnp.zeros(*self._stream), self._once)
         stage, chunk = self.whole.schedule.place_of(0)
@@ -252,7 +252,7 @@ class _Run:
     def _backward(self, carry: dict[str, Any], table: Ticks, d_end: jax.Array) -> jax.Array:
         """The gradient of each stage's input [stages, B, L, D]; sums of gradients are replaced in the carry."""
         stage, chunk = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
-        # All layers of a micro-batch have run before the first of them runs backward.
+        # All layers of a micro-batch have run forward before any of them runs backward.
         busy_AE = None if carry["pool"] is None else self._pooled(carry)[:, 0]
 
         def backward(unit, counts, d, d_end, stash, sums, stacks, fixed, busy_AE, micros):
@@ -277,7 +277,7 @@ class _Run:
         return self._stream_of(d)
 
     def _pooled(self, carry: dict[str, Any]) -> jax.Array:
-        """Of each micro-batch, the shares of `pool` as means over all layers that have experts, [A, 2, E]."""
+        """Returns the shares of `pool` of each micro-batch, averaged over all layers that have experts, [A, 2, E]."""
         layers = sum(len(unit.rows.places) for unit in self.whole.units if unit.routed)
         return carry["pool"].sum(0) / layers
 

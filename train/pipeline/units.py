@@ -31,8 +31,8 @@ STAGE = "stage"
 class Micro:
     """What the blocks read of a micro-batch besides the residual stream.
 
-    keys: data of the dropout keys [B, ...], None without dropout. packed: examples and padding of rows. tokens: counted
-    ones, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
+    keys: data of the dropout keys [B, ...], None without dropout. packed: examples and padding of rows. tokens: number
+    of counted tokens, int32. coefficients: of the balance and z losses of a layer, float32 [2], zeros without experts.
     """
 
     keys: jax.Array | None
@@ -67,10 +67,10 @@ class StackUnit:
     dtypes: list = dataclasses.field(default_factory=list)
 
     def _pullback(self, x_BLD: jax.Array, own: Any, fixed: Any, number: jax.Array, micro: Micro) -> tuple:
-        """((y_BLD, what the auxiliary losses are made of), pullback, load) of one layer.
+        """Returns ((y_BLD, losses), pullback, load) of one layer.
 
-        The second is the balance and z losses [2]; with a pooled balance loss, which has parts of all layers, it is the
-        mean scores of the experts and the z loss [E + 1].
+        losses: the balance and z losses [2]; with a pooled balance loss, which needs all layers, the mean scores of the
+        experts and the z loss [E + 1].
         """
         def run(x_BLD, own):
             y_BLD, load = self.block(x_BLD, joined(own, fixed), number, micro.key_B, micro.packed)
@@ -95,12 +95,12 @@ class StackUnit:
     def forward(self, unit: jax.Array, count: jax.Array, first: jax.Array, x_BLD: jax.Array, stash: Leaves,
                 own: Any, fixed: Any, load: Load | None, pool: jax.Array | None,
                 micro: Micro) -> tuple[jax.Array, Leaves, Load | None, jax.Array | None]:
-        """(output of the chunk; stash, sums of loads and `pool` with what its layers add).
+        """Returns (the chunk's output, then stash, load and `pool` with the values of its layers added).
 
         `unit`: micro-batch, chunk, slot. `count`, `first`: layers, and the number of the first, of each chunk.
         `own`, `fixed`: trained and frozen parameters, [rows of the stage, ...]. `stash`: [slots, rows of a chunk, ...].
-        `pool`: of each micro-batch the sums over layers of each expert's share of the choices and of the scores,
-        float32 [A, 2, E]; None without a pooled balance loss.
+        `pool`: each expert's share of the choices and of the scores, summed over layers, for each micro-batch, float32
+        [A, 2, E]; None without a pooled balance loss.
         """
         number, chunk, slot = unit
 
@@ -129,15 +129,16 @@ class StackUnit:
 
     def backward(self, unit: jax.Array, count: jax.Array, first: jax.Array, d_BLD: jax.Array, stash: Leaves, own: Any,
                  fixed: Any, sums: Any, busy_AE: jax.Array | None, micro: Micro) -> tuple[jax.Array, Any]:
-        """(gradient of the chunk's input, sums of gradients with those of its layers); arguments as of `forward`.
+        """Returns (gradient of the chunk's input, sums with the gradients of its layers added). Arguments as for
+        `forward`.
 
-        `busy_AE`: each expert's share of the choices of a micro-batch, mean over all layers; None without a pooled
-        balance loss.
+        `busy_AE`: each expert's share of a micro-batch's choices, mean over all layers; None without a pooled balance
+        loss.
         """
         number, chunk, slot = unit
         d_losses = micro.coefficients
         if self.routed and busy_AE is not None:
-            # The gradient of E sum(busy * shares) in the shares of a layer; the choices have none.
+            # The gradient of E sum(busy * shares) with respect to a layer's shares; choices have no gradient.
             d_shares = micro.coefficients[0] * busy_AE.shape[1] * busy_AE[number]
             d_losses = jnp.append(d_shares, micro.coefficients[1])
 

@@ -20,7 +20,7 @@ from bytescope.train.planning.run_peak import loop_overhead
 from bytescope.train.program import Program, build
 from bytescope.train.run.failures import too_big
 
-# Host memory without which no variant is compiled: the kernel would end the process before it has said anything.
+# Minimum host memory to compile variants: with less, the kernel would kill the process before it prints anything.
 COMPILE_BYTES = 2**30
 
 
@@ -28,8 +28,8 @@ def refuse(report: Report, program: Program, command: Command, tell: Callable[[s
            each_s: float = 0.0) -> NoReturn:
     """Raises DoesNotFit for a step that a device has not the memory for, before anything is allocated.
 
-    Its advice has the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), if the
-    program is that of one process (what several compile, they have to compile together) and the host has COMPILE_BYTES.
+    The advice includes the cheapest change that fits, found by compiling (memory/findings/remedies/advice.py), if the
+    program runs in one process (several processes must compile together) and the host has COMPILE_BYTES.
 
     Args:
       command: what the run was started with, for the `fit` command. tell: called with a line before each compile.

@@ -18,7 +18,7 @@ examples:
   bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
   bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=e.html
   bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
-  bytescope quantize llama_70b h100              its memory alone, of any config
+  bytescope quantize llama_70b h100              only its memory, for any config
 
 The text to calibrate on should be like what the model will read. Where no
 --held-out is given, the end of it measures perplexity and calibrates nothing.
@@ -37,9 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
                     description="Write a model with its products in 4 bits, scaled by what a text shows (AWQ).")
     parser.add_argument("source", type=user_path, metavar="RUN_OR_FOLDER", help="the directory of a run, as train "
                         "wrote it, or a folder as Hugging Face has it")
-    parser.add_argument("out", type=user_path, metavar="OUT|TARGET", nargs="?", help="a new or empty folder; without "
-                        "--calibrate the target: show the bytes that it would take on this device, which need not be "
-                        "here, and write nothing; for a config, too")
+    parser.add_argument("out", type=user_path, metavar="OUT|TARGET", nargs="?", help="OUT: a new or empty folder "
+                        "to write. TARGET, without --calibrate: the device whose memory use to show, which need not be "
+                        "present; writes nothing, and works for a config too")
     parser.add_argument("--target", metavar="TARGET", help="the target, by flag")
     keep_old_flag(parser, "--plan", "--target")
     parser.add_argument("--calibrate", type=user_path, metavar="TEXT", help="text whose activations decide the "
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=64, metavar="N", help="maximum number of sequences to calibrate "
                         "on (default 64)")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a sequence to calibrate on, or "
-                        "the model's maximum where that is less (default 512)")
+                        "the model's maximum if that is less (default 512)")
     add_dtype(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of a run the checkpoint of this step (default: newest)")
     parser.add_argument("--limit", metavar="SIZE", help="bytes of the device to use, such as 20GiB (default: all that "
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                 raise UserError(f"{shown}={value} with the target {args.target}, for which nothing is written: leave "
                                 "one of them out")
     elif args.out is None:
-        raise UserError("give OUT, a new or empty folder to write, or a target for the memory alone")
+        raise UserError("give OUT, a new or empty folder to write, or a target to show only the memory")
     if args.bits != BITS:
         raise UserError(f"--bits={args.bits}: weights of {BITS} bits are written; leave it out")
     for name, least in (("samples", 1), ("length", 2)):
@@ -103,13 +103,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _target(text: str) -> str:
-    """The target in the place of OUT. Raises UserError for a folder's name: there is nothing to calibrate on."""
+    """Returns the target in the place of OUT. Raises UserError for a folder's name, because --calibrate is missing."""
     from bytescope.memory.devices.targets import names
 
     if text.partition(":")[0].lower() not in names():
         near = did_you_mean(text, names())
-        raise UserError(f"{text} is no target{f' ({near})' if near else ''}, and to write it as a folder needs text: "
-                        "give --calibrate=TEXT, a file of text like what the model will read")
+        raise UserError(f"{text} is not a target{f' ({near})' if near else ''}: to write it as a folder, give "
+                        "--calibrate=TEXT, a file of text like what the model will read")
     return text
 
 

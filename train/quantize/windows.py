@@ -19,7 +19,7 @@ ROWS = 4  # windows in one call of a program at most
 def windows_of(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np.ndarray]:
     """(calibration, held-out) windows, int32 [windows, length]; numbers of both are multiples of `rows_of` them.
 
-    length: `--length`, at most the positions of the model.
+    length: `--length`, or the model's maximum number of positions if that is less.
 
     Raises:
       UserError: a file cannot be read, or is too short.

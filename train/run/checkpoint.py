@@ -2,8 +2,8 @@
 
 Orbax renames a finished checkpoint into place, so a kill leaves either all of it or none. It does
 not notice a flipped byte, however: each checkpoint therefore carries one checksum per array, computed
-on the device and independent of the mesh. A state that does not match them is damaged. The first checkpoint of a run is
-read back before the run goes on.
+on the device and independent of the mesh. A state that does not match its checksums is damaged. The first
+checkpoint of a run is read back before training continues.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _METADATA_SHAPE = {"item_handlers": (dict, str), "metrics": (dict,), "performanc
                    "init_timestamp_nsecs": (int,), "commit_timestamp_nsecs": (int,), "custom_metadata": (dict,)}
 _METRICS_SHAPE = {"eval_loss": (int, float)}
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-# Seconds for which values of a run's first checkpoint are read back; arrays that are left then are only opened.
+# Maximum seconds for reading back the values of a run's first checkpoint; the remaining arrays are only opened.
 READ_BACK_S = 10.0
 _PIECE_BYTES = 64 * 2**20  # bytes of an array that are read at once
 
@@ -140,8 +140,8 @@ def _difference(saved: dict[str, str], wanted: dict[str, str]) -> str:
 
 
 def _damage_in(error: Exception) -> str:
-    """The damage of a checkpoint in words, for the error of reading it. A lack of memory or of file descriptors is no
-    damage: its error is raised again."""
+    """Describes a checkpoint's damage, given the error from reading it. Re-raises an error for a lack of memory or file
+    descriptors, which is not damage."""
     if "RESOURCE_EXHAUSTED" in str(error):
         raise error
     return " ".join(str(error).split())[:120] or type(error).__name__
@@ -169,8 +169,7 @@ def _has_shape(path: Path, shape: Mapping[str, tuple[type, ...]], required: bool
 def _read_from_disk(folder: Path, seconds: float) -> None:
     """Opens all arrays of a checkpoint, and compares their values with their checksums for at most `seconds`.
 
-    Needs no device; memory: the bytes of the largest array. Raises whatever Orbax, tensorstore and json raise for what
-    cannot be read.
+    Needs no device, and host memory for the largest array. Lets all errors of Orbax, tensorstore and json pass.
     """
     deadline = time.monotonic() + seconds
     meta = ocp.JsonCheckpointHandler().restore(folder / "meta")
@@ -187,7 +186,7 @@ def _read_from_disk(folder: Path, seconds: float) -> None:
             if time.monotonic() > deadline:
                 break
             array.read([(first, min(first + rows, array.shape[0])), *rest])
-    # Opens every array as a restore does. Last, since its error leaves tasks behind that print theirs later.
+    # Opens every array as a restore does. This comes last: if it fails, its background tasks print their errors later.
     with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
         handler.metadata(folder / "state")
 
@@ -220,10 +219,10 @@ class Checkpoints:
         self._was_read = False  # whether a checkpoint of this run was read back
 
     def _require_place(self, cause: Exception | None = None) -> None:
-        """Raises UserError if the folder of checkpoints was deleted or moved: Orbax would make another one.
+        """Raises UserError if the checkpoint folder was deleted or moved, because Orbax would create a new one.
 
-        A folder with another inode is the same one if a checkpoint of this run is in it: some network file systems
-        renumber.
+        A folder with another inode counts as the same folder if it contains a checkpoint of this run, because some
+        network file systems change inodes.
         """
         if not self._processes.first:
             return
@@ -236,7 +235,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """A context for writes, before and after which the folder of checkpoints must be where it was."""
+        """A context for writes that checks before and after that the checkpoint folder is in its place."""
         self._require_place()
         try:
             yield
@@ -250,14 +249,14 @@ class Checkpoints:
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
     def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
-        """Starts writing `state`; returns once it is copied off the device, so that it may be donated. The first
-        checkpoint of a run is waited for, and read back.
+        """Starts writing `state`; returns once it is copied off the device, so that it may be donated. For the first
+        checkpoint of a run, waits until it is written and reads it back.
 
         `eval_loss`: the held-out loss in nats per token, None where the step has no evaluation. `order`: of the rows of
         stacked layers (train/pipeline/rows.py).
 
         Raises:
-          UserError: the first checkpoint cannot be read back, or the folder of checkpoints was deleted or moved.
+          UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
         """
         state = portable(state)
         meta = {**dataclasses.asdict(position), "checksums": np.asarray(checksums(state)).tolist(),
@@ -270,7 +269,7 @@ class Checkpoints:
             self._read_back(position.step)
 
     def _read_back(self, step: int) -> None:
-        """Waits for a checkpoint and reads it. Raises UserError, and moves the checkpoint aside, if that fails."""
+        """Waits for a checkpoint and reads it. If that fails, moves the checkpoint aside and raises UserError."""
         self.wait()
         damage = ""
         if self._processes.first:
@@ -310,7 +309,7 @@ class Checkpoints:
         return None
 
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """The damage of a checkpoint, found as `restore` finds it; "" if there is none. Nothing is moved."""
+        """Returns the damage of a checkpoint by the checks of `restore`, or "" if there is none. Moves nothing."""
         read = self._read(step, portable(abstract), order)
         return read if isinstance(read, str) else ""
 
@@ -368,8 +367,8 @@ class Checkpoints:
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Returns when every started save is in place; raises the error of a save that failed, UserError if the folder
-        of checkpoints was deleted or moved."""
+        """Returns when every started save is in place. Raises the error of a failed save, or UserError if the
+        checkpoint folder was deleted or moved."""
         with self._in_place():
             self._manager.wait_until_finished()
         self._processes.gather(None)  # process 0 renames last

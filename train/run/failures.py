@@ -75,12 +75,12 @@ def explain(error: BaseException, report: Report | None, device: Any,
     report: of the step that runs. device: the one whose memory is measured. advice: what to do without memory, asked
     for when it is needed.
     """
-    # These first: Orbax calls a full disk and a lack of file descriptors RESOURCE_EXHAUSTED too.
+    # Checked first, because Orbax reports a full disk and a lack of file descriptors as RESOURCE_EXHAUSTED too.
     if disk := explain_disk(error):
         return disk
     if os.strerror(errno.EMFILE) in str(error) or _disk_failure(error)[0] == errno.EMFILE:
-        return UserError("this process has as many files open as it may: raise the limit with ulimit -n 4096 and run "
-                         "the same command again, a run resumes from its last checkpoint")
+        return UserError("this process has reached its limit of open files: raise the limit with ulimit -n 4096 and "
+                         "run the same command again; the run resumes from its last checkpoint")
     if "RESOURCE_EXHAUSTED" in str(error):
         return _out_of_memory(report, device, advice)
     return None

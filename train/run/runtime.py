@@ -1,4 +1,4 @@
-"""Limits and settings of the process that matter before jax starts, and two that libraries make necessary."""
+"""Process limits and settings that must be in place before jax starts, and two workarounds for libraries."""
 
 import contextlib
 import ctypes
@@ -27,12 +27,12 @@ except ImportError:  # not a Unix
     resource = None
 
 SETTLE_S = 0.5  # seconds for the threads of a failed read to end
-# Host memory that a start takes until the step's own memory is known: libraries, and compiling the smallest config
-# (jax 0.10.2 on a CPU; measured in a cgroup).
+# Host memory that a start takes before the step's memory is known: libraries, and compiling the smallest config (jax
+# 0.10.2 on a CPU; measured in a cgroup).
 START_BYTES = 320 * 2**20
-# Address space that threads take after jax has started: 8 MiB of stack each, and 64 MiB of a glibc arena for some.
+# Address space that threads take after jax has started: 8 MiB of stack per thread, and 64 MiB per glibc arena.
 THREADS_BYTES = 2**30
-# Open files: a start needs MIN_FILES (libraries, data, the arrays of a checkpoint); MAX_FILES are asked for.
+# Open files: a start needs MIN_FILES (libraries, data, a checkpoint's arrays), and requests MAX_FILES.
 MIN_FILES, MAX_FILES = 64, 65536
 _PROBE = ("import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
           "mmap.mmap(-1, int(sys.argv[1]))")
@@ -43,7 +43,8 @@ def check_limits() -> None:
     process without a message. Call before jax is imported.
 
     Raises:
-      UserError: too few open files. DoesNotFit: too little memory in the cgroup, or too little address space.
+      UserError: the limit of open files is too low.
+      DoesNotFit: the cgroup has too little memory left, or the address space is too small.
     """
     files = raise_file_limit()
     if files is not None and files < MIN_FILES:
@@ -60,27 +61,28 @@ def check_limits() -> None:
 
 
 def _starts() -> bool:
-    """Whether jax starts under the limits of this process; tried in another, which jax may abort."""
+    """Returns whether jax starts under the limits of this process, tried in a subprocess because jax may abort."""
     done = subprocess.run([sys.executable, "-c", _PROBE, str(THREADS_BYTES)], capture_output=True, check=False,
                           env={**os.environ, "JAX_PLATFORMS": "cpu"})
     return done.returncode == 0
 
 
 def raise_file_limit() -> int | None:
-    """Raises the soft limit of open files as far as allowed, up to MAX_FILES; returns it, None if there is no limit."""
+    """Raises the soft limit of open files as far as allowed, up to MAX_FILES. Returns the new limit, or None if there
+    is none."""
     if resource is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a system with a lower limit of its own
+        with contextlib.suppress(OSError, ValueError):  # the system may have a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def files_warning() -> str:
-    """A warning for a process that has 80 % of the files open that it may open; "" for all others."""
+    """Returns a warning if this process has 80 % or more of its permitted files open, else ""."""
     if resource is None:
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

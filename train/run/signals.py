@@ -20,7 +20,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Stop:
     """A context that, from `watch` on, turns SIGTERM, SIGINT and SIGHUP into `names`, so that the run saves and ends.
 
-    A SIGINT after any of them calls `at_once()`, which ends the process. After SIGHUP nothing is printed any more. A
+    A SIGINT after any of them calls `at_once()`, which ends the process. After SIGHUP nothing more is printed. A
     signal that is ignored from outside, as SIGHUP by nohup, stays ignored.
     """
 
@@ -58,7 +58,7 @@ def surviving_output() -> Iterator[None]:
 
 
 def leave_at_once(note: str = "interrupted") -> NoReturn:
-    """Prints `note` and ends the process without waiting for anything. The next start discards what is half written."""
+    """Prints `note` and ends the process without waiting for anything. The next start discards partial output."""
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout.isatty():
             os.write(1, b"\r\x1b[2K\x1b[?25h")  # erases the progress bar, which had hidden the cursor

@@ -104,7 +104,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
 
 
 def passes(program: Program, sequences: int) -> str:
-    """How often the updates of the whole run read each of the training data's `sequences`, in words."""
+    """Describes how often all updates of the run read each of the training data's `sequences`."""
     steps = program.config.train.steps
     share = program.batch.rows_before(steps) / sequences
     if share < 1:
@@ -166,7 +166,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     printed.
 
     Raises:
-      ValueError: what `Program.compile_for_report` refuses.
+      ValueError: `Program.compile_for_report` refuses the step.
     """
     began = time.perf_counter()
     with console.status("compiling the step"):
@@ -198,7 +198,7 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
     """The compiled step, its report in the run directory, once it is known to fit.
 
     Raises:
-      DoesNotFit: it does not, with advice. UserError: what `Program.compile_for_report` refuses.
+      DoesNotFit: the step does not fit; the message has advice. UserError: `Program.compile_for_report` refuses it.
     """
     def advice() -> list[str]:
         return remedies.advice_without_compiling(remedies.before_the_report(program), command)
@@ -208,7 +208,7 @@ def compile_or_refuse(program: Program, command: Command, workdir: Path, console
             compiled = compile_step(program, console, command)
     except UserError:
         raise
-    except ValueError as error:  # of `Program.compile_for_report`
+    except ValueError as error:  # from `Program.compile_for_report`
         raise UserError(str(error)) from error
     page = write_report(compiled.report, workdir) if processes.first else workdir
     summary.show(console, [("report", str(page))])

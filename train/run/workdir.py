@@ -44,10 +44,11 @@ def new_workdir(name: str) -> Path:
 
 
 def check_path(workdir: Path) -> None:
-    """Raises UserError for a path under which Orbax would write checkpoints that nobody can read.
+    """Raises UserError for a path from which Orbax could not read its own checkpoints.
 
-    Orbax searches the folder of a checkpoint by a glob pattern that begins with the whole path, unescaped
-    (merge_ocdbt_per_process_files in its ocdbt_utils.py): the pattern matches no folder, or that of another run.
+    Orbax searches a checkpoint's folder by a glob pattern that begins with the whole path, unescaped
+    (merge_ocdbt_per_process_files in its ocdbt_utils.py). With *, ? or [ the pattern matches no folder, or the folder
+    of another run.
     """
     require_utf8(workdir)
     path = os.path.abspath(workdir)
@@ -66,7 +67,7 @@ def require_utf8(folder: Path) -> None:
 
 
 def interrupted_note(workdir: Path) -> str:
-    """The last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that there is none."""
+    """Returns the last line of a run that Ctrl-C ends at once: the checkpoint to resume from, or that none is saved."""
     steps = [int(path.name) for path in (workdir / CHECKPOINTS).glob("*") if path.name.isdecimal()]
     if not steps:
         return "interrupted before the first checkpoint: nothing is saved"

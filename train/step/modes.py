@@ -12,7 +12,7 @@ from bytescope.train.step.state import Batch, Tally, TrainState, zero_tally
 
 
 def train_step(parts: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """(new state, metrics) after one micro-batch, a batch of the arrays of `batch_names`, int32 [B, L].
+    """Returns (new state, metrics) after one micro-batch, which has the arrays of `batch_names`, int32 [B, L].
 
     With MultiSteps only every k-th call updates the parameters; its metrics are those of the update.
     """

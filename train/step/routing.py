@@ -12,7 +12,7 @@ from bytescope.model.config import ModelConfig
 from bytescope.model.experts.layer import Load
 from bytescope.model.frozen import ROUTER_BIAS
 
-# What loss.balance_layers may be.
+# Values of loss.balance_layers.
 BALANCE_LAYERS = ("separate", "pooled")
 # Layers that have experts, and the experts of each; None without experts.
 Routed = tuple[int, int] | None
@@ -44,7 +44,7 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
     load_max: choices of the busiest expert over the mean, of the worst layer; load_mean: the same, mean over layers.
     idle_experts: those that no token chose, over all layers. dropped_share: choices that found no room.
     router_entropy: in nats. balance, router_z: the auxiliary losses without their coefficients, means over layers; a
-    pooled balance loss is one for all layers. Padding is in none of these.
+    pooled balance loss is one value for all layers. No metric counts padding.
     expert_load: choices of each expert over the mean of its layer [layers that have experts, experts].
     """
     if routing is None:

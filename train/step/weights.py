@@ -54,7 +54,7 @@ class Weights:
     def gradients(self, grads: Any) -> Any:
         """Gradients of one micro-batch as they are kept: their dtype and sharding."""
         def keep(grad, axes):
-            if is_hosted(grad):  # it is there already, with the same sharding
+            if is_hosted(grad):  # already in host memory, with the same sharding
                 return grad
             return self.layout.total(self.layout.reduced(grad), axes)
 

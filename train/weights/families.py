@@ -21,8 +21,9 @@ class Row:
     """One tensor as one parameter of ours, or a part of it.
 
     tensor: its name on disk. pattern: its layout (patterns.py). parts: where several parameters share a tensor, the
-    letters of each along the shared axis, in order; part: which of them this one is. In an axis of several letters the
-    last one may be shared: of "(h k) c" with parts k and u each h has k rows of the first and u of the second.
+    letters of each along the shared axis, in order; part: the index of this parameter in `parts`. In an axis of several
+    letters the last one may be shared: in "(h k) c" with parts k and u, each h has k rows of the first parameter, then
+    u rows of the second.
     """
 
     tensor: str
@@ -61,8 +62,8 @@ class Family:
     first where it is absent. dropouts: their rates, all to be equal, and the value of an absent one; dropout: whether
     ours, which is applied in more places, is the same. ignored: patterns of tensors without parameters in them. window:
     a row of hf_config.WINDOWS. rope: a row of hf_config.ROPES. routed: a row of hf_config.ROUTED, which layers have
-    experts. balance: a row of hf_config.BALANCES. predicts: tensors of layers past the last one, which predict tokens
-    further ahead, are ignored, as transformers does. expected: keys of hf_config.OTHERS that its files have.
+    experts. balance: a row of hf_config.BALANCES. predicts: whether tensors of layers past the last one, which predict
+    further tokens, are ignored, as in transformers. expected: keys of hf_config.OTHERS that its files have.
     """
 
     architecture: str
@@ -269,7 +270,7 @@ FAMILIES: Mapping[str, Family] = {
          "router_renormalize": Field("norm_topk_prob", False)},
         SILU, {**MIXTURE, "qk_norm": True}, needs={"attention_bias": (False,)}, ignored=BUFFERS, window="all, if used",
         routed="by step"),
-    # Norms of latents have 1e-6 whatever rms_norm_eps says.
+    # Norms of latents have epsilon 1e-6, whatever rms_norm_eps is.
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", "model.", DEEPSEEK_ROWS, DEEPSEEK_FIELDS, SILU,
         {**LLAMA, "attention_kind": "mla", "router": "sigmoid", "router_bias": True},

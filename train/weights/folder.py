@@ -26,16 +26,16 @@ from bytescope.train.weights.header import Tensor, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # of a repository: OWNER/NAME
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # a repository's OWNER/NAME
 LONGEST = 64 * 2**20  # bytes of a JSON file that is read at all; the largest published index has 8 MB
-# The format's name of a dtype in 8 bits -> NumPy's.
+# The format's name of an 8-bit dtype -> the NumPy dtype.
 FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 State = tuple[int, int]  # of a file: bytes, time of its last change in ns
 SAMPLED = 1 << 16  # bytes at either end of a file's data that the fingerprint has
-CHECKED = 1 << 20  # values that are checked at once
-# Format's name of a float dtype -> an unsigned integer of its size, and the bits of its exponent.
+CHECKED = 1 << 20  # number of values that are checked at once
+# Format's name of a float dtype -> the unsigned integer of its size, and the mask of its exponent bits.
 EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80),
-             "F8_E4M3": (np.uint8, 0x7F)}  # the whole number: e4m3fn has no infinity, and one NaN of each sign
+             "F8_E4M3": (np.uint8, 0x7F)}  # all bits but the sign: e4m3fn has no infinity, and one NaN of each sign
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Folder:
         tensor = self.tensors[name]
         state = self._same(tensor.file)
         try:
-            if tensor.dtype in FP8:  # which the library does not give as NumPy arrays
+            if tensor.dtype in FP8:  # safetensors returns no NumPy arrays of these dtypes
                 view = np.memmap(self.path / tensor.file, FP8[tensor.dtype], "r", tensor.start, tensor.shape)
             else:
                 view = _opened(str(self.path / tensor.file), state).get_slice(name)
@@ -138,16 +138,16 @@ class Folder:
 
 
 def count_non_finite(array: np.ndarray, dtype: str) -> int:
-    """Returns how many values of an array are NaN or infinite; 0 for integers. dtype: the format's name of its dtype.
+    """Counts the values of an array that are NaN or infinite; 0 for integers. dtype: the format's name of its dtype.
 
-    In both cases all bits of the exponent are set. NumPy's isfinite is ten times slower for 16 bits.
+    Both kinds of value have all exponent bits set. NumPy's isfinite is ten times slower for 16 bits.
     """
     if dtype not in EXPONENTS:
         return 0
     integers, exponent = EXPONENTS[dtype]
     bits = array.view(integers).reshape(-1)
     count = 0
-    for start in range(0, bits.size, CHECKED):  # a few at a time: the results take as much memory as the values
+    for start in range(0, bits.size, CHECKED):  # in pieces: the results take as much memory as the values
         count += int(np.count_nonzero((bits[start:start + CHECKED] & integers(exponent)) == exponent))
     return count
 

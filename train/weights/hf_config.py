@@ -23,19 +23,19 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (), "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor")}
-# Families whose architecture our model lacks: model_type -> what is missing.
+# model_type of a family that cannot be read -> the features that our model lacks.
 MISSING: Mapping[str, str] = dict.fromkeys(("llama4", "llama4_text"), (
     "layers without rotary positions, attention in chunks of positions, norms of queries and keys without weights, and "
     "experts that weigh their input")) | {"gpt_oss": (
     "attention sinks, biases of experts, the clamped gate of their MLPs, and weights in MXFP4")}
-EXPERTS = "experts, which are read of Mixtral, Qwen3-MoE and DeepSeek-V3 alone"
+EXPERTS = "experts, which are supported only for Mixtral, Qwen3-MoE and DeepSeek-V3"
 # Keys whose presence asks for something that a family does not have: (key, what it asks for).
 OTHERS = (
     ("auto_map", "code of its own, which is not run: give a folder of a model that transformers itself has"),
     ("text_config", "several modalities: give the folder of its text model alone"),
     ("vision_config", "several modalities: give the folder of its text model alone"),
     ("num_local_experts", EXPERTS), ("num_experts", EXPERTS), ("n_routed_experts", EXPERTS),
-    ("kv_lora_rank", "latent attention, which is read of DeepSeek-V3 alone"),
+    ("kv_lora_rank", "latent attention, which is supported only for DeepSeek-V3"),
     ("alibi", "ALiBi positions, which our model does not have"),
     ("peft_type", "an adapter, not a model: give the folder of its base model"),
 )
@@ -43,8 +43,8 @@ OTHERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A config.json as our model: `keys` of `config.model`; `window`: positions that a sliding window has, None where
-    every layer sees all; `balance`: keys of `loss` for a mixture."""
+    """A config.json as our model. `keys`: of `config.model`. `window`: positions of a sliding window, None if every
+    layer sees all. `balance`: keys of `loss` for a mixture."""
 
     family: Family
     keys: Mapping[str, Any]
@@ -59,8 +59,8 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
     known = {key for field in family.fields.values() for key in field.key.split("|")} if family else set()
     known |= set(family.expected) if family else set()
     if isinstance(name, str) and name in MISSING:
-        raise UserError(f"{where}: model_type={name} cannot be read: our model lacks {MISSING[name]}; families that "
-                        f"are read: {', '.join(FAMILIES)}")
+        raise UserError(f"{where}: model_type={name} cannot be read: our model lacks {MISSING[name]}; supported "
+                        f"families: {', '.join(FAMILIES)}")
     fp8_block(raw, where)
     for key, why in OTHERS:
         if raw.get(key) and key not in known:
@@ -72,19 +72,19 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def fp8_block(raw: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """(outputs, inputs) of a block that has one scale, of a config.json whose weights are in fp8; None where they are
-    not quantized. Raises UserError for other quantized weights."""
-    found = raw.get("quantization_config")
-    if not found:
+    """Returns the (outputs, inputs) of a block with one scale, if a config.json says that weights are in fp8; None if
+    they are not quantized. Raises UserError for other quantized weights."""
+    quantization = raw.get("quantization_config")
+    if not quantization:
         return None
     refused = f"{where}: quantization_config asks for quantized weights%s: give the folder of the bf16 weights"
-    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
         raise UserError(refused % "")
-    block = found.get("weight_block_size", [128, 128])
+    block = quantization.get("weight_block_size", [128, 128])
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise UserError(refused % f" with weight_block_size={_shown(block)}, and fp8 is read in blocks of two sizes")
-    if found.get("fmt", "e4m3") != "e4m3":
-        raise UserError(refused % f" with fmt={_shown(found['fmt'])}, and fp8 is read as e4m3")
+    if (fmt := quantization.get("fmt", "e4m3")) != "e4m3":
+        raise UserError(refused % f" with fmt={_shown(fmt)}, and fp8 is read as e4m3")
     return block[0], block[1]
 
 
@@ -198,12 +198,12 @@ class _Reader:
         values = self._yarn(found) if kind == "yarn" else found
         return theta, tuple(self.number(name, values.get(name), 1e-6) for name in SCALINGS[kind])
 
-    def _yarn(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """YaRN's numbers, absent ones as transformers has them."""
-        if found.get("truncate") not in (None, True):
-            raise UserError(f"{self.where}: truncate={_shown(found['truncate'])}: our model computes YaRN with whole "
-                            "numbers of pairs alone, truncate=true")
-        values = {key: value for key, value in found.items() if value is not None}
+    def _yarn(self, scaling: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns YaRN's numbers, with the defaults of transformers."""
+        if scaling.get("truncate") not in (None, True):
+            raise UserError(f"{self.where}: truncate={_shown(scaling['truncate'])}: our model computes YaRN only with "
+                            "whole numbers of pairs, truncate=true")
+        values = {key: value for key, value in scaling.items() if value is not None}
         original = self.number("original_max_position_embeddings", values.get("original_max_position_embeddings"), 1.0)
         if "factor" not in values:
             values["factor"] = self.count("max_position_embeddings", self.raw.get("max_position_embeddings")) / original
@@ -214,7 +214,8 @@ class _Reader:
         return {"beta_fast": 32.0, "beta_slow": 1.0, **values}
 
     def stretch(self, values: Mapping[str, Any], key: str) -> float:
-        """YaRN's factor of scores for a stretch of positions, `key` of it a coefficient (arXiv 2309.00071, 3.4)."""
+        """Returns YaRN's attention factor, 0.1 c ln(factor) + 1, where c is the value of `key`, or 1 if `key` is ""
+        (arXiv 2309.00071, section 3.4)."""
         factor = self.number("factor", values.get("factor"), 1e-6)
         coefficient = self.number(key, values[key]) if key else 1.0
         return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -242,7 +243,7 @@ def _ropes(reader: _Reader) -> dict[str, Any]:
 
 
 def _rope_of_latents(reader: _Reader) -> dict[str, Any]:
-    """DeepSeek-V3: where positions are stretched, scores are multiplied with the square of a factor, too."""
+    """DeepSeek-V3: if positions are scaled, scores are also multiplied by the square of YaRN's factor."""
     keys, raw = _rope(reader), reader.raw
     scaled = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if keys["rope_scaling"] and scaled.get("mscale_all_dim"):
@@ -281,21 +282,21 @@ def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]
 
 
 def _summed_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The load-balance loss of transformers: it sums over the k choices of a token, of which our loss is the mean, and
-    pools loads and scores over the layers. Value and gradient are theirs with k times their coefficient."""
+    """The load-balance loss of transformers sums over the k choices of a token, and pools loads and scores over the
+    layers. Our loss averages over the choices, so k times the coefficient gives the same value and gradient."""
     value = reader.raw.get("router_aux_loss_coef")
     coefficient = reader.number("router_aux_loss_coef", 0.001 if value is None else value)
     return {"balance": keys["experts_per_token"] * coefficient, "balance_layers": "pooled"}
 
 
 def _mean_balance(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3's loss is the mean over choices, for each layer (arXiv 2412.19437, section 2.1.2). transformers has
-    none, so the coefficient is 0 if config.json does not give it."""
+    """DeepSeek-V3's loss averages over the choices, for each layer (arXiv 2412.19437, section 2.1.2). transformers has
+    no loss for it, so the coefficient is 0 if config.json does not give one."""
     value = reader.raw.get("aux_loss_alpha")
     return {"balance": reader.number("aux_loss_alpha", 0.0 if value is None else value), "balance_layers": "separate"}
 
 
-# Keys of `loss` for a mixture, from the coefficient in config.json.
+# A family's load-balance loss -> keys of `loss`, with the coefficient in config.json.
 BALANCES: Mapping[str, Callable[[_Reader, Mapping[str, Any]], dict[str, Any]]] = {
     "sum over choices": _summed_balance, "mean": _mean_balance}
 # Which layers of a family have experts, as keys of ours.

@@ -35,9 +35,9 @@ class Leaf:
     """One parameter of one layer, or of one expert, in our layout: `shape`, `dtype` as on disk; the padding of the
     vocabulary is zeros.
 
-    before: where it begins along the axis on disk that it shares with others, which is number `axis`. inner: the letter
-    of that axis which is shared where another letter is before it, "" otherwise; `stored` are then the sizes on disk.
-    scale: the scales of the blocks of a tensor in fp8, of shape `block` each; values are then float32.
+    axis, before: the axis on disk that it shares with other parameters, and its start along this axis. inner: the
+    shared letter, if another letter is before it in the axis, else ""; if set, `stored` has the sizes on disk. scale:
+    the scales of an fp8 tensor, one for each block of shape `block`; values are then float32.
     """
 
     folder: Folder
@@ -59,7 +59,7 @@ class Leaf:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element on disk."""
+        """Bytes per element on disk."""
         return DTYPES[self.tensor.dtype]
 
     @property
@@ -69,7 +69,7 @@ class Leaf:
 
     @property
     def outer(self) -> int:
-        """The axis of ours along which neighbours are farthest apart on disk: pieces along it are read in order."""
+        """The axis of our layout along which neighbours are farthest apart on disk: its pieces are read in order."""
         return self.pattern.outer
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
@@ -104,7 +104,7 @@ class Leaf:
         return np.pad(array, padding) if any(more for _, more in padding) else array
 
     def _scales(self, spans: Sequence[Span]) -> np.ndarray:
-        """The factors of these spans on disk, float32."""
+        """Returns the scale of each element in these spans on disk, float32."""
         blocks = [(start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block)]
         array = self.folder.read(self.scale.name, blocks).astype(np.float32)
         within = [slice(start % size, start % size + stop - start)
@@ -222,7 +222,7 @@ def _leaf(folder: Folder, name: str, row: Row, sizes: Sizes, shape: tuple[int, .
 
 
 def _scale(folder: Folder, tensor: Tensor, block: tuple[int, int]) -> Tensor:
-    """The scales of a tensor in fp8. Raises UserError: they are missing or misshapen."""
+    """Returns the scales of an fp8 tensor. Raises UserError if they are missing or have a wrong shape or dtype."""
     name = f"{tensor.name}_scale_inv"
     scale = folder.tensors.get(name)
     if scale is None:
@@ -231,7 +231,8 @@ def _scale(folder: Folder, tensor: Tensor, block: tuple[int, int]) -> Tensor:
     shape = tuple(-(-length // size) for length, size in zip(tensor.shape, block))
     if scale.shape != shape or scale.dtype not in READABLE:
         raise UserError(f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, and blocks of "
-                        f"{_text(block)} have scales {_text(shape)} in float32, float16 or bfloat16")
+                        f"{_text(block)} have scales {_text(shape)} in float32, float16 or bfloat16: download "
+                        "the folder again")
     return scale
 
 

@@ -151,7 +151,7 @@ def half(scales: np.ndarray) -> np.ndarray:
 
 
 def layout_of(raw: Mapping[str, Any], where: str) -> tuple[Layout, int] | None:
-    """(the layout, inputs of a group) of a config.json; None where its weights are not in 4 bits.
+    """Returns (the layout, inputs per group) of a config.json; None if its weights are not in 4 bits.
 
     Raises:
       UserError: they are quantized otherwise; `where` names the file.

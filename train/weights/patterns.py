@@ -2,13 +2,13 @@
 
 Left of the arrow are the axes on disk, right of it ours; a group in parentheses is one axis on disk and several of
 ours. Letters: d d_model, h n_heads, g n_kv_heads, k d_head, f d_ff, v vocabulary, p positions, e experts, m the width
-of an expert, t of all shared experts; in latent attention q and c the widths of the latents of queries and of keys and
-values, s a head's width in the scores, u of its values, z that of c and the rotated part of the keys. Nothing is
-computed: a slice of ours is a slice of theirs, seen in another order, so it can be read without the rest, and written
-back.
+of an expert, t the width of all shared experts. For latent attention: q width of the query latent, c width of the
+latent of keys and values, s a head's width in the scores, u width of a head's values, z = c plus the width of the keys'
+rotated part, y width of the rotated part (`mla_d_rope`). Nothing is computed: a slice in our layout is a slice on disk
+in another order, so it can be read without the rest, and written back.
 
-`s~` on the left: the last `mla_d_rope` numbers along s are rotated, and a rotation turns neighbours (x[2i], x[2i + 1])
-on disk where ours turns halves (x[i], x[i + y/2]), so the two orders are exchanged.
+`s~` on the left: the last y numbers along s are rotated. On disk a rotation pairs neighbours (x[2i], x[2i + 1]), in our
+layout halves (x[i], x[i + y/2]), so these numbers are reordered.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> list[Span]:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """`theirs`: for each axis on disk its letters; `ours`: a letter for each axis; `paired`: the letter with a ~."""
+    """`theirs`: the letters of each axis on disk. `ours`: the letter of each of our axes. `paired`: the ~ letter."""
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
@@ -66,14 +66,14 @@ class Pattern:
         return cls(theirs, ours, "".join(re.findall(r"(\w)~", left)))
 
     def axis_of(self, part: str) -> tuple[int, bool]:
-        """(axis on disk that ends with these letters, whether it has another letter before them)."""
+        """Returns (the axis on disk that ends with these letters, whether it has another letter before them)."""
         letters = tuple(part.split())
         axis = next(axis for axis, group in enumerate(self.theirs) if group[-len(letters):] == letters)
         return axis, self.theirs[axis] != letters
 
     @property
     def outer(self) -> int:
-        """The axis of ours along which neighbours are farthest apart on disk."""
+        """The axis of our layout along which neighbours are farthest apart on disk."""
         return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class Pattern:
         return found
 
     def forward(self, theirs: np.ndarray, spans: Sequence[Span], sizes: Sizes) -> np.ndarray:
-        """What `their_spans` gave, in our layout of these spans; a view, but for a `paired` letter."""
+        """Returns the array read from `their_spans` in our layout: a view, or a copy if there is a `paired` letter."""
         of = dict(zip(self.ours, spans, strict=True)) | self._whole(sizes)
         split, order = [], []
         for first, *rest in self.theirs:
@@ -108,8 +108,10 @@ class Pattern:
                            for letter, span in zip(self.ours, spans))]
 
     def back(self, ours: np.ndarray, rotated: int = 0) -> np.ndarray:
-        """A tensor of ours as it is on disk: the inverse of `forward`. rotated: the size of y, for a `paired` letter,
-        along which the tensor is whole."""
+        """Returns a tensor of our layout in the layout on disk: the inverse of `forward`.
+
+        rotated: the size of y, if there is a `paired` letter; the tensor must be whole along that letter.
+        """
         order = [letter for group in self.theirs for letter in group]
         if self.paired:
             axis = self.ours.index(self.paired)
@@ -119,11 +121,12 @@ class Pattern:
         return array.reshape(self.their_shape(sizes))
 
     def _whole(self, sizes: Sizes) -> dict[str, Span]:
-        """The span of a `paired` letter: neighbours on disk are far apart in ours, so all are read."""
+        """Returns the full span of a `paired` letter: neighbours on disk are far apart in our layout, so all are read.
+        """
         return {self.paired: (0, sizes[self.paired])} if self.paired else {}
 
 
 def _halves(size: int, rotated: int) -> np.ndarray:
-    """For each place of ours along an axis of `size`, of whose end `rotated` are rotated, the place on disk."""
+    """Returns our index -> index on disk, along an axis of `size` whose last `rotated` numbers are rotated."""
     first = size - rotated
     return np.concatenate([np.arange(first), np.arange(first, size, 2), np.arange(first + 1, size, 2)])

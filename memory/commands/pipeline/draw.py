@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default), as pipeline.schedule")
     parser.add_argument("--virtual", type=int, metavar="V", help="chunks of layers per stage, as pipeline.virtual "
                         "(default: 2 of v, and of interleaved; else 1)")
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model, to print how many a stage holds")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model, to print the number per stage")
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule, or the table, as JSON")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write it as a page that opens offline")
 

@@ -86,7 +86,7 @@ const marks = (() => {
     const groups = [...new Set(all.map((one) => one.group || ""))], lying = view.panel.horizontal;
     const names = lying ? view.y : view.x, sizes = lying ? view.x : view.y;
     const step = Math.abs(names.at(1) - names.at(0)), thick = (step * FILLED) / groups.length;
-    // What is beyond the axis is not drawn, and cannot be pointed at.
+    // A mark beyond the end of the axis is not drawn and has no tooltip.
     const [first, last] = [sizes.from, sizes.to].sort((a, b) => a - b);
     const place = (size) => Math.max(first, Math.min(last, sizes.at(size)));
     for (const one of all) {

@@ -99,11 +99,11 @@ const parts = (() => {
   box.setAttribute("role", "status");
   box.hidden = true;
   const hide = () => { box.hidden = true; };
-  // Distances in pixels: between mark and tooltip, from the tooltip to the edge of the window, from the pointer to a
-  // tooltip at most, and the width down to which a tooltip is narrowed.
+  // Pixels: the gap between mark and tooltip, the minimum distance from the tooltip to the edge of the window, the
+  // maximum distance from the pointer to the tooltip, and the minimum width of a tooltip.
   const GAP = 14, EDGE = 4, FAR = 120, NARROWEST = 160;
-  // Puts the tooltip to the right or left of the mark, below or above it, wherever it is in the window and near (x, y);
-  // else it is narrowed. If the mark is too large for that, the tooltip goes beside the point (x, y) of the mark.
+  // Puts the tooltip to the right of the mark, to its left, below or above it: the first place that is in the window and
+  // near (x, y). If there is none, narrows the tooltip. If the mark is too large, puts the tooltip beside (x, y).
   const place = ([x, y], mark) => {
     const { clientWidth: wide } = document.documentElement, tall = window.innerHeight;
     const beside = ({ left, top, right, bottom }, { width, height }) => {
@@ -113,8 +113,8 @@ const parts = (() => {
       if (y - top <= FAR && top - GAP - height >= EDGE) return [x - width / 2, top - GAP - height];
       return null;
     };
-    const put = (anchor, most) => {
-      box.style.maxWidth = most ? `min(420px, ${most}px)` : "";
+    const put = (anchor, maxWidth) => {
+      box.style.maxWidth = maxWidth ? `min(420px, ${maxWidth}px)` : "";
       box.style.left = box.style.top = "0";  // a box near the right edge would be measured narrower than it can be
       const size = box.getBoundingClientRect(), at = beside(anchor, size);
       if (!at) return false;
@@ -129,8 +129,8 @@ const parts = (() => {
       if (put(anchor) || (room >= NARROWEST && put(anchor, room))) return;
     }
   };
-  // `lines`: texts, of which the first stands out, or rows {name, value, color, strong}. `mark`: the box in the window
-  // of what they describe; `at`: [x, y] of the pointer, none for the middle of the mark.
+  // `lines`: texts, the first in bold, or rows {name, value, color, strong}. `mark`: the described mark's box in the
+  // window. `at`: [x, y] of the pointer; if missing, the middle of the mark.
   const show = (lines, at, mark, spoken) => {
     if (!box.isConnected) document.body.append(box);
     box.setAttribute("aria-live", spoken ? "polite" : "off");

@@ -5,8 +5,8 @@ const pointing = (() => {
   const { svg } = base, { show, hide, round } = parts;
   const NEAR = 26;
 
-  // The panels with a crosshair. Their points are numbered from panel to panel; `resolve` gives the panel of a number
-  // and the point's number in it.
+  // The panels with a crosshair. Their points are numbered through all panels; `resolve` returns the panel of a number
+  // and the point's number in that panel.
   const crossed = (state) => state.views.filter((view) => view.panel.cross);
   const resolve = (state, number) => {
     let k = number;
@@ -50,15 +50,15 @@ const pointing = (() => {
     });
     return best;
   };
-  // Of the panels at x the one that is nearest in y.
+  // Returns the number of the point at x in the panel that is nearest in y.
   const hitCross = (state, [x, y]) => {
     const margin = 4;
-    let first = 0, best = null, least = Infinity;
+    let first = 0, best = null, nearestGap = Infinity;
     for (const view of crossed(state)) {
       const { cross } = view.panel, far = Math.max(view.top - y, y - view.bottom, 0);
-      if (cross.x.length && x >= view.x.from - margin && x <= view.x.to + margin && far < least) {
+      if (cross.x.length && x >= view.x.from - margin && x <= view.x.to + margin && far < nearestGap) {
         best = first + nearest(cross.x, view.x.back(x));
-        least = far;
+        nearestGap = far;
       }
       first += cross.x.length;
     }
@@ -194,9 +194,9 @@ const pointing = (() => {
       state.dragged = true;
     });
     state.svg.addEventListener("click", (event) => {
-      // The click that ends a drag. Browsers send none if the drag began on another element.
+      // Ignores the click that ends a drag. Browsers send no click if the drag began on another element.
       if (state.dragged) { state.dragged = false; return; }
-      // A pick draws the chart anew, after which browsers send no dblclick: the second click is told by its count.
+      // A pick redraws the chart, after which browsers send no dblclick: the click count identifies the second click.
       if (event.detail === 2 && state.zoom) { state.zoom = null; redraw(); return; }
       const k = find(event);
       if (k !== null) pick(state, k);

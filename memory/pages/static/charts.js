@@ -209,7 +209,7 @@ const charts = window.charts = (() => {
     const columns = Math.max(1, Math.min(spec.columns || panels.length, Math.floor(width / 300), panels.length));
     const rows = Math.ceil(panels.length / columns);
     if (spec.height) state.svg.style.flex = `none`;
-    // What the legend leaves of the box: drawn larger, the drawing would be scaled down, and the pointer be off.
+    // The height that the legend leaves: a larger drawing would be scaled down, and the pointer would be off.
     const height = spec.height ? spec.height * rows : Math.max(120, state.svg.getBoundingClientRect().height);
     if (spec.height) state.svg.style.height = height + "px";
     state.drawn = box.clientWidth;

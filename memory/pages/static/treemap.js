@@ -132,7 +132,7 @@
     state.holders = [];
     state.on = null;
     trail(state);
-    const height = Math.max(160, state.svg.getBoundingClientRect().height);  // what the trail leaves of the box
+    const height = Math.max(160, state.svg.getBoundingClientRect().height);  // the height that the trail leaves
     state.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     state.svg.replaceChildren();
     if (state.root.children.length) {

@@ -303,7 +303,8 @@ class Walk:
 
 
 def preferred(steps: Sequence[Step]) -> Step | None:
-    """Of steps that fit the fastest, of ties the thriftiest (`rows.thrift`); None for none."""
+    """Returns the fastest step that fits; of ties, the one that recomputes and allocates less (`rows.thrift`); None if
+    there is no step."""
     return ranking.preferred(steps, _seconds, lambda step: step.thrift)
 
 

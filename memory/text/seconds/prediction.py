@@ -32,7 +32,7 @@ def predicted(report: Report) -> str:
 
 
 def unpredicted(report: Report) -> str:
-    """Why no seconds are predicted, in one line; "" where they are or can be, and without a target."""
+    """Returns why no seconds are predicted, in one line; "" if they are or can be predicted, or without a target."""
     if report.prediction or not report.target:
         return ""
     why = missing(bool(report.schedule), report.target, measured=False)

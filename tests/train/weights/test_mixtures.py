@@ -123,7 +123,7 @@ def test_dense_layers_both_ways(step, dense):
      "model_type=gpt_oss cannot be read: our model lacks attention sinks"),
     (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: our model computes 0.0"),
     (MIXTRAL_8X7B, {"router_aux_loss_coef": "x"}, "router_aux_loss_coef='x'"),
-    (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are read of Mixtral")])
+    (MIXTRAL_8X7B, {"model_type": "qwen2_moe"}, "num_local_experts asks for experts, which are supported only for")])
 def test_what_is_refused_of_a_mixture(raw, changes, why):
     with pytest.raises(UserError) as caught:
         describe({**raw, **changes}, "config.json")

@@ -91,9 +91,9 @@ class ExampleSource:
         return row
 
     def batch(self, numbers: Iterable[int], stop: int | None = None) -> dict[str, np.ndarray]:
-        """Returns the rows of these numbers, int32 [n, seq_len] each; padding from `stop`, or the end, on.
+        """Returns the rows with these numbers, int32 [n, seq_len] per array; rows from `stop`, or the end, are padding.
 
-        Without packing there is `mask` too: 1 for a token, 0 for padding.
+        Without packing it contains `mask` too: 1 for a token, 0 for padding.
         """
         end = len(self) if stop is None else min(stop, len(self))
         numbers = [int(i) for i in numbers]

@@ -70,7 +70,7 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
                     counts["cut" if config.too_long == "cut" else "dropped"] += 1
                     if config.too_long == "drop":
                         continue
-                    # Copies: a slice would keep the whole example in memory.
+                    # Copies, because a slice would keep the whole example in memory.
                     ids, targets = ids[:config.seq_len + 1].copy(), targets[:config.seq_len + 1].copy()
                 if not targets[1:].any():
                     counts["unlearned"] += 1
@@ -184,8 +184,8 @@ def _chat_tokens(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[
 
 
 def _in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
-    """Yields what `encode` gives for each text. Texts are encoded in groups of about GROUP_CHARS characters: enough to
-    keep every core busy, few enough to bound the memory."""
+    """Yields the encoding of each text. Texts are encoded in groups of about GROUP_CHARS characters: enough to keep
+    every core busy, few enough to bound the memory."""
     group, chars = [], 0
     for text in texts:
         group.append(text)

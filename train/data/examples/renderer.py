@@ -17,10 +17,9 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 TODAY = (2024, 7, 26)
 SECONDS = 5  # for one conversation
 BYTES = 1 << 30  # of address space
-# Limits over all conversations. Each rendering of a conversation adds to an allowance what such a rendering may need,
-# about ten times what published templates do need, and subtracts what it used. These are the allowances at the start,
-# which are never exceeded later, and what a rendering adds: a fixed amount, and an amount per character of the
-# conversation.
+# Limits over all conversations. Each rendering adds to the allowance about ten times what published templates need, and
+# subtracts what it used. TOTAL_*: the allowance at the start, which is also its maximum. *_EACH: the amount that a
+# rendering adds. *_PER_CHARACTER: the amount that it adds per character of the conversation.
 TOTAL_SECONDS, SECONDS_EACH, SECONDS_PER_CHARACTER = 10.0, 5e-4, 2e-7  # processor time
 TOTAL_CHARACTERS, CHARACTERS_EACH, CHARACTERS_PER_CHARACTER = 1 << 22, 1 << 14, 4
 
@@ -74,16 +73,16 @@ def rendered(template, variables, asked):
 
 
 class Allowance:
-    """Seconds and characters that the template may still use."""
+    """The processor seconds and characters that the template may still use."""
 
     def __init__(self, seconds, characters):
         self.totals = self.left = seconds, characters
         self.conversations = self.given = 0
         self.used = 0.0, 0
 
-    def spend(self, asked, found, seconds):
+    def spend(self, asked, answer, seconds):
         """Subtracts what a conversation used; returns the reason to stop, or "" if the allowance suffices."""
-        texts = [found["text"], *found["before"], *found["up_to"]] if "text" in found else [""]  # "": it failed
+        texts = [answer["text"], *answer["before"], *answer["up_to"]] if "text" in answer else [""]  # "": it failed
         given = len(json.dumps([asked["messages"], asked["tools"]]))
         written = sum(map(len, texts))
         added = (len(texts) * (SECONDS_EACH + SECONDS_PER_CHARACTER * given),

@@ -146,8 +146,8 @@ class Renderer:
         """Renders each conversation; where the template refuses one, its reason. `before`, `up_to`: whether these parts
         of `Rendered` are needed.
 
-        Raises UserError if the template takes too long, for one conversation or for all since the process started, or
-        writes too much for them: the process has ended then.
+        Raises UserError, and ends the process, if the template takes too long for one conversation or for all since the
+        process started, or writes too much.
         """
         self._ask([{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to}
                    for chat in chats])
@@ -184,8 +184,8 @@ class Renderer:
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks of `generation`, and [from, to) of what stood between them. Raises Malformed for text
-    that has no encoding, and for marks that do not match."""
+    """Returns the text without the marks of `generation`, and the spans [from, to) that were between them. Raises
+    Malformed for text that cannot be encoded, and for marks that do not match."""
     text_of(text, "the rendered text")
     parts = re.split(f"([{renderer.BEGIN}{renderer.END}])", text)
     found, plain, begun = [], [], None
