@@ -14,7 +14,7 @@ from bytescope.memory.devices.live import sample
 from bytescope.memory.records import Report
 from bytescope.memory.units import human
 from bytescope.train.errors import DoesNotFit, UserError
-from bytescope.train.run.runtime import forgive_abandoned
+from bytescope.train.run.runtime import RAISE_FILES, forgive_abandoned
 
 # Failures of a disk, by the number that the system gives them.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -79,8 +79,8 @@ def explain(error: BaseException, report: Report | None, device: Any,
     if disk := explain_disk(error):
         return disk
     if os.strerror(errno.EMFILE) in str(error) or _disk_failure(error)[0] == errno.EMFILE:
-        return UserError("this process has reached its limit of open files: raise the limit with ulimit -n 4096 and "
-                         "run the same command again; the run resumes from its last checkpoint")
+        return UserError(f"this process has reached its limit of open files: {RAISE_FILES} and run the same command "
+                         "again; the run resumes from its last checkpoint")
     if "RESOURCE_EXHAUSTED" in str(error):
         return _out_of_memory(report, device, advice)
     return None

@@ -34,6 +34,8 @@ START_BYTES = 320 * 2**20
 THREADS_BYTES = 2**30
 # Open files: a start needs MIN_FILES (libraries, data, a checkpoint's arrays), and requests MAX_FILES.
 MIN_FILES, MAX_FILES = 64, 65536
+# The soft limit is as high as the hard one by then.
+RAISE_FILES = "raise the hard limit (ulimit -Hn as root, /etc/security/limits.conf, a container's --ulimit nofile)"
 _PROBE = ("import mmap, resource, sys; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import jax; jax.devices(); "
           "mmap.mmap(-1, int(sys.argv[1]))")
 
@@ -48,8 +50,7 @@ def check_limits() -> None:
     """
     files = raise_file_limit()
     if files is not None and files < MIN_FILES:
-        raise UserError(f"this process may open {files} files and needs {MIN_FILES} or more: raise the limit with "
-                        f"ulimit -n {MAX_FILES // 16}")
+        raise UserError(f"this process may open {files} files and needs {MIN_FILES} or more: {RAISE_FILES}")
     room = cgroup_room()
     if room is not None and room < START_BYTES:
         raise DoesNotFit(f"{human(max(room, 0))} are left under the memory limit of this process' cgroup, and a start "
@@ -93,7 +94,7 @@ def files_warning() -> str:
     if limit == resource.RLIM_INFINITY or count < 0.8 * limit:
         return ""
     return (f"{count} of {limit} files are open, connections included: at {limit} the run ends. Stop what connects to "
-            "its ports (port scans, health checks), or raise ulimit -n and start again")
+            "its ports (port scans, health checks), or raise ulimit -Hn and start again")
 
 
 def prepare(config: ConfigDict, processes: int = 1, index: int = 0) -> None:

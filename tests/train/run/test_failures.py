@@ -37,7 +37,7 @@ def test_too_many_open_files_are_no_lack_of_device_memory():
     text = FULL.replace("No space left on device [os_error_code='28']", "Too many open files [os_error_code='24']")
     for error in (ValueError(text), OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/r/x")):
         told = explain(error, None, None)
-        assert type(told) is UserError and "raise the limit with ulimit -n 4096" in str(told)
+        assert type(told) is UserError and "reached its limit of open files: raise the hard limit" in str(told)
 
 
 def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):

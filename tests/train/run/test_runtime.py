@@ -54,7 +54,7 @@ def test_the_soft_limit_of_open_files_is_raised(file_limit):
 
 def test_too_few_open_files_are_refused(monkeypatch):
     monkeypatch.setattr(runtime, "raise_file_limit", lambda: 20)
-    with pytest.raises(UserError, match="may open 20 files and needs 64 or more: raise the limit with ulimit -n 4096"):
+    with pytest.raises(UserError, match="may open 20 files and needs 64 or more: raise the hard limit"):
         runtime.check_limits()
 
 
