@@ -112,8 +112,8 @@ def a_kind(value: Any) -> str:
 
 
 def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
-    """Raises OSError for a device, which may be endless, a socket, and, unless `pipes`, a pipe, which may have no
-    writer."""
+    """Raises OSError if the path is a device or a socket, or a pipe unless `pipes`. Reading a device may never end;
+    reading a pipe without a writer blocks."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"

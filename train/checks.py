@@ -116,8 +116,8 @@ def check_values(config: ConfigDict) -> None:
             raise ValueError(f"{key}={value}: give {least} or more")
     vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
     if vocab > (max_vocab := LARGEST // multiple * multiple):
-        raise ValueError(f"model.vocab_size={vocab}, rounded up to a multiple of model.vocab_multiple={multiple}: give "
-                         f"at most {max_vocab}")
+        raise ValueError(f"model.vocab_size={vocab} is too large, rounded up to a multiple of model.vocab_multiple="
+                         f"{multiple}: give at most {max_vocab}")
     for key in POSITIVE:
         if (value := _value(config, key)) <= 0:
             raise ValueError(f"{key}={value}: give a number above 0")

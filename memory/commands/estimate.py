@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=int, metavar="N", help="number of data-parallel ranks")
     parser.add_argument("--expert-parallel", type=int, metavar="N", help="number of data-parallel ranks that share the "
                         "routed experts")
-    parser.add_argument("--tensor", type=int, metavar="N", help="devices that share heads, MLP width and "
-                        "vocabulary")
+    parser.add_argument("--tensor", type=int, metavar="N", help="number of devices to split heads, MLP "
+                        "width and vocabulary over")
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction,
                         help="shard norms and the residual stream over the tensor-parallel ranks too")
     for flag, choices, summary in (

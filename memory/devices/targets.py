@@ -102,8 +102,8 @@ class Target:
         return jax.sharding.Mesh(self.mesh_devices(*axes.values()), tuple(axes))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain JSON values, with the limit and `memory_fraction`: the fraction of a described GPU's
-        memory that is available to programs, None for other devices."""
+        """Returns every field as plain JSON values, the limit in bytes, and `memory_fraction`: the fraction of a GPU's
+        memory that is available to programs. It is None unless the target is a GPU that is not attached."""
         fraction = memory_fraction() if self.is_described and self.platform == "cuda" else None
         return {**dataclasses.asdict(self), "shape": list(self.shape), "limit_bytes": self.limit_bytes,
                 "memory_fraction": fraction}

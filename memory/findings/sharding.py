@@ -33,7 +33,8 @@ HELD = (*WEIGHTS, "cache")
 
 
 def nothing_sharded(report: Report, program: PlacedProgram) -> Found | None:
-    """Finds a step that runs on one of the target's devices, or whose arguments and results are replicated on all."""
+    """Returns a finding for a step on several devices that shards nothing: it runs on only one of the target's
+    devices, or its arguments and results are all replicated on every device."""
     module, target = program.module, report.target
     devices = int(target.get("n_devices") or 1)
     if module.devices == 1 and devices > 1 and target.get("name") != "local":

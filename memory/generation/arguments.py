@@ -30,8 +30,8 @@ def add_weights(parser: argparse._ActionsContainer) -> None:
 
 def add_devices(parser: argparse._ActionsContainer) -> None:
     """Over how many devices the model is sharded."""
-    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices that share heads, MLP width and "
-                        "vocabulary (default 1)")
+    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="number of devices to split heads, MLP "
+                        "width and vocabulary over (default 1)")
     parser.add_argument("--fsdp", type=int, default=1, metavar="N", help="devices that share the width of all weights "
                         "(default 1)")
 

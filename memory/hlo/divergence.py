@@ -36,10 +36,10 @@ _MAX_TABLE = 65536
 
 @dataclasses.dataclass(frozen=True)
 class SkippedCollective:
-    """A collective inside `control`, a loop or a conditional, that some of its devices skip.
+    """A collective that some of its devices do not execute, so that the others wait forever.
 
-    links: groups of devices that exchange data. waits: devices that wait for each other, some of which skip the
-    collective. op_name: the collective's name in JAX.
+    control: the loop or conditional that contains it. links: its groups of devices that exchange data. waits: a set of
+    devices all of which must execute it, and some do not. op_name: JAX's name of the collective.
     """
 
     instruction: Instruction
@@ -295,8 +295,9 @@ class _Agreement:
         return source is not None and source.opcode == "parameter"
 
     def _parameter(self, parameter: Instruction, index: Index) -> _Value | None:
-        """Returns what is known about the values that callers pass. For an entry parameter, devices along its sharded
-        mesh axes differ; without a sharding, all devices count as equal."""
+        """Returns which devices hold equal values of a parameter, by what its callers pass. For a parameter of the
+        entry computation, values differ along the mesh axes over which it is sharded; without a sharding, all devices
+        are assumed to hold the same value."""
         module, callers = self._module, self.callers.get(parameter.computation, ())
         if not callers:
             layout = self._parameters.get(parameter.parameter)

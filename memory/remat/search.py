@@ -179,8 +179,8 @@ class Search:
                 and tried.compiled.host_bytes <= self.problem.host_budget)
 
     def best(self, budget: float) -> Tried | None:
-        """Returns the best compiled plan that fits, by the compiled program's own cost. Among plans that cost the same
-        within `TIE`, and no more than the best fixed policy, returns the one that recomputes least, then the one of
+        """Returns the compiled plan of lowest cost that fits. Plans whose costs differ by at most the fraction `TIE`,
+        and are not above that of the best named policy, tie: the plan that recomputes least wins, then the plan of
         fewest bytes, then a named policy."""
         fitting = [tried for tried in self.tried.values() if self._fits(tried, budget)]
         if self.problem.cost == "time" and fitting:

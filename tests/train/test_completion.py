@@ -56,7 +56,8 @@ MEANINGS = {
     "--html": "page", "--json": "as JSON", "--layers": "layers of the model", "--length": "tokens of a sequence",
     "--limit": "bytes of (a|the) device to use", "--lora": "LoRA adapters over frozen weights",
     "--measure": "on this machine", "--out": "write|append|a new or empty folder",
-    "--step": "the checkpoint of this step", "--tensor": "devices that share heads, MLP width and vocabulary",
+    "--step": "the checkpoint of this step",
+    "--tensor": "number of devices to split heads, MLP width and vocabulary over",
 }
 
 

@@ -63,10 +63,10 @@ def parsers(own: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
 
 
 def gather(commands: Mapping[str, str], own: argparse.ArgumentParser) -> Words:
-    """Returns the completion words of this version. commands: command -> description. own: the parser of bytescope
-    completion.
+    """Returns the words that shell completion offers. commands: command -> description. own: the argument parser of the
+    command `bytescope completion`.
 
-    Imports jax for the tables of names, but starts no device.
+    Imports jax to read its tables of names, but starts no device.
     """
     from bytescope.train import config
 

@@ -160,7 +160,7 @@ def _by_step(model: Keys) -> Raw:
 
 
 def _after_the_first(model: Keys) -> Raw:
-    """DeepSeek-V3: the first layers are dense; no layer predicts further tokens."""
+    """Returns DeepSeek-V3's keys: dense first layers, then experts in every layer, and no multi-token prediction."""
     return {"first_k_dense_replace": model["dense_layers"], "num_nextn_predict_layers": 0}
 
 

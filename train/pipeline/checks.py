@@ -78,6 +78,6 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
     remedies = [f"mesh.{axis}=1" for axis in (*spanned, "stage")]
     shape = module.shape(skipped.instruction)
     raise ValueError(
-        f"the step would hang: {skipped.instruction.opcode} {shape.dtype}{list(shape.dims)} of {skipped.op_name} waits "
-        f"for {len(skipped.waits)} devices, and some of them skip it, since their stage runs the loop around it a "
-        f"different number of times; set {' or '.join(remedies)}")
+        f"the step would hang: {skipped.op_name} ({skipped.instruction.opcode} {shape.dtype}{list(shape.dims)}) waits "
+        f"for {len(skipped.waits)} devices, and some never reach it, because pipeline stages run the loop around it "
+        f"different numbers of times; set {' or '.join(remedies)}")

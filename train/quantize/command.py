@@ -103,7 +103,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _target(text: str) -> str:
-    """Returns the target in the place of OUT. Raises UserError for a folder's name, because --calibrate is missing."""
+    """Returns the target, which is given in the position of OUT if there is no --calibrate. Raises UserError if the
+    argument names a folder: an output folder needs --calibrate."""
     from bytescope.memory.devices.targets import names
 
     if text.partition(":")[0].lower() not in names():

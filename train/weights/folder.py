@@ -138,9 +138,10 @@ class Folder:
 
 
 def count_non_finite(array: np.ndarray, dtype: str) -> int:
-    """Counts the values of an array that are NaN or infinite; 0 for integers. dtype: the format's name of its dtype.
+    """Counts the values of an array that are NaN or infinite; 0 for integers. dtype: the array's dtype as the
+    safetensors format names it, such as "BF16".
 
-    Both kinds of value have all exponent bits set. NumPy's isfinite is ten times slower for 16 bits.
+    Tests whether all exponent bits are set: NumPy's isfinite is ten times slower for 16-bit floats.
     """
     if dtype not in EXPONENTS:
         return 0

@@ -274,7 +274,7 @@ def _by_step(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _after_the_first(reader: _Reader, keys: Mapping[str, Any]) -> dict[str, int]:
-    """DeepSeek-V3: the first layers are dense."""
+    """Returns our keys for DeepSeek-V3: dense first layers, then a layer with experts each."""
     dense = reader.raw.get("first_k_dense_replace")
     if dense != 0:
         dense = 3 if dense is None else reader.count("first_k_dense_replace", dense)

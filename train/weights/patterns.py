@@ -73,7 +73,7 @@ class Pattern:
 
     @property
     def outer(self) -> int:
-        """The axis of our layout along which neighbours are farthest apart on disk."""
+        """Returns the axis of our layout that has the largest stride in the file."""
         return self.ours.index(self.theirs[0][0])
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
