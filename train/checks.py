@@ -115,7 +115,7 @@ def check_values(config: ConfigDict) -> None:
         if (value := _value(config, key)) < least:
             raise ValueError(f"{key}={value}: give {least} or more")
     vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
-    if vocab > (max_vocab := LARGEST // multiple * multiple):
+    if multiple > 0 and vocab > (max_vocab := LARGEST // multiple * multiple):
         raise ValueError(f"model.vocab_size={vocab} is too large, rounded up to a multiple of model.vocab_multiple="
                          f"{multiple}: give at most {max_vocab}")
     for key in POSITIVE:

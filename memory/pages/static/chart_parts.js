@@ -102,8 +102,8 @@ const parts = (() => {
   // Pixels: the gap between mark and tooltip, the minimum distance from the tooltip to the edge of the window, the
   // maximum distance from the pointer to the tooltip, and the minimum width of a tooltip.
   const GAP = 14, EDGE = 4, FAR = 120, NARROWEST = 160;
-  // Puts the tooltip to the right of the mark, to its left, below or above it: the first place that is in the window and
-  // near (x, y). If there is none, narrows the tooltip. If the mark is too large, puts the tooltip beside (x, y).
+  // Puts the tooltip to the right of the mark, to its left, below or above it: the first place that is in the window
+  // and near (x, y). If there is none, narrows the tooltip. If the mark is too large, puts the tooltip beside (x, y).
   const place = ([x, y], mark) => {
     const { clientWidth: wide } = document.documentElement, tall = window.innerHeight;
     const beside = ({ left, top, right, bottom }, { width, height }) => {

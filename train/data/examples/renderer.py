@@ -106,7 +106,8 @@ def limit(most):
 
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-        return lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends it, even inside of C
+        # SIGPROF ends it, even inside of C. Processor time, since a busy machine is no fault of the template.
+        return lambda seconds: signal.setitimer(signal.ITIMER_PROF, seconds)
     except (ImportError, ValueError, OSError):  # no such limits here
         return lambda seconds: None
 
