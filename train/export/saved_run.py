@@ -112,7 +112,7 @@ class SavedRun:
             except Exception as error:
                 complaints.drop = True
                 raise UserError(f"checkpoint {self.step} of {self.workdir} is damaged "
-                                f"({one_line(error)[:120] or type(error).__name__}): {self.remedy}") from error
+                                f"({one_line(error) or type(error).__name__}): {self.remedy}") from error
 
 
 def began_from(run: SavedRun) -> Folder | None:
@@ -136,7 +136,7 @@ def _config(identity: Identity, workdir: Path) -> ConfigDict:
         try:
             node[name] = tuple(value) if isinstance(known[key], tuple) else value
         except TypeError as error:
-            raise UserError(f"{workdir / 'config.json'} is damaged ({one_line(error)[:120]}): restore it") from error
+            raise UserError(f"{workdir / 'config.json'} is damaged ({one_line(error)}): restore it") from error
     return config
 
 

@@ -25,6 +25,7 @@ import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from bytescope.memory.report_json import one_line
 from bytescope.model.frozen import joined, parted, router_biases
 from bytescope.train.errors import UserError
 from bytescope.train.export.stored_array import StoredArray
@@ -144,7 +145,7 @@ def _damage_in(error: Exception) -> str:
     descriptors, which is not damage."""
     if "RESOURCE_EXHAUSTED" in str(error):
         raise error
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    return one_line(error) or type(error).__name__
 
 
 def _held_out_loss(metrics: Any) -> float:

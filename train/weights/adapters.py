@@ -147,4 +147,4 @@ def _text(shape: Collection[int]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return one_line(repr(value))[:120]
+    return one_line(repr(value))

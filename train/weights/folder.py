@@ -116,7 +116,7 @@ class Folder:
             piece = np.asarray(view[tuple(slice(*span) for span in spans)] if spans else view[...])
             non_finite = count_non_finite(piece, tensor.dtype) and count_non_finite(view[...], tensor.dtype)
         except Exception as error:  # SafetensorError, which is none of Python's own, and OSError
-            raise UserError(f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)[:120]}): "
+            raise UserError(f"{self.path / tensor.file}: {_shown(name)} cannot be read ({one_line(error)}): "
                             "the file has changed or is damaged") from error
         if non_finite:
             raise UserError(f"{self.path / tensor.file}: {non_finite:,} of the {math.prod(tensor.shape):,} values of "
@@ -218,7 +218,7 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
     try:
         found = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({one_line(error)[:120]}): download it again") from error
+        raise UserError(f"{path} is damaged ({one_line(error)}): download it again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} is damaged (no object): download it again")
     return found, content
@@ -295,4 +295,4 @@ def _ends(path: Path, begin: int) -> bytes:
 
 
 def _shown(name: Any) -> str:
-    return one_line(repr(name))[:120]
+    return one_line(repr(name))

@@ -76,7 +76,7 @@ def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header: {one_line(error)[:120]}") from error
+        raise _damaged(path, f"its header: {one_line(error)}") from error
     if not isinstance(found, dict):
         raise _damaged(path, "its header is no object")
     return [(name, entry) for name, entry in found.items() if name != "__metadata__"]
@@ -101,7 +101,7 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> tuple[Tensor, int]
 
 def _shown(value: Any) -> str:
     """A name of others, in one short line."""
-    return one_line(repr(value))[:120]
+    return one_line(repr(value))
 
 
 def _damaged(path: Path, why: str) -> UserError:
